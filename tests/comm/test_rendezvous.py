@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hosts import Hosts
+from paceline.comm import rendezvous as deadline
 from paceline.comm.backend import joined
 from paceline.comm.rendezvous import close_stores, rendezvous_store, torchs_store
 from paceline.errors import ChannelError, LaunchError
@@ -105,3 +107,46 @@ def _attack(where: tuple[str, int]) -> None:
 def test_unauthenticated_peers_at_the_store_of_hosts_change_no_sum(hosts: Hosts) -> None:
     expected = [2 * 499_500.0] * 3
     assert hosts(2, rate="1gbit").run(sum_among_unauthenticated_peers) == [expected, expected]
+
+
+def test_a_rank_that_has_died_is_missing_at_once() -> None:
+    """A patience of an hour would not end before the test's deadline."""
+    store = HashStore()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    store.set("process/1", f"{deadline._processes()} {child}")
+    store.set("waiting/1/2", "here")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert deadline.missing_ranks(store, 0, 3, 1, patience_s=3600) == [1], "dead, and not yet seen by its parent"
+    os.waitpid(child, 0)
+    assert deadline.missing_ranks(store, 0, 3, 1, patience_s=3600) == [1], "dead and forgotten"
+
+
+def test_a_rank_that_lives_or_is_on_another_host_is_given_time() -> None:
+    store = HashStore()
+    deadline.register(store, 1)
+    store.set("process/2", "another host 1")
+    store.set("waiting/1/2", "here")
+    assert deadline.missing_ranks(store, 0, 3, 1, patience_s=0.1) == [1]
+    store.set("waiting/2/1", "here")
+    assert deadline.missing_ranks(store, 0, 3, 2, patience_s=0.1) == [2]
+
+
+class Silent:
+    """A store whose host is behind a cut link: its calls return when the test ends."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.ended.wait(60)
+        raise RuntimeError("the link is cut")
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+    store = Silent()
+    try:
+        assert deadline.missing_ranks(store, 1, 2, 1, patience_s=-0.95) is None  # type: ignore[arg-type]
+    finally:
+        store.ended.set()

@@ -113,14 +113,9 @@ class Group:
 
         They ask for it the first time together.
         """
-        if self._host is None:
-            own = (
-                [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]]
-                if self.spans_hosts
-                else range(self.size)
-            )
-            self._host = self if len(own) == self.size else self.subgroup(own)
-        return self._host
+        if self._host is None and self.spans_hosts:
+            self._host = self.subgroup([r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]])
+        return self._host or self
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """A group of some ranks of this one (ascending), made by these ranks only.
@@ -160,7 +155,7 @@ class Group:
 
         The ranks need not call it at the same time, but must not use it afterwards.
         """
-        if self._host is not None and self._host is not self:
+        if self._host is not None:
             self._host.close()
         backend, self.backend, self.store = self.backend, None, None
         if backend is not None and dist.is_initialized():

@@ -307,19 +307,15 @@ class DrivenWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True once it has ended, with or without an error."""
         return self._progress.is_done(self._operation)
 
     def is_success(self) -> bool:
-        """True if it has ended without an error."""
         return self.is_completed() and self._operation.error is None
 
     def exception(self) -> Exception | None:
-        """The error that it failed with, or None."""
         return self._operation.error
 
     def result(self) -> list[Any]:
-        """The tensors that it writes to."""
         return self._result
 
     def source_rank(self) -> int:
@@ -330,11 +326,9 @@ class DrivenWork(dist.Work):
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Wait; a CPU has no stream to be ordered."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors that it writes to."""
         if self._future is None:
             self._future = torch.futures.Future()
             self._progress.call_when_done(self._operation, self._resolve)

@@ -298,7 +298,6 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return False
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; an error names the ranks that did not come."""
         options = BarrierOptions()
         options.timeout, options.asyncOp = timeout, False
         self.barrier(options)
@@ -310,7 +309,6 @@ class DrivenProcessGroup(dist.ProcessGroup):
         raise NotImplementedError("each transport has a name")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The longest that a collective or message may take from now on."""
         self._timeout_s = timeout.total_seconds()
 
     def getGroupName(self) -> str:

@@ -134,14 +134,6 @@ class FlatParameters:
         torch._foreach_add_(self.parameters, self.views)
 
 
-def flats(parameters: Sequence[nn.Parameter], memory: Algorithm) -> list[FlatParameters]:
-    """A flat tensor for the parameters of each dtype."""
-    return [
-        FlatParameters.of(same_dtype, memory.empty(sum(p.numel() for p in same_dtype), same_dtype[0].dtype))
-        for same_dtype in by_dtype(parameters)
-    ]
-
-
 def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters of each dtype, in order."""
     found: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -175,7 +167,10 @@ class LocalSGD(LocalRule):
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        self.flats = flats(self.parameters, self.algorithm)
+        self.flats = []
+        for alike in by_dtype(self.parameters):
+            memory = self.algorithm.empty(sum(p.numel() for p in alike), alike[0].dtype)
+            self.flats.append(FlatParameters.of(alike, memory))
         nbytes = sum(flat.values.nbytes for flat in self.flats)
         replica.log(f"sync=local: every rank's {nbytes:,} bytes of parameters are averaged every {self.period} steps")
 

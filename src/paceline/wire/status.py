@@ -100,15 +100,9 @@ class StatusBoard:
     def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, generation: int = 0) -> None:
         """Show what the launcher was told of a rank on another host."""
         first = rank * _SLOT_BYTES // 8
-        values = (
-            (_PID, pid),
-            (_PHASE, _CODES[phase]),
-            (_STEP, step),
-            (_CHANGED, changed_ns),
-            (_GENERATION, generation),
-        )
-        for field, value in values:
-            self._words[first + field] = value
+        slot = self._words[first : first + _SLOT_BYTES // 8]
+        slot[_PID], slot[_PHASE], slot[_STEP] = pid, _CODES[phase], step
+        slot[_CHANGED], slot[_GENERATION] = changed_ns, generation
 
     def enter(self, generation: int) -> None:
         """Say that this rank takes part in a generation."""

@@ -259,7 +259,6 @@ class MeshQueue(OperationQueue):
 
     @property
     def broken(self) -> Exception | None:
-        """The error that ended the group, or None."""
         return self._mesh.broken
 
     @broken.setter
@@ -277,7 +276,6 @@ class MeshQueue(OperationQueue):
         self._mesh.told |= told
 
     def advance(self) -> list[Operation]:
-        """Go on as far as possible; returns the operations that are done."""
         if self.broken is not None and self.operations:
             self.operations[0].fail(self.broken)
         return super().advance()
@@ -445,13 +443,11 @@ class TcpInbox:
     # As the sink of a stream
 
     def target(self) -> memoryview:
-        """The memory for the next bytes."""
         if self._coming is not None:
             return self._coming.data[self._coming.received :]
         return self._header[self._header_received :]
 
     def advance(self, count: int) -> None:
-        """Account for `count` received bytes."""
         message = self._coming
         if message is None:
             self._header_received += count

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from paceline.errors import SyncError
 from ranks import Backend, RankError, Ranks
@@ -238,3 +239,33 @@ def on_another_device() -> None:
 def test_a_tensor_of_another_device_is_refused(ranks: Ranks, backend: Backend) -> None:
     with pytest.raises(RankError, match=r"meta|No backend type"):
         ranks(2, on_another_device, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_trace_names_each_collective_and_message_with_its_shapes(ranks: Ranks, backend: Backend) -> None:
+    expected = [
+        (f"{backend}:all_gather", [[2, 3]]),
+        (f"{backend}:all_reduce", [[2, 3]]),
+        (f"{backend}:all_reduce", [[4]]),
+        (f"{backend}:recv", [[5]]),
+        (f"{backend}:send", [[5]]),
+    ]
+    assert ranks(2, traced, backend=backend) == [expected, expected]
+
+
+def traced() -> list[tuple[str, list[list[int]]]]:
+    other = 1 - dist.get_rank()
+    matrix = torch.ones(2, 3)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        dist.all_reduce(matrix)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        dist.all_gather([torch.empty(2, 3), torch.empty(2, 3)], matrix)
+        sent = dist.isend(torch.ones(5), other)
+        dist.recv(torch.empty(5), other)
+        for pending in (work, sent):
+            assert pending is not None
+            pending.wait()
+    dist.all_reduce(matrix)  # no profiler sees it
+    return sorted(
+        (event.name, event.input_shapes) for event in trace.events() or () if event.name.startswith(("shm:", "tcp:"))
+    )
