@@ -33,7 +33,7 @@ from membership_world import World, played
 from paceline.cluster.discover import environment
 from paceline.elastic.membership import Membership, newest_of
 from paceline.files import write_whole
-from paceline.generation import Generation
+from paceline.wire.status import Generation
 
 KILLS = 0.0, 0.01, 0.03, 0.05, 0.15
 FEWEST = 30  # events; the most are ten times as many

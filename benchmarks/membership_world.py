@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from paceline.elastic.membership import WITHIN_S, Membership, Start, StepBoundary, newest_of
-from paceline.generation import Generation, next_number
+from paceline.wire.status import Generation, next_number
 
 NOWHERE = Generation(-1, ())
 MOMENTS_S = 0.0, 0.1, WITHIN_S / 3, WITHIN_S  # from one loss to the next

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import ClusterError, SyncError
-from paceline.generation import Generation, GenerationOver, ends_generation, generation_is_over, watch_generation
+from paceline.wire.status import Generation, GenerationOver, ends_generation, generation_is_over, watch_generation
 
 
 def test_a_process_has_the_place_that_is_left_for_it() -> None:
@@ -34,7 +34,7 @@ def test_an_error_of_the_users_is_his_at_once(error: Exception) -> None:
 def test_an_error_that_no_generations_end_explains_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.setattr("paceline.generation._ANNOUNCED_WITHIN_S", 0.01)
+    monkeypatch.setattr("paceline.wire.status._ANNOUNCED_WITHIN_S", 0.01)
     error = SyncError("they called different collectives")
     with watch_generation(lambda: False):
         assert not ends_generation(error)

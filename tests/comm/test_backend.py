@@ -92,7 +92,7 @@ import torch.distributed as dist
 
 import paceline.comm.backend as backend
 from paceline.comm.backend import joined
-from paceline.generation import Generation, watch_generation
+from paceline.wire.status import Generation, watch_generation
 
 def meet(arguments):
     folder, rank = arguments[0], int(os.environ["RANK"])

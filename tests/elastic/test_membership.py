@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import membership_world
 from membership_world import played
 from paceline.elastic.membership import MOST_LOSSES, WITHIN_S, Membership, Start, StepBoundary, newest_of
-from paceline.generation import Generation, next_number
+from paceline.wire.status import Generation, next_number
 
 
 @given(

@@ -20,11 +20,11 @@ import paceline
 from paceline.data.samples import held_out_batches
 from paceline.engine.engine import Engine
 from paceline.errors import DataError, NonFiniteError, PlanError, SyncError
-from paceline.generation import GenerationOver
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.batchnorm import is_synchronised
 from paceline.sync.rule import Replica
+from paceline.wire.status import GenerationOver
 from ranks import RankError, Ranks
 
 SAMPLES, FEATURES, CLASSES, BATCH = 30, 6, 3, 10

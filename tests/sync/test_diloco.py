@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.generation import GenerationOver
 from paceline.planning.plan import Plan
 from paceline.sync import build_rule
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.local import cut
 from paceline.sync.rule import Replica
+from paceline.wire.status import GenerationOver
 from ranks import Ranks
 
 STEPS, PERIOD = 14, 4

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.generation import GenerationOver
 from paceline.sync.local import LocalSGD, cut
 from paceline.sync.rule import Replica
+from paceline.wire.status import GenerationOver
 from ranks import Ranks
 
 

@@ -30,9 +30,9 @@ from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, r
 from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
 from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import tell_of_failure
-from paceline.generation import Generation, ends_generation
 from paceline.planning.sync_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
+from paceline.wire.status import Generation, ends_generation
 
 _joins = count()  # of this process so far
 _joined_by = [0]  # the process that joined last

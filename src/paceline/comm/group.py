@@ -20,7 +20,7 @@ from paceline.comm.rendezvous import missing_ranks, register
 from paceline.comm.transport import make_process_group
 from paceline.device import on_accelerator
 from paceline.errors import LoaderProcessError, SyncError, lost_a_peer
-from paceline.generation import GenerationOver, ends_generation
+from paceline.wire.status import GenerationOver, ends_generation
 
 if TYPE_CHECKING:
     from paceline.comm.allreduce import Algorithm

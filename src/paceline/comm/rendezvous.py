@@ -19,9 +19,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from paceline.cluster.machine import host_identity, own_address
 from paceline.errors import ChannelError, DeadlineError, LaunchError
-from paceline.generation import generation_is_over, generations_are_watched
 from paceline.rank_environment import RankEnvironment, take_store_fd
 from paceline.wire.key import RunKey, name_of, own_key
+from paceline.wire.status import generation_is_over, generations_are_watched
 from paceline.wire.store import StoreClient, StoreServer
 
 _TORCHS_PLACE = "torch's store"  # key under which rank 0 says where it serves that one

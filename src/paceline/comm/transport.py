@@ -22,10 +22,10 @@ from paceline.comm.shm.collectives import segment_bytes
 from paceline.comm.shm.progress import why_no_shared_memory
 from paceline.comm.shm.segment import Handle, attach, create
 from paceline.errors import ClusterError, LaunchError
-from paceline.generation import GenerationOver, generation_is_over
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
+from paceline.wire.status import GenerationOver, generation_is_over
 
 SEVERAL_HOSTS = "the ranks are on several hosts"  # also what `pg_options` of a `tcp` group say where that is known
 

@@ -1,8 +1,9 @@
 """Everything that supervises a run: how ranks are started, watched, replaced and ended. Without torch.
 
 Read `membership.py` first: it holds every transition of a run's membership and no process, socket or clock. Then read
-`local.py` (start), `attempt.py` (watch) and `recovery.py`, which carries out decisions. Torch and the packages above
-must not be imported here.
+`attempt.py` (start and watch), `ranks.py` (the processes) and `recovery.py`, which carries out decisions. Files import
+one another in one direction: `attempt` uses `recovery` and `independent`, these `ranks`, that `hosts/`, `forkserver`
+and `place`. Torch and the packages above must not be imported here.
 
 A *generation* is the list of processes that train together. The supervisor reports events to `Membership`; it
 answers with the current generation, and at times with a wanted one, which begins after a step::

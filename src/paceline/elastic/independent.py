@@ -20,7 +20,7 @@ from paceline.elastic.membership import announce, noted
 from paceline.elastic.ranks import Rank, Ranks
 from paceline.elastic.recovery import Losses, about_to_leave, all_take_part, cannot_shrink, most_losses, named
 from paceline.errors import LaunchError
-from paceline.generation import Generation
+from paceline.wire.status import Generation
 
 LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
 # time for the other ranks of a lost worker to end by SIGKILL, and for other workers to end after the first has ended

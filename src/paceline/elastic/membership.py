@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.files import write_whole
-from paceline.generation import Generation, next_number
 from paceline.rank_environment import STORE, RankEnvironment
-from paceline.wire.status import StatusBoard
+from paceline.wire.status import Generation, StatusBoard, next_number
 
 WITHIN_S = 3600.0  # in which losses and restarts are counted
 MOST_LOSSES = 3  # a process that is lost so often in an hour is left out

@@ -29,9 +29,8 @@ from paceline.elastic.place import NEEDS
 from paceline.elastic.ranks import Ranks
 from paceline.errors import LaunchError
 from paceline.files import read_text, write_whole
-from paceline.generation import Generation
 from paceline.units import count
-from paceline.wire.status import RankStatus
+from paceline.wire.status import Generation, RankStatus
 
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
 _NAME, _LIMIT = "scale-", 4096  # of the files of a request

@@ -33,7 +33,6 @@ from paceline.engine.reduction import (
 )
 from paceline.engine.replica_state import ReplicaState
 from paceline.errors import DataError, JobError, PlanError
-from paceline.generation import ends_generation
 from paceline.job.batch import Batch, rows
 from paceline.job.loss import Loss, Metric
 from paceline.planning.plan import REPLICA, Plan
@@ -42,7 +41,7 @@ from paceline.split.layout import Part
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
 from paceline.sync.rows import numbers_of
-from paceline.wire.status import Phase, StatusBoard
+from paceline.wire.status import Phase, StatusBoard, ends_generation
 
 if TYPE_CHECKING:
     from paceline.split.apply import Split

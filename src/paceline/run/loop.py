@@ -17,7 +17,6 @@ from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine, StepResult
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import NonFiniteError, PlanError, SyncError, tell_of_failure
-from paceline.generation import ends_generation
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
 from paceline.job.job import Job
@@ -35,6 +34,7 @@ from paceline.run.record.recorder import WITNESS, Callback, Events, Remarks, Ste
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting, follows_times
+from paceline.wire.status import ends_generation
 
 
 def run_rank(arguments: list[str]) -> None:

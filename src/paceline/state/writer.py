@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.generation import GenerationOver, generation_is_over
 from paceline.split.layout import Part
 from paceline.state.manifest import (
     PARTIAL,
@@ -40,6 +39,7 @@ from paceline.state.manifest import (
     write_durably,
 )
 from paceline.state.shard import MeshCoordinate, Shard, ShardContents, describe, merge
+from paceline.wire.status import GenerationOver, generation_is_over
 
 Report = Callable[[str, dict[str, Any]], None]
 

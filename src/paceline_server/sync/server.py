@@ -27,7 +27,6 @@ from paceline.comm.group import Group, Op
 from paceline.device import is_accelerator
 from paceline.errors import ChannelError, LaunchError, PlanError, ServerLost, ServerRefused, SyncError
 from paceline.files import scratch_folder
-from paceline.generation import GenerationOver, generation_is_over, generations_are_watched
 from paceline.rank_environment import RankEnvironment, is_our_rank
 from paceline.sync.allreduce import AllReduce, Lane
 from paceline.sync.compress.alone import Feedback, decoder
@@ -35,6 +34,7 @@ from paceline.sync.diloco import DiLoCo
 from paceline.sync.rows import numbers_of
 from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic
 from paceline.wire.key import RunKey, own_key
+from paceline.wire.status import GenerationOver, generation_is_over, generations_are_watched
 from paceline_server.parameters.client import ServerClient
 from paceline_server.parameters.log import as_address, as_text
 from paceline_server.parameters.process import ParameterServer

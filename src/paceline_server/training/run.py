@@ -25,7 +25,6 @@ from paceline.elastic.membership import announced
 from paceline.engine.calls import sparse_tables
 from paceline.engine.engine import Engine
 from paceline.errors import LaunchError, ServerRefused
-from paceline.generation import Generation, watch_generation
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.plan import Plan
@@ -37,7 +36,7 @@ from paceline.run.record.run import Run
 from paceline.split.layout import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
 from paceline.wire.key import RunKey, own_key
-from paceline.wire.status import StatusBoard
+from paceline.wire.status import Generation, StatusBoard, watch_generation
 from paceline.wire.store import StoreClient
 from paceline_server.parameters.client import ServerClient
 from paceline_server.parameters.log import View, Views, as_address, as_text

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.errors import CheckpointError
-from paceline.generation import GenerationOver, watch_generation
 from paceline.split.layout import Part, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.manifest import MANIFEST
 from paceline.state.reader import load, load_latest
 from paceline.state.shard import CODES, MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
+from paceline.wire.status import GenerationOver, watch_generation
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 Events = list[tuple[str, dict[str, Any]]]

@@ -13,11 +13,11 @@ from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import Engine
-from paceline.generation import GenerationOver
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery.kept import KeptModel, KeptPart, agree_on_start
 from paceline.split.apply import Split
+from paceline.wire.status import GenerationOver
 from ranks import Ranks
 from small_jobs import small_job
 

@@ -11,9 +11,8 @@ import pytest
 
 from paceline.elastic.membership import Member, announce, store_file
 from paceline.files import write_whole
-from paceline.generation import Generation
 from paceline.rank_environment import STORE
-from paceline.wire.status import StatusBoard
+from paceline.wire.status import Generation, StatusBoard
 
 GENERATIONS = 100
 

@@ -23,8 +23,8 @@ from torch.distributed import DistBackendError
 from paceline.cluster.cgroup import cpu_quota
 from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm.segment import Handle, Segment, attach, create
-from paceline.generation import generation_is_over
 from paceline.rank_environment import RankEnvironment, is_our_rank
+from paceline.wire.status import generation_is_over
 
 # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _SPIN_S = 20e-6

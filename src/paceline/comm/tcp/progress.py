@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from paceline.comm.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.errors import SyncError
-from paceline.generation import generation_is_over
+from paceline.wire.status import generation_is_over
 
 _NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
 _CLOCK_S = 0.05  # between two looks of the links

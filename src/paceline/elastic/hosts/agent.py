@@ -23,11 +23,10 @@ from paceline.elastic.hosts.link import Measuring, Meeting, Peer, Pulse
 from paceline.elastic.membership import announce, store_file
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
-from paceline.generation import Generation
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.wire.connection import Connection
 from paceline.wire.key import key_descriptor, own_key
-from paceline.wire.status import StatusBoard
+from paceline.wire.status import Generation, StatusBoard
 
 _TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to a generation
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost

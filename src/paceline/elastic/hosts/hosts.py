@@ -29,13 +29,12 @@ from paceline.elastic.leadership import RunLock, is_quorum
 from paceline.elastic.place import NEEDS, RankPlace, Rendezvous
 from paceline.errors import LaunchError
 from paceline.files import write_whole
-from paceline.generation import Generation
 from paceline.rank_environment import RankEnvironment
 from paceline.storage.url import is_url
 from paceline.wire.connection import Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
-from paceline.wire.status import PHASES, StatusBoard
+from paceline.wire.status import PHASES, Generation, StatusBoard
 
 M = TypeVar("M", bound=Struct)
 WAIT = "PACELINE_HOSTS_WAIT_S"  # the longest wait for a host, at the start and when it is lost

@@ -50,11 +50,11 @@ from paceline.elastic.membership import Membership
 from paceline.elastic.place import RankPlace, rendezvous
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.files import whole_lines
-from paceline.generation import Generation
 from paceline.storage.url import is_url
 from paceline.text import printable
 from paceline.wire.connection import HANDSHAKE_S, Connection, connect
 from paceline.wire.key import RunKey
+from paceline.wire.status import Generation
 
 MEET_S = 20.0  # for the other hosts to come, each of which ends its ranks first where they cannot go on
 _ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until those that have not come are asked whether they are there

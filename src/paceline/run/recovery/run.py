@@ -14,7 +14,6 @@ from paceline.comm.process_group import abort_all
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.place import is_mirrored
 from paceline.engine.engine import Engine
-from paceline.generation import GenerationOver, ends_generation, watch_generation
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
 from paceline.run.process import stop_signals
@@ -24,7 +23,7 @@ from paceline.run.recovery.kept import Kept, KeptModel, KeptPart, agree_on_start
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
 from paceline.state.manifest import checkpoints
-from paceline.wire.status import StatusBoard
+from paceline.wire.status import GenerationOver, StatusBoard, ends_generation, watch_generation
 
 
 def run_rank(arguments: list[str]) -> None:
