@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
+from commands import ended, started, wait_for
 from paceline.errors import DataError, JobError, PacelineError, PlanError
 from ranks import RankError, Ranks
 
@@ -153,3 +156,42 @@ def test_a_plan_for_fewer_ranks_than_were_started_says_which_would_do(ranks: Ran
         RankError, match=r"plan dp=1 needs 1 ranks, but 2 were started\. Start it with plain python, or use dp=2"
     ):
         ranks(2, losses_of_a_loop, "dp=1")
+
+
+SCRIPT = """
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paceline
+
+model = nn.Linear(4, 2)
+engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+rank = os.environ["RANK"]
+try:
+    while True:
+        engine.backward(model(torch.ones(2, 4)).square().mean())
+        engine.update()
+        Path(f"trains-{rank}").touch()
+        time.sleep(0.01)
+finally:
+    Path(f"cleaned-up-{rank}").touch()
+"""
+
+
+def test_ctrl_c_runs_the_users_cleanup_and_leaves_tracebacks_in_files(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    with started("torchrun", "--nproc-per-node", 2, "loop.py", folder=tmp_path) as process:
+        wait_for(lambda: all((tmp_path / f"trains-{rank}").exists() for rank in range(2)), process)
+        process.send_signal(signal.SIGINT)  # torchrun passes it on
+        outcome = ended(process)
+    kept = tmp_path / "cache" / "paceline" / "traceback"
+    for rank in range(2):
+        assert (tmp_path / f"cleaned-up-{rank}").exists()
+        assert "KeyboardInterrupt" in (kept / f"rank-{rank}.txt").read_text()
+    assert outcome.err.count("paceline: ") == 1
+    assert str(kept) in outcome.err
+    assert "loop.py" not in outcome.err, "no rank's traceback is on the screen"

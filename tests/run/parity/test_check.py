@@ -16,7 +16,9 @@ from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.parity.check import LargestDifference, Parity, StepParity, Tolerance, check_all
 from paceline.run.parity.ranks import _Outputs
-from small_jobs import CHAOTIC, small_job
+from paceline.run.record.run import Run
+from ranks import Ranks
+from small_jobs import CHAOTIC, new_run, small_job, train_as_rank, train_here
 
 ODD = '''
 import os
@@ -261,3 +263,28 @@ def test_rows_that_an_embedding_shortens_are_compared_at_one_moment(
     data = {"kind": "dataset", "factory": f"{tmp_path}/amplifying.py:words", "held_out": 0}
     found = paceline.check(amplifying_job(tmp_path, "Words", mistake, data=data), "dp=2 precision=fp64", steps=3)
     assert found.verdict == verdict
+
+
+SIMCLR = {"model": {"zoo": "simclr", "args": {"dim": 8}}, "loss": "contrastive", "metrics": ["contrastive_accuracy"]}
+
+
+def test_a_contrastive_held_out_metric_does_not_depend_on_the_plan(ranks: Ranks, tmp_path: Path) -> None:
+    """A batch-wise loss is measured on batches of the same size under every plan.
+
+    Smaller ones would be an easier task.
+    """
+    data = {"kind": "digits", "limit": 90, "held_out": 0.4}  # 36 held out: batches of 16, 16 and 4
+    job = small_job(**SIMCLR, data=data, optimizer={"name": "sgd", "lr": 1e-12}, global_batch=16, stop={"steps": 1})
+    alone = train_here(tmp_path / "alone", job).metrics
+    run = new_run(tmp_path / "two", job, plan="dp=2")
+    ranks(2, train_as_rank, run.path)
+    assert Run(run.path).metrics == pytest.approx(alone, rel=1e-6)
+
+
+def test_simclr_trains_on_the_same_views_under_every_plan(ranks: Ranks, tmp_path: Path) -> None:
+    data = {"kind": "digits", "limit": 48, "held_out": 0}
+    job = small_job(**SIMCLR | {"metrics": []}, data=data, global_batch=16, stop={"steps": 5})
+    alone = train_here(tmp_path / "alone", job).losses
+    run = new_run(tmp_path / "two", job, plan="dp=2")
+    ranks(2, train_as_rank, run.path)
+    assert Run(run.path).losses == pytest.approx(alone, rel=1e-5)

@@ -26,8 +26,10 @@ from paceline.cluster.probe import Counter, Energy
 from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
+from paceline.errors import RunError
 from paceline.run.record.recorder import ResourceUse, StepInfo, StepRecorder, Unwritten
 from paceline.run.record.run import read_lines
+from paceline.run.trackers.services import TensorBoard
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
 
@@ -250,3 +252,22 @@ def test_what_tensorboard_has_not_got_goes_over_to_the_next_generations_recorder
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("held_out/accuracy")] == [(1, 0.5), (2, 0.75)]
+
+
+def test_tensorboard_reads_every_scalar_with_its_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(tmp_path / "tensorboard")
+    board.scalars(1, {"train/loss": 2.5, "train/lr": 0.1})
+    board.scalars(2, {"train/loss": 1.25})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss", "train/lr"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file/tensorboard/events\.out\S+ cannot be written: Not a directory"):
+        TensorBoard(tmp_path / "file" / "tensorboard")

@@ -1,4 +1,4 @@
-"""Spikes of the loss: caught however small the noise, and noise is none."""
+"""Losses and gradients that are NaN, Inf or a spike: what is told, and what is left out; fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.engine.guard import LossSpikes
+import paceline
+from paceline.comm import Group
+from paceline.comm.backend import joined
+from paceline.engine.guard import LossSpikes, explain, gave_up, stop
 from paceline.errors import JobError, NonFiniteError
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
@@ -19,6 +25,57 @@ from paceline.job.stop import SpikeSpec
 from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
+
+
+def batch(*bad: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.zeros(size, 2)
+    inputs[list(bad), 1] = math.inf
+    return inputs, torch.zeros(size, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "what"),
+    [
+        (math.nan, 1.0, "the loss of step 7 is nan"),
+        (math.inf, math.nan, "the loss of step 7 is inf"),
+        (1.0, math.inf, "the gradient of step 7 is inf"),
+    ],
+)
+def test_the_quantity_and_the_step_are_named(loss: float, norm: float, what: str) -> None:
+    said = explain(Group(), batch(), list(range(12)), step=7, loss=loss, norm=norm)
+    assert said == f"{what} (the data of the batch is finite, so the model or the learning rate made it)"
+
+
+def test_samples_are_named_by_their_index_in_the_data_set_and_at_most_eight() -> None:
+    said = explain(Group(), batch(1, 3), [100 + i for i in range(12)], step=1, loss=math.nan, norm=0.0)
+    assert "rank 0's share of the batch has it in samples [101, 103]" in said
+    said = explain(Group(), batch(*range(12)), list(range(12)), step=1, loss=math.nan, norm=0.0)
+    assert "in samples [0, 1, 2, 3, 4, 5, 6, 7]" in said
+
+
+def explained() -> str:
+    """Ranks 1 and 2 have bad samples, rank 3 has none at all."""
+    with joined(deadline_s=30) as group:
+        shares = [batch(), batch(0), batch(2, 5), None]
+        return explain(
+            group, shares[group.rank], [20 * group.rank + i for i in range(12)], step=4, loss=math.nan, norm=1.0
+        )
+
+
+def test_every_rank_says_the_same_of_all_ranks(ranks: Ranks) -> None:
+    said = ranks(4, explained)
+    assert len(set(said)) == 1
+    assert (
+        "(rank 1's share of the batch has it in samples [20]; rank 2's share of the batch has it in samples [42, 45])"
+        in said[0]
+    )
+
+
+def test_the_errors_say_what_to_do() -> None:
+    assert "Nothing was updated" in str(stop("problem"))
+    for way_out in ("Clean the data", "clip_norm", "`nonfinite: skip`", "`nonfinite: rewind`"):
+        assert way_out in str(stop("problem"))
+    assert str(gave_up("problem", 20)).startswith("problem, and 20 updates in a row were left out")
 
 
 def falling(seed: int, noise: float, slope: float, multiplies: bool, steps: int = 300) -> list[float]:
@@ -127,3 +184,43 @@ def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path) -> None:
         train_here(
             tmp_path / "run", job_of("skip", data=points(samples=210, spike_at=list(range(210))), stop={"steps": 90})
         )
+
+
+STEPS = 60
+
+
+class Root(nn.Module):
+    """A finite output with an infinite gradient at zero, like a norm or a standard deviation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sqrt()
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def train(model: nn.Module, **settings: Any) -> Any:
+    data = TensorDataset(torch.ones(STEPS, 1), torch.full((STEPS, 1), 100.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine = paceline.setup(model, optimizer, mean, DataLoader(data, batch_size=1), precision="fp16", **settings)
+    return [engine.step(batch) for batch in engine.loader]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_gradients_that_no_scale_makes_finite_end_the_run(policy: str) -> None:
+    with pytest.raises(NonFiniteError):
+        train(Root(), nonfinite=policy)
+
+
+def test_an_overflow_lowers_the_scale_until_gradients_are_finite() -> None:
+    model = nn.Linear(1, 1)
+    results = train(model)
+    left_out = [result.problem is not None for result in results]
+    assert left_out[0]  # 2 x 100 x 2**16 is more than fp16 has
+    assert not any(left_out[20:])
+    assert model(torch.ones(1)) > 1.0
