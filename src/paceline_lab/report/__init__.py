@@ -6,22 +6,10 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.files import read_text
 from paceline.report import DirectoryPage
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-
-def template_named(name: str) -> Template:
-    """Return a template of this package."""
-    from paceline.report.page import template
-
-    return template(files(__name__).joinpath("templates", name).read_text())
 
 
 def _is_benchmark(folder: Path) -> bool:

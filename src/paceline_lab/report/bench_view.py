@@ -15,8 +15,7 @@ from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, RankFigure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
-from paceline_lab.report import template_named
-from paceline_lab.report.figures import DEFINITIONS
+from paceline_lab.report.figures import DEFINITIONS, template_named
 from paceline_lab.scaling.result import AUTO, Curve, MeasuredSetting, Report
 from paceline_lab.scaling.table import excess_s
 

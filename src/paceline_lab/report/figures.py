@@ -1,11 +1,15 @@
-"""Definitions of the figures of benchmarks, comparisons and simulated scaling."""
+"""What the pages of this package share: definitions of figures, and templates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
+
+from jinja2 import Template
 
 from paceline.report import plan_page
 from paceline.report.figures import Definition
+from paceline.report.page import template
 from paceline.stats import LEAST_REPEATS
 
 DEFINITIONS: Mapping[str, Definition] = {
@@ -115,3 +119,8 @@ DEFINITIONS: Mapping[str, Definition] = {
     ),
     "half": Definition("50 %", "The efficiency below which half of what is paid for is lost."),
 }
+
+
+def template_named(name: str) -> Template:
+    """Return a template of this package."""
+    return template(files(__package__).joinpath("templates", name).read_text())

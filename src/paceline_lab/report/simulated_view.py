@@ -20,8 +20,7 @@ from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.report.plan_page import TIME_COLOURS, stacked_figure
 from paceline.stats import Interval
 from paceline.units import Shown, digits, percent, seconds, size
-from paceline_lab.report import template_named
-from paceline_lab.report.figures import DEFINITIONS
+from paceline_lab.report.figures import DEFINITIONS, template_named
 from paceline_lab.simulated.curve import PAYS, Point, SimulatedCurve, limits, sentences
 from paceline_lab.simulated.measured_here import Likeness
 from paceline_lab.simulated.simulation import Simulation

@@ -12,8 +12,7 @@ from paceline.files import read_text
 from paceline.report.charts import BLUE, GREY, SERIES, VERMILLION, Axis, Bars, Figure, Line, lines
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.units import digits
-from paceline_lab.report import template_named
-from paceline_lab.report.figures import DEFINITIONS
+from paceline_lab.report.figures import DEFINITIONS, template_named
 from paceline_lab.scaling.summary import REPORT
 from paceline_lab.systems.compared import ComparedWay, Comparison
 
