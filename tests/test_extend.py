@@ -30,6 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
         "pip",
         "install",
         "--quiet",
+        "--no-compile",
         "--disable-pip-version-check",
         "--no-deps",
         "--no-build-isolation",
