@@ -120,9 +120,8 @@ def _built_whole(build: Callable[[], nn.Module], why: str | None) -> DeferredMod
         recorded._replay(wanted, take)
         torch.set_rng_state(end)
 
-    return DeferredModel(
-        model, f"every rank held the whole model at first, for its construction cannot be recorded: {why}", replay
-    )
+    note = f"every rank held the whole model at first, for its construction cannot be recorded: {why}"
+    return DeferredModel(model, note, replay)
 
 
 def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel:

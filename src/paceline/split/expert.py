@@ -8,7 +8,6 @@ arXiv:2006.16668 (GShard).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,14 +95,14 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     for part_name, part in parts.items():
         if part_name not in divided:
             part.summed.add("ep")
-    return ExpertReport(experts, own, tuple(divided), tuple(_notes(model)))
+    own_balance = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return ExpertReport(experts, own, tuple(divided), (_OWN_BALANCE,) if own_balance else ())
 
 
 def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Call) -> None:
-    """Refuse models that read the parameters of experts outside of the experts' module.
+    """Refuse models that read the parameters of experts elsewhere, such as for a penalty.
 
-    For instance, a penalty in the forward pass would read only this rank's experts. A model that cannot be traced is
-    accepted.
+    A model that cannot be traced is accepted.
 
     Raises:
         PlanError: the model reads such a parameter; the message names it.
@@ -132,9 +131,8 @@ def undivided(model: nn.Module, ep_size: int) -> str | None:
     found = {name: module.num_experts for name, module in mixtures(model)}
     where = next((name for name, number in found.items() if number % ep_size), "")
     reason = undivided_experts(tuple(dict.fromkeys(found.values())), ep_size, where)
-    apart = sorted(
-        {type(module).__name__ for name, module in model.named_modules() if _looks_like_experts(name, module)}
-    )
+    named = [module for name, module in model.named_modules() if "expert" in name.rpartition(".")[2].lower()]
+    apart = sorted({type(module).__name__ for module in named if any(True for _ in module.parameters())})
     if found or not apart:
         return reason
     return (
@@ -143,17 +141,10 @@ def undivided(model: nn.Module, ep_size: int) -> str | None:
     )
 
 
-def _looks_like_experts(name: str, module: nn.Module) -> bool:
-    return "expert" in name.rpartition(".")[2].lower() and any(True for _ in module.parameters())
-
-
-def _notes(model: nn.Module) -> Iterator[str]:
-    config = getattr(model, "config", None)
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient depends "
-            "on the plan; output_router_logits: false leaves it out"
-        )
+_OWN_BALANCE = (
+    "ep: the model adds a loss for the balance of its experts over one rank's tokens, so its gradient depends on the "
+    "plan; output_router_logits: false leaves it out"
+)
 
 
 # token counts are known only after routing, so this is not compiled
@@ -161,10 +152,7 @@ def _notes(model: nn.Module) -> Iterator[str]:
 def _dispatched(
     forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Output of `forward` over all experts, each rank computing its own experts.
-
-    Every rank's experts get the tokens of all ranks.
-    """
+    """Output of `forward` over all experts. Every rank computes its own, for the tokens of all ranks."""
     hidden, top_k_index, top_k_weights = signature.bind(*args, **kwargs).args
     if without_values(hidden):
         raise RuntimeError("which tokens go to which experts depends on their values, and these tensors have none")
@@ -177,13 +165,7 @@ def _dispatched(
 
 
 def sent_to_experts(
-    forward: Any,
-    hidden: Tensor,
-    order: Tensor,
-    of_experts: Tensor,
-    from_ranks: Tensor,
-    top_k_weights: Tensor,
-    ep: Group,
+    forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, weights: Tensor, ep: Group
 ) -> Tensor:
     """Send tokens, ordered by expert, to the ranks of their experts, and combine the results.
 
@@ -195,10 +177,10 @@ def sent_to_experts(
     # the only wait for a GPU
     sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()
     order = order[: sum(sends)]
-    rows = _exchanged(hidden[order // top_k_weights.shape[1]], sends, receives, ep)
-    made = _own_experts(forward, rows, from_ranks, top_k_weights.dtype)
+    rows = _exchanged(hidden[order // weights.shape[1]], sends, receives, ep)
+    made = _own_experts(forward, rows, from_ranks, weights.dtype)
     back = _exchanged(made, receives, sends, ep)
-    return combined(back, order, top_k_weights).to(hidden.dtype)
+    return combined(back, order, weights).to(hidden.dtype)
 
 
 def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dtype) -> Tensor:

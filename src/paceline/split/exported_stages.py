@@ -162,8 +162,7 @@ class _Output:
 
     def __init__(self) -> None:
         self._spec: TreeSpec | None = None
-        # None for each tensor
-        self._leaves: list[Any] = []
+        self._leaves: list[Any] = []  # None for each tensor
 
     def tensors(self, output: Any) -> tuple[Tensor, ...]:
         """Tensors of an output, whose structure is stored."""

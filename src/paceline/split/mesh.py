@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -72,11 +71,11 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's data-parallel rank: the share of the global batch it reads.
-
-        Ranks that divide layers, sequence or matrices read the same one.
-        """
-        return self._number(DATA_AXES)
+        """This rank's data-parallel rank. Ranks that divide layers, sequences or matrices have the same one."""
+        number = 0
+        for axis in DATA_AXES:
+            number = number * self.sizes[axis] + self.place[axis]
+        return number
 
     @property
     def data_ranks(self) -> int:
@@ -93,12 +92,6 @@ class Mesh:
             self.world.hosts[sum(strides[axis] * place for axis, place in zip(DATA_AXES, places, strict=True))]
             for places in product(*(range(self.sizes[axis]) for axis in DATA_AXES))
         )
-
-    def _number(self, axes: Sequence[str]) -> int:
-        number = 0
-        for axis in axes:
-            number = number * self.sizes[axis] + self.place[axis]
-        return number
 
     def _make_group(self, axes: tuple[str, ...]) -> Group:
         size, world = self.size(*axes), self.world
