@@ -99,15 +99,15 @@ _WAITS = (
     Mistake(
         "gathered tokens are used at once (tensor parallel)",
         "split/tensor_layers.py",
-        "_all_gather(parts, x.contiguous(), group=group.backend)",
-        "_all_gather(parts, x.contiguous(), group=group.backend, async_op=True)",
+        "_all_gather(shards, x.contiguous(), group=group.backend)",
+        "_all_gather(shards, x.contiguous(), group=group.backend, async_op=True)",
         (_SEQUENCE,),
     ),
     Mistake(
         "scattered sums are used at once (tensor parallel)",
         "split/tensor_layers.py",
-        "_reduce_scatter(own, parts.flatten(0, 1), group=group.backend)",
-        "_reduce_scatter(own, parts.flatten(0, 1), group=group.backend, async_op=True)",
+        "_reduce_scatter(own, shards.flatten(0, 1), group=group.backend)",
+        "_reduce_scatter(own, shards.flatten(0, 1), group=group.backend, async_op=True)",
         (_SEQUENCE,),
     ),
     Mistake(
