@@ -84,14 +84,14 @@ _WAITS = (
     ),
     Mistake(
         "the stream beside the computation is not waited for",
-        "comm/bucket.py",
+        "comm/comm_thread.py",
         "        current_stream(self.done.device).wait_event(self.done)",
         "        pass",
         (_OVERLAP,),
     ),
     Mistake(
         "the stream beside the computation sends what is not computed",
-        "comm/bucket.py",
+        "comm/comm_thread.py",
         "        self._stream.wait_stream(current_stream(self._stream.device))\n",
         "",
         (_OVERLAP,),
@@ -228,7 +228,7 @@ _STAGING = (
     ),
     Mistake(
         "a bucket keeps an old gradient where there is no new one",
-        "comm/bucket.py",
+        "comm/group.py",
         "            torch._foreach_zero_([self.views[i] for i in unseen])",
         "            pass",
         ("branches dp=2 + small buckets",),
