@@ -331,7 +331,6 @@ class Independent(Losses):
 
     @property
     def _firsts(self) -> range:
-        """The first rank of each worker."""
         return range(0, self.workers * self.size, self.size)
 
     def _works(self, number: int) -> bool:

@@ -277,7 +277,6 @@ class RunLock(Leadership):
         return self._fd
 
     def check(self) -> None:
-        """See `Leadership`."""
         if self.lost is None and time.monotonic() - self._beat_at > 2 * self.beat_s:
             self._look()  # this process was stopped, and goes on
         super().check()

@@ -253,18 +253,15 @@ class _Child:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Exit code; None while it runs."""
         if self._code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.wait()
         return self._code
 
     def kill(self) -> None:
-        """SIGKILL."""
         if self._code is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Exit code, once it has ended."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._code

@@ -209,7 +209,6 @@ class Recovery(Losses):
         return range(self.ranks.setting.ranks) if self.membership.hopeless or nobody else self.members
 
     def turn(self) -> bool:
-        """See `Losses`."""
         codes = [self.ranks[number].code for number in self.members]
         if codes and all(code == 0 for code in codes):
             self.ranks.kill_all()  # those that were yet to join
@@ -391,7 +390,6 @@ class Recovery(Losses):
         return f"{who} leave{'s' * (host is not None or len(chosen) == 1)} after a step; the others go on"
 
     def grow(self) -> str:
-        """See `Losses`."""
         ranks, remote, membership = self.ranks, self.ranks.remote, self.membership
         out = membership.left_out - self._leaving
         out = {rank for rank in out if ranks[rank].code is not None and not ranks.is_away(rank)}
@@ -419,7 +417,6 @@ class Recovery(Losses):
         raise all_take_part(ranks.setting.ranks, "ranks")
 
     def _end_left(self) -> None:
-        """End the ranks that have left."""
         membership = self.membership
         if not self._leaving or self._leaving & {*membership.current.members, *membership.newest.members}:
             return

@@ -241,7 +241,6 @@ class _Output:
 
     @property
     def is_open(self) -> bool:
-        """True while a host may still write."""
         return bool(self._selector.get_map())
 
     def show(self, wait_s: float) -> None:

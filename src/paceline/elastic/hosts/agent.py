@@ -413,7 +413,6 @@ class AgentAttempt:
             self.coordinator.send(messages.Ended(rank.number, rank.code, kills - self._oom_kills if known else None))  # type: ignore[operator]
 
     def _ask(self) -> None:
-        """Ask for the folders that ranks want."""
         wanted = self.copy.folder / WANTED if self.copy else None
         for path in sorted(wanted.iterdir()) if wanted and wanted.is_dir() else ():
             name = path.name.replace("|", "/")

@@ -426,7 +426,6 @@ class RemoteRanks:
             self._token = None
 
     def _prepare(self, link: Link, token: Path) -> None:
-        """Have a host prepare for its ranks."""
         assert self._begin is not None
         self._preparing.append(link)
         link.send(msgspec.structs.replace(self._begin, host=link.number, token=token.name))

@@ -18,21 +18,7 @@ from msgspec import Struct
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.cluster.host import Link as NetworkLink
-from paceline.elastic.hosts.messages import (
-    CHUNK_BYTES,
-    Answering,
-    Echo,
-    Elsewhere,
-    FromHost,
-    Held,
-    Interrupted,
-    Joining,
-    Listen,
-    Measure,
-    Measured,
-    Probe,
-    Speed,
-)
+from paceline.elastic.hosts import messages
 from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey, own_key
@@ -102,7 +88,7 @@ class Link(Peer):
     """
 
     is_known_lost = False
-    held: Held | None
+    held: messages.Held | None
     _watched: tuple[select.poll, int] | None = None
 
     def __init__(self, connection: Connection, number: int, name: str, address: str, host: Host) -> None:
@@ -119,7 +105,7 @@ class Link(Peer):
         """Name and number, for messages."""
         return f"host {self.name} (number {self.number})"
 
-    def offer(self, messages: Iterator[Struct], until: float) -> bool:
+    def offer(self, parts: Iterator[Struct], until: float) -> bool:
         """Send messages as long as the network accepts them without a wait.
 
         Args:
@@ -130,7 +116,7 @@ class Link(Peer):
         """
         try:
             while self.connection.flush() and time.monotonic() < until:
-                if (message := next(messages, None)) is None:
+                if (message := next(parts, None)) is None:
                     return True
                 self.connection.post(message)
         except PacelineError as error:
@@ -156,7 +142,7 @@ class Link(Peer):
             SystemExit: 130 or 143, when SIGINT or SIGTERM came to that host meanwhile.
         """
         while (message := self.receive(deadline_s)) is not None:
-            if isinstance(message, Interrupted):
+            if isinstance(message, messages.Interrupted):
                 raise SystemExit(128 + signal.Signals[message.signal])
             if isinstance(message, kind):
                 return message
@@ -211,7 +197,7 @@ class Meeting:
 
     def __init__(self, address: str, port: int, key: RunKey) -> None:
         self.came: queue.Queue[Connection | None] = queue.Queue()
-        self._listener = Listener((address, port), key, FromHost, self.came.put)
+        self._listener = Listener((address, port), key, messages.FromHost, self.came.put)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -224,7 +210,7 @@ class Meeting:
         """The number of connections that were turned away."""
         return self._listener.unauthenticated
 
-    def direct(self, elsewhere: Elsewhere) -> None:
+    def direct(self, elsewhere: messages.Elsewhere) -> None:
         """Tell hosts that come where the run goes on.
 
         Not those that have lost its coordinator: they may meet here.
@@ -234,7 +220,7 @@ class Meeting:
                 continue
             try:
                 message = connection.take()
-                if message is None or (isinstance(message, Joining) and message.again):
+                if message is None or (isinstance(message, messages.Joining) and message.again):
                     if message is not None:
                         connection.give_back(message)
                     self.came.put(connection)
@@ -397,7 +383,6 @@ class Pulse:
         return _is_cut(self._connection, self.limit_s)
 
     def _send(self) -> None:
-        """Send a beat."""
         with suppress(PacelineError):  # a connection that is lost is made anew in the next round
             if self._connection is None:
                 # a handshake takes longer than a round on a busy machine
@@ -473,21 +458,25 @@ class Measuring:
     def __init__(self) -> None:
         self._listener: Listener | None = None
 
-    def answer(self, message: Listen | Measure) -> Answering | Measured:
+    def answer(self, message: messages.Listen | messages.Measure) -> messages.Answering | messages.Measured:
         """Do what host 0 asks for."""
-        if isinstance(message, Measure):
-            return Measured([speed for to in message.targets if (speed := self._speed_to(*to)) is not None])
+        if isinstance(message, messages.Measure):
+            return messages.Measured([speed for to in message.targets if (speed := self._speed_to(*to)) is not None])
         self.close()
         if not message.address:
-            return Answering(0)
+            return messages.Answering(0)
         try:
             self._listener = Listener(
-                (message.address, 0), own_key(), Probe, lambda _: None, on_message=lambda peer, _: peer.post(Echo())
+                (message.address, 0),
+                own_key(),
+                messages.Probe,
+                lambda _: None,
+                on_message=lambda peer, _: peer.post(messages.Echo()),
             )
         except PacelineError:
-            return Answering(0)
+            return messages.Answering(0)
         assert isinstance(self._listener.address, tuple)
-        return Answering(self._listener.address[1])
+        return messages.Answering(self._listener.address[1])
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -495,10 +484,12 @@ class Measuring:
             self._listener.close()
             self._listener = None
 
-    def _speed_to(self, number: int, address: str, port: int) -> Speed | None:
+    def _speed_to(self, number: int, address: str, port: int) -> messages.Speed | None:
         try:
-            with closing(connect((address, port), own_key(), Echo, deadline_s=_PROBE_S)) as connection:
-                return _speed(number, connection.send, lambda: isinstance(connection.receive(_PROBE_S), Echo), _PAIR_S)
+            with closing(connect((address, port), own_key(), messages.Echo, deadline_s=_PROBE_S)) as connection:
+                return _speed(
+                    number, connection.send, lambda: isinstance(connection.receive(_PROBE_S), messages.Echo), _PAIR_S
+                )
         except (OSError, PacelineError):
             return None
 
@@ -511,26 +502,26 @@ def _measure_own(links: Sequence[Link], found: Found) -> None:
 
 
 def _echoed(link: Link) -> bool:
-    return link.answer(Echo, _PROBE_S) is not None
+    return link.answer(messages.Echo, _PROBE_S) is not None
 
 
 def _measure_others(links: Sequence[Link], found: Found) -> None:
     """Have the other hosts measure among themselves, one after the other."""
     ports: dict[int, int] = {}
     for link in links:
-        link.send(Listen(link.address))
-        if (answer := link.answer(Answering, _PROBE_S)) is not None and answer.port:
+        link.send(messages.Listen(link.address))
+        if (answer := link.answer(messages.Answering, _PROBE_S)) is not None and answer.port:
             ports[link.number] = answer.port
     for link in links:
         to = [other for other in links if other.number in ports and _is_measured(link, other, len(links) + 1)]
         if to:
-            link.send(Measure([(other.number, other.address, ports[other.number]) for other in to]))
-            answer_of = link.answer(Measured, 2 * _PROBE_S * len(to))
+            link.send(messages.Measure([(other.number, other.address, ports[other.number]) for other in to]))
+            answer_of = link.answer(messages.Measured, 2 * _PROBE_S * len(to))
             for speed in answer_of.speeds if answer_of else ():
                 _note(found, link.number, speed)
     for link in links:
-        link.send(Listen(""))
-        link.answer(Answering, _PROBE_S)
+        link.send(messages.Listen(""))
+        link.answer(messages.Answering, _PROBE_S)
 
 
 def _is_measured(link: Link, other: Link, hosts: int) -> bool:
@@ -538,7 +529,7 @@ def _is_measured(link: Link, other: Link, hosts: int) -> bool:
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 
-def _note(found: Found, number: int, speed: Speed) -> None:
+def _note(found: Found, number: int, speed: messages.Speed) -> None:
     """Add the link to both of its hosts."""
     gbps, latency_ms = max(0.001, round(speed.bits_per_s / 1e9, 3)), max(0.0001, round(speed.round_trip_s * 500, 4))
     for here, there in ((number, speed.number), (speed.number, number)):
@@ -547,12 +538,14 @@ def _note(found: Found, number: int, speed: Speed) -> None:
         )
 
 
-def _speed(number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float) -> Speed | None:
+def _speed(
+    number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float
+) -> messages.Speed | None:
     """Round trip, and rate of bulk data; None where the host does not echo."""
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()
-        send(Probe(b""))
+        send(messages.Probe(b""))
         if not echoed():
             return None
         times.append(time.perf_counter() - began)
@@ -560,9 +553,9 @@ def _speed(number: int, send: Callable[[Struct], None], echoed: Callable[[], boo
     while not rate or time.perf_counter() < until:
         began = time.perf_counter()
         for _ in range(count):
-            send(Probe(bytes(CHUNK_BYTES)))
+            send(messages.Probe(bytes(messages.CHUNK_BYTES)))
         if not all(echoed() for _ in range(count)):
             return None
-        rate = max(rate, 8 * count * CHUNK_BYTES / (time.perf_counter() - began))
+        rate = max(rate, 8 * count * messages.CHUNK_BYTES / (time.perf_counter() - began))
         count = min(2 * count, 64)
-    return Speed(number, min(times), rate)
+    return messages.Speed(number, min(times), rate)

@@ -361,7 +361,6 @@ def _forget_ended(processes: list[StartedRank]) -> None:
 
 
 def _end(processes: Sequence[StartedRank]) -> None:
-    """End what was not dismissed."""
     for process in processes:
         if not process.has_ended:
             process.signal(signal.SIGHUP)

@@ -58,7 +58,6 @@ class Ray(Scheduler):
         return shlex.join(self._command(request)) + "\n"
 
     def _command(self, request: Request) -> list[str]:
-        """The command that submits."""
         driver = [
             request.options.get("python", "python"),
             "-m",
@@ -108,7 +107,6 @@ class Ray(Scheduler):
 
 
 def _address(given: str | None) -> list[str]:
-    """The options that name the cluster."""
     if given is not None:
         return ["--address", given]
     if not any(os.environ.get(name) for name in _ADDRESS):

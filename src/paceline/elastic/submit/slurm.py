@@ -92,7 +92,6 @@ class Slurm(Scheduler):
         )
 
     def _lines(self, request: Request, place: Path) -> list[str]:
-        """The directives of the script."""
         if re.search(r"[\s'\"\\%]", str(place)):
             raise LaunchError(f"{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path of plain letters.")
         limit_s = request.time_s

@@ -120,7 +120,6 @@ class Balance:
         self._shares = shares
 
     def _times(self) -> Times:
-        """The newest times."""
         rows = self._blocks.newest(BACK_BLOCKS)
         times = medians(rows)
         return Times(self._samples(self._shares), times, errors(rows, times))
@@ -288,7 +287,6 @@ class Balancing(Callback):
         return [max(busy_s[i : i + self._ranks]) for i in range(0, len(busy_s), self._ranks)]
 
     def _sums(self, shares: Shares) -> list[int]:
-        """Samples of each replica."""
         ranks = len(shares) // self.replicas
         return [sum(shares[i : i + ranks]) for i in range(0, len(shares), ranks)]
 

@@ -77,7 +77,6 @@ class KeptModel(Kept):
         return model
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
-        """See `Kept.engine`."""
         if self._model is None and begins:
             engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
         else:
@@ -98,7 +97,6 @@ class KeptModel(Kept):
             hand_over(engine, group, source, start.behind)
 
     def keep(self, engine: Engine) -> None:
-        """See `Kept.keep`."""
         super().keep(engine)
         if isinstance(engine.rule, LocalRule):
             self._outer = engine.rule.outer_state()
@@ -107,7 +105,6 @@ class KeptModel(Kept):
         """See `Kept.broken_off`."""
 
     def forget(self) -> None:
-        """See `Kept.forget`."""
         self._outer = {}
 
 
@@ -136,11 +133,9 @@ class KeptPart(Kept):
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
-        """See `Kept`."""
         return self._agreed is not None
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
-        """See `Kept.engine`."""
         if begins:
             self.forget()
             engine = begin_engine(job, plan, data, group)
@@ -166,17 +161,14 @@ class KeptPart(Kept):
         self.forget()
 
     def broken_off(self, engine: Engine) -> None:
-        """See `Kept.broken_off`."""
         if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
             self._agreed = _Agreed(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
     def forget(self) -> None:
-        """See `Kept.forget`."""
         self.state = self._agreed = None
 
     def keep(self, engine: Engine) -> None:
-        """See `Kept.keep`."""
         super().keep(engine)
         self.state = RankState.of(engine).copied()
 

@@ -335,7 +335,6 @@ def lack(group: Group, wanted_bytes: int) -> tuple[int, int] | None:
 
 
 def lack_of(needs: Sequence[Need]) -> tuple[int, int] | None:
-    """See `lack`."""
     for machine in sorted({need.machine for need in needs}):
         there = [need for need in needs if need.machine == machine]
         free = min(need.free_bytes for need in there)
