@@ -201,7 +201,7 @@ class Loader:
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
-        """Read the last batch's samples again, and return their digests by the user's indices."""
+        """Read the last batch's samples again; their digests by the user's indices."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
         self._looks.begin_epoch(epoch)
@@ -209,12 +209,11 @@ class Loader:
         return dict(zip(in_users_data(self._looks.dataset, indices)[1], digests, strict=True))
 
     def fingerprint(self) -> list[int] | None:
-        """Return the number of samples, and digests of three samples.
+        """Return the number of samples and digests of three, as first read.
 
-        The first call reads the samples, and later calls return the same list. The digest of a sample that changes
-        between two reads is 0. For a stream, and for a dataset with a state or with epochs, the list has only the
-        number of samples. Returns None if there is no such number, if the number changes, or if each host has its own
-        files.
+        The digest of a sample that changes between two reads is 0. For a stream, and for a dataset with a state or with
+        epochs, the list has only the number of samples. None if there is no such number, if it changes, or if each host
+        has its own files.
         """
         if self._fingerprint is None:
             self._fingerprint = self._read_fingerprint()
@@ -282,13 +281,10 @@ class Loader:
             self._check_filled(self.partition.steps_per_epoch - 1)
 
     def reshare(self, shares: Sequence[int]) -> Place:
-        """Deal full batches by other shares, behind those that were asked for.
+        """Deal full batches by other shares; returns epoch and step of the first one.
 
         Every rank must call this between the same two batches, with equal shares. Batches that loader processes read
         ahead stay as they were dealt.
-
-        Returns:
-            Epoch and step of the first batch with these shares.
         """
         assert isinstance(self.partition, Partition)
         epoch, step = self._next[0], self._next[1] + self.workers.ahead
@@ -299,8 +295,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Position of the next batch, as JSON-able values, the same on every rank except `reader`.
 
-        A dataset with `state_dict` and `load_state_dict` has its own state kept in it, which is then to be JSON-able as
-        well.
+        It holds the state of a dataset with `state_dict` and `load_state_dict`, which must be JSON-able as well.
         """
         reader = self._overlapping or self
         epoch, step = reader._next
@@ -320,10 +315,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes.
 
-        Ends an iteration that runs.
-
-        A dataset's own state belongs to one replica and its loader processes; it is left out where these are not the
-        same.
+        Ends an iteration that runs. A dataset's own state belongs to one replica and its loader processes; it is left
+        out where these are not the same.
 
         Raises:
             DataError: the state is of another kind of loader, of another order or batch, or of a stream that other

@@ -42,11 +42,7 @@ class Spec(BaseModel):
 
 @dataclass(frozen=True)
 class JobSection:
-    """A section of a job.
-
-    Attributes:
-        spec: class with the keys of the section as fields.
-    """
+    """A section of a job. The fields of `spec` are its keys."""
 
     spec: type[Spec]
 

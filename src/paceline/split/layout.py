@@ -213,10 +213,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank holds between backward pass and optimizer step.
-
-    Activations and module buffers are not counted.
-    """
+    """Bytes that a rank holds before the optimizer step, without activations and module buffers."""
 
     parameters: int
     gradients: int

@@ -47,7 +47,7 @@ def must_find_model(name: str) -> KnownModel:
 
 
 def candidates(name: str) -> list[list[str]]:
-    """Words of a name that may be a model's, longest first. Makers before and other words behind are left away."""
+    """Words that may be a model's name, longest first, without makers and other words."""
     plain = re.sub(r"\([^)]*\)", " ", name.lower())
     found = []
     for part in dict.fromkeys((plain, plain.rsplit("/", 1)[-1])):
