@@ -67,10 +67,7 @@ GPT = {
     "model": {"zoo": "gpt", "args": {"layers": 3, "hidden": 128, "heads": 4, "context": 128}},
     "data": {"kind": "text", "path": "{stdlib}/pydoc_data", "context": 128},
 }
-CNN = {
-    "model": "cifar_cnn",
-    "data": {"kind": "synthetic", "samples": 32768, "shape": [3, 32, 32], "classes": 10},
-}
+CNN = {"model": "cifar_cnn", "data": {"kind": "synthetic", "samples": 32768, "shape": [3, 32, 32], "classes": 10}}
 
 
 @dataclass(frozen=True)

@@ -123,13 +123,7 @@ def speeds_on(devices: int, described: Described) -> Iterator[SpeedCase]:
 
 def _gpt(size: Size, devices: int, precision: Any) -> Job:
     batch = size.sequences * devices
-    data = {
-        "kind": "synthetic",
-        "samples": 16 * batch,
-        "shape": [size.context],
-        "vocab": size.vocab,
-        "held_out": 0,
-    }
+    data = {"kind": "synthetic", "samples": 16 * batch, "shape": [size.context], "vocab": size.vocab, "held_out": 0}
     return Job(**_job(size.gpt, data, batch, 3e-4), precision=precision)
 
 

@@ -125,11 +125,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "resume": {},  # after half of the steps, by other engines in the same ranks
     "batch_norm: sync": {"batch_norm": "sync"},
     "skip": {"nonfinite": "skip", "data": {"args": {"nan_at": [5, 23]}}},
-    "rewind": {
-        "nonfinite": "rewind",
-        "data": {"args": {"nan_at": [17]}},
-        "checkpoint": {"every_steps": 1},
-    },
+    "rewind": {"nonfinite": "rewind", "data": {"args": {"nan_at": [17]}}, "checkpoint": {"every_steps": 1}},
     # after every step, and the next one goes on while it is written: that is so where seconds are counted
     "slow disk": {"checkpoint": {"every_seconds": 1e-6}},
     "loader processes": {"data": {"num_workers": 1}},
@@ -251,15 +247,8 @@ LOOPS = (  # of `simulated_loops.py`
     ("fsdp=2", "saved_and_loaded"),
 )
 # What `make test` runs of the table in late order, and in random order.
-QUICK = {
-    "gpt tp=2",
-    "gpt fsdp=2 + resume + checkpoints",
-    "own_backward dp=2",
-}
-QUICK_AT_RANDOM = {
-    "gpt dp=2 + small buckets + checkpoints",
-    "gpt pp=2 microbatches=4",
-}
+QUICK = {"gpt tp=2", "gpt fsdp=2 + resume + checkpoints", "own_backward dp=2"}
+QUICK_AT_RANDOM = {"gpt dp=2 + small buckets + checkpoints", "gpt pp=2 microbatches=4"}
 
 
 def quick_table() -> list[Case]:

@@ -27,12 +27,7 @@ ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-3}
 SHARED: dict[str, Any] = {"loss": "cross_entropy", "optimizer": ADAMW, "stop": {"steps": 10_000}}
 
 WORKS: dict[str, dict[str, Any]] = {
-    "cnn": {
-        "model": "cifar_cnn",
-        "data": "digits",
-        "global_batch": 64,
-        "stop": {"steps": 10_000, "loss_below": 0.5},
-    },
+    "cnn": {"model": "cifar_cnn", "data": "digits", "global_batch": 64, "stop": {"steps": 10_000, "loss_below": 0.5}},
     "resnet50": {
         "model": {"factory": f"{HERE}:resnet50"},
         "data": {**IMAGES, "shape": [3, 64, 64], "classes": 1000},

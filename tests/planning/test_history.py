@@ -45,8 +45,7 @@ def measured(plan: str, ratio: float, *, times: int = 1, of: Job = JOB, calibrat
     """Steps that took `ratio` times what was predicted."""
     for _ in range(times):
         assert remember(
-            Pair.of(of, HERE, Plan.parse(plan), predicted_s=0.1, measured_s=0.1 * ratio, calibrated=calibrated),
-            HERE,
+            Pair.of(of, HERE, Plan.parse(plan), predicted_s=0.1, measured_s=0.1 * ratio, calibrated=calibrated), HERE
         )
 
 

@@ -368,11 +368,7 @@ def student_quantile(probability: float, degrees: float) -> float:
     It is off by less than 0.1 % for probabilities up to 0.9 and 3 degrees of freedom or more.
     """
     z = NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 

@@ -297,11 +297,7 @@ def _row(
 
 
 def _differ(
-    injected: Injected,
-    until: float,
-    lines: Sequence[dict[str, Any]],
-    losses: Mapping[int, float],
-    reference: Reference,
+    injected: Injected, until: float, lines: Sequence[dict[str, Any]], losses: Mapping[int, float], reference: Reference
 ) -> float | None:
     """Largest difference of losses from a fault to the next."""
     steps = {line["step"] for line in lines if injected.time < line["time"] < until} & reference.losses.keys()

@@ -135,12 +135,7 @@ class SimulatedCurve:
 
 
 def simulated_curve(
-    job: Job,
-    cluster: Cluster,
-    chances: Chances,
-    calibration: Basis | None = None,
-    *,
-    per_device: float | None = None,
+    job: Job, cluster: Cluster, chances: Chances, calibration: Basis | None = None, *, per_device: float | None = None
 ) -> SimulatedCurve:
     """Curve of a job up to a cluster; weak scaling if `per_device` (samples) is given.
 

@@ -27,11 +27,7 @@ def test_the_slowest_of_many_ranks_is_as_slow_as_the_formula_says(ranks: int) ->
     assert drawn.mean() == pytest.approx(straggler_slowdown(ranks, 0.05), abs=0.03 * 0.05)
 
 
-@given(
-    st.lists(st.floats(0.5, 2.0), min_size=10, max_size=50),
-    st.integers(1, 10_000),
-    st.integers(0, 2**32),
-)
+@given(st.lists(st.floats(0.5, 2.0), min_size=10, max_size=50), st.integers(1, 10_000), st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
 def test_measured_steps_are_never_slower_than_the_slowest_measured_one(
     ratios: list[float], ranks: int, seed: int
@@ -71,10 +67,7 @@ def test_a_short_training_may_see_no_failure_or_several() -> None:
     assert drawn.min() < 0.9
 
 
-@given(
-    st.lists(st.floats(0.01, 100.0), min_size=1, max_size=100),
-    st.floats(0.01, 100.0),
-)
+@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=100), st.floats(0.01, 100.0))
 def test_an_interval_holds_its_middle_and_is_in_order(values: list[float], middle: float) -> None:
     found = interval_of(np.array(values), middle)
     assert found.low <= found.middle <= found.high

@@ -76,10 +76,7 @@ def test_a_name_that_nobody_knows_is_told_with_the_nearest(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"global_batch": 7},
-            "global_batch 7 cannot be dealt evenly to 4 ranks.*: let it be 4",
-        ),
+        ({"global_batch": 7}, "global_batch 7 cannot be dealt evenly to 4 ranks.*: let it be 4"),
         ({"precision": "bf16"}, "systems are compared in fp32, and the job says precision: bf16"),
     ],
 )

@@ -62,12 +62,7 @@ def test_a_plan_without_need_for_warnings_has_none(plan: str, work: Job, cluster
         ("dp=2 threads=2", LAPTOP, job(), "2 × 2 threads on a host with 2 cores; threads=1 fits."),
         ("precision=bf16", LAPTOP, job(), "Old CPU does only in software; precision=fp32 is likely faster there."),
         ("dp=5", SERVERS, job(precision="bf16"), "T4 does only in software; precision=fp32 is likely faster there."),
-        (
-            "dp=8 pin=on",
-            SERVERS,
-            job(),
-            "4 ranks to 2 cores of a host, so that some share one; pin=off lets",
-        ),
+        ("dp=8 pin=on", SERVERS, job(), "4 ranks to 2 cores of a host, so that some share one; pin=off lets"),
         ("dp=5 threads=2", SERVERS, job(), "4 × 2 threads on a host with 2 cores; threads=1 fits."),
         ("dp=4", LAPTOP, job(), "0.50 of a core each, and every rank keeps a copy of the model. dp=2, with a core for"),
         ("dp=3", LAPTOP, job(partition={"weights": [1, 1, 1]}), "0.67 of a core each, and every rank keeps a copy"),

@@ -484,10 +484,7 @@ def test_one_of_a_hosts_cards_is_meant_where_infiniband_is_stated_without_a_numb
         ({"framework": "Megatron-LM core_v0.6"}, known.MEGATRON_CORE),
         ({"framework": "NeMo", "gpu": "H100"}, known.MEGATRON_CORE),
         ({"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200"}, known.MEGATRON_CORE),
-        (
-            {"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200", "precision": "MXFP8"},
-            known.MEGATRON_CORE_FUSED,
-        ),
+        ({"framework": "Megatron Bridge; 26.06 NeMo", "gpu": "GB200", "precision": "MXFP8"}, known.MEGATRON_CORE_FUSED),
         ({"framework": "house stack", "zero_fsdp": "FSDP"}, known.FSDP),
         ({"framework": "house stack", "zero_fsdp": "DDP"}, known.DDP),
         ({"framework": "house stack"}, known.OTHER),

@@ -367,12 +367,7 @@ class FailureCosts:
 
 
 def failure_costs(
-    layout: Layout,
-    step_s: float,
-    failures_per_host_day: float,
-    ranks_per_host: Sequence[int],
-    *,
-    copied: bool = False,
+    layout: Layout, step_s: float, failures_per_host_day: float, ranks_per_host: Sequence[int], *, copied: bool = False
 ) -> FailureCosts:
     """Costs of failures for a plan, from its state and the assumptions in `constants`.
 

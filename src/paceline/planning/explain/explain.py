@@ -270,12 +270,7 @@ class Explanation:
 
 
 def explain(
-    job: Job,
-    cluster: Cluster,
-    found: SearchResult,
-    calibration: Basis | None = None,
-    *,
-    what_would_help: bool = True,
+    job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None, *, what_would_help: bool = True
 ) -> Explanation:
     """Explain a search's result.
 

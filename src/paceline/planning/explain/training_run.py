@@ -225,7 +225,7 @@ class TrainingRun:
     def to_json(self) -> dict[str, Any]:
         """The training as plain JSON values."""
         return asdict(replace(self, amount=replace(self.amount, notes=()))) | {
-            "notes": [*self.amount.notes, *self.notes],
+            "notes": [*self.amount.notes, *self.notes]
         }
 
 

@@ -44,12 +44,7 @@ if TYPE_CHECKING:
 
 
 def search(
-    job: Job,
-    cluster: Cluster,
-    *,
-    top: int = 10,
-    calibration: Basis | None = None,
-    base: Plan | None = None,
+    job: Job, cluster: Cluster, *, top: int = 10, calibration: Basis | None = None, base: Plan | None = None
 ) -> SearchResult:
     """The plans predicted to be fastest, of all that pass `check_plan` and fit the memory.
 
