@@ -17,9 +17,7 @@ Advice that changes the training (rules that change losses, another batch) is le
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import statistics
 import sys
@@ -31,8 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.report.diagnosis import diagnosis_of, try_suggestions
@@ -59,8 +56,7 @@ CASES: list[tuple[str, Any, Any, str]] = [
 
 def main() -> None:
     """Diagnose, try, compare, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     arguments = parser.parse_args()
     print(
         f"  {'job':<10} {'plan of the run':<22} {'kind':<10} {'advised':<34} measured gain (95 % interval)", flush=True
@@ -77,7 +73,7 @@ def main() -> None:
     print(environment_line())
     if arguments.json:
         rounded = {name: round(value, 4) for name, value in figures.items()}
-        print(json.dumps({"figures": rounded, "environment": environment()}))
+        print_figures(rounded)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import discover, environment
+from paceline.cluster.discover import discover
 from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
@@ -51,8 +51,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def main() -> None:
     """Choose, measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", metavar="FOLDER", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -70,11 +69,7 @@ def main() -> None:
             figures |= figures_of(case, choice, found, auto_plan(job, cluster))
     print(f"\n{environment_line()}")
     if arguments.json:
-        print(
-            json.dumps(
-                {"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}
-            )
-        )
+        print_figures({name: round(value, 4) for name, value in figures.items()})
 
 
 @dataclass

@@ -29,7 +29,6 @@ machine say little.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -43,9 +42,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.cgroup import PREFIX, make_group, place_of_group
-from paceline.cluster.discover import environment
 from paceline.run.record.goodput import goodput
 from paceline.run.record.run import Run
 from paceline.stats import Interval, median_interval
@@ -122,8 +120,7 @@ class Found:
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     cases = ",".join([*CASES, PIPELINE])
     parser.add_argument("--cases", default=cases, help=f"of {cases} (default: all)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of equal hosts (default {ROUNDS})")
@@ -139,7 +136,7 @@ def main() -> None:
         figures |= {f"{name}_{figure}": value for figure, value in found.figures().items()}
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def measured(case: Case, rounds: int) -> Found:

@@ -11,7 +11,6 @@ written to a file (`chaos-runs.jsonl`), with which the script goes on when it is
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -27,8 +26,7 @@ from typing import Any
 
 import yaml
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 900.0
@@ -118,8 +116,7 @@ class Results:
 
 def main() -> None:
     """Run what is still to be run, and print what came of all."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=300, help="in all, those of the file among them")
     parser.add_argument("--results", type=Path, default=Path("chaos-runs.jsonl"))
     parser.add_argument("--cases", default=",".join(CASES), help="in turn")
@@ -240,7 +237,7 @@ def show(lines: list[dict[str, Any]], *, as_json: bool) -> None:
     print(f"{held} of {len(lines)} runs held every promise")
     print(environment_line())
     if as_json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 if __name__ == "__main__":

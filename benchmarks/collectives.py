@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from measure import environment_line
-from paceline.cluster.discover import discover, environment
+from measure import environment_line, parser_of, print_figures
+from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.stats import Interval, median_interval
@@ -68,8 +68,7 @@ class Case:
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", metavar="TRANSPORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -88,7 +87,7 @@ def main() -> None:
             print(line, flush=True)
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures(found), "environment": environment()}))
+        print_figures(figures(found))
 
 
 def all_reduces(ranks: int) -> dict[int, Times]:

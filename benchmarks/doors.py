@@ -16,9 +16,7 @@ Losses are compared before times: over shared memory the first ones to 1e-5, wit
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -26,8 +24,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import EmulatedHost, Emulation
 from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
@@ -44,8 +41,7 @@ Blocks = list[tuple[float, float]]  # seconds a step, theirs and ours
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with the figures as one line of JSON")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     go_where_lightning_is()
     print(environment_line())
@@ -56,7 +52,7 @@ def main() -> None:
         verdict = "" if found[figure].low > 1 or found[figure].high < 1 else "; no difference"
         print(f"{figure:20} {seconds(theirs)} a step as it is, {seconds(ours)} with our line: {found[figure]}{verdict}")
     if options.json:
-        print(json.dumps({"figures": {k: v.middle for k, v in found.items()}, "environment": environment()}))
+        print_figures({k: v.middle for k, v in found.items()})
 
 
 def go_where_lightning_is() -> None:

@@ -20,7 +20,6 @@ Figures:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -29,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experts_rows import Expert, as_numbers, experts
+from measure import parser_of
 from paceline.errors import PacelineError
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.machines import machines
@@ -197,9 +197,8 @@ def _print_plans(verdict: Verdict) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", default=(), metavar="NAME", help="rows by `id`; all by default")
-    parser.add_argument("--json", action="store_true", help="end with one line of figures")
     options = parser.parse_args(arguments)
     found, skipped = experts(names=options.rows)
     if not found:

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -58,8 +57,7 @@ import yaml
 from faults_found import HANG_S, HEAD, REPLICAS, REST_S, SEED, Faults, events, read, wait_for
 from faults_hosts import HostCommands, host_commands
 from faults_peers import PEERS, measured_on
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline_lab.chaos.faults import Links
 
 BIN = Path(sys.executable).parent
@@ -87,8 +85,7 @@ MIRRORED_STEPS = 600
 
 def main() -> None:
     """Measure, and print a table or the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", type=int, default=100, help="of each transport")
     parser.add_argument("--transports", default="shm,hosts" if os.geteuid() == 0 else "shm")
     parser.add_argument("--kinds", default=",".join(KINDS["hosts"]))
@@ -128,7 +125,7 @@ def main() -> None:
         print(f"{name:24} {value:g}")
     print(environment_line())
     if asked.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def measured(folder: Path, transport: str, kind: str, faults: int) -> Faults:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from measure import environment_line
+from measure import environment_line, parser_of
 from paceline.job.job import Job
 from paceline.run.convert import export
 from paceline.run.record.run import Run
@@ -70,8 +70,7 @@ def network() -> nn.Module:
 
 def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--flower", metavar="PYTHON", help="interpreter of an environment with flwr[simulation]")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("--clients", default="10,100", help="numbers of clients to compare with (default 10,100)")

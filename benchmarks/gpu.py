@@ -28,7 +28,6 @@ script out on the CPU, and is marked, too. Without accelerators it ends with exi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -49,7 +48,7 @@ from gpu_page import write_results_page
 from gpu_ranks import describe
 from gpu_results import NO_TIME, CheckRow, Results, SpeedRow, public, without_places, without_speed
 from gpu_speed import SpeedCase, measured, speeds_on
-from measure import environment_line
+from measure import environment_line, parser_of
 from paceline.cluster.discover import discover, environment
 from paceline.device import ON_CPU
 from paceline.elastic.place import on_this_machine
@@ -65,8 +64,7 @@ ROW_S, START_S, LEAST_SPEED_S, MOST_SPEED_S = 90.0, 20.0, 4.0, 40.0
 
 def main() -> None:
     """Check, measure, write page and file, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="time to use, at most")
     parser.add_argument("--devices", type=int, default=MOST_DEVICES, help="devices to use, at most")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: only try this script")

@@ -33,8 +33,7 @@ from hashlib import sha256
 
 import torch
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
 from paceline.comm import Group
@@ -92,8 +91,7 @@ class Growth:
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -105,7 +103,7 @@ def main() -> None:
     print("\n".join(growth_lines(growth)))
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures(found, growth), "environment": environment()}))
+        print_figures(figures(found, growth))
 
 
 def compare() -> Found:

@@ -39,8 +39,7 @@ import torch.distributed as dist
 
 from collectives import KIB, MIB, calls_in, size_text, timed
 from hosts_start import first_step_ratio
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import EmulatedHost, Emulation
 from paceline.cluster.host import Emulate
 from paceline.comm import tcp
@@ -63,8 +62,7 @@ Times = dict[str, list[float]]  # seconds a call of every block, by form; the i-
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--flood", metavar="ADDRESS:PORT,…", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -94,7 +92,7 @@ def report(as_json: bool) -> None:
     print(f"time to the first step on 8 hosts / on one: {started}")
     print(environment_line())
     if as_json:
-        print(json.dumps({"figures": figures(found, flooded, started), "environment": environment()}))
+        print_figures(figures(found, flooded, started))
 
 
 def figures(found: dict[tuple[str, int], Times], flooded: Interval, started: Interval) -> dict[str, float]:

@@ -28,9 +28,8 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from membership_world import World, played
-from paceline.cluster.discover import environment
 from paceline.elastic.membership import Membership, newest_of
 from paceline.files import write_whole
 from paceline.wire.status import Generation
@@ -69,7 +68,7 @@ def main() -> None:
     )
     print(environment_line())
     if options.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
     raise SystemExit(1 if so_far.violations else 0)
 
 
@@ -166,8 +165,7 @@ def _prepare() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="end with one line of figures")
+    parser = parser_of(__doc__)
     parser.add_argument("--millions", type=float, default=10.0, help="of interleavings; 10 unless told")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="that it takes at most")
     parser.add_argument("--results", type=Path, help="a file to go on from, as an earlier start has left it")

@@ -16,14 +16,12 @@ some seconds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from typing import Any
 
-from measure import environment_line
-from paceline.cluster.discover import discover, environment
+from measure import environment_line, parser_of, print_figures
+from paceline.cluster.discover import discover
 from paceline.job.job import Job
 from paceline.run.tuning.auto import choose
 
@@ -40,8 +38,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Choose for each model, as on a first start."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     as_json = parser.parse_args().json
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -52,7 +49,7 @@ def main() -> None:
             figures |= {f"gain_{name}": round(choice.gain, 3), f"seconds_{name}": round(choice.seconds, 1)}
     print(f"\n{environment_line()}")
     if as_json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 if __name__ == "__main__":

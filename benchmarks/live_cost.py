@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from measure import environment_line
+from measure import environment_line, parser_of
 from paceline.cluster.discover import discover
 from paceline.engine.meter import PARTS
 from paceline.job.job import Job
@@ -68,9 +68,8 @@ _USE = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", nargs=2, help=argparse.SUPPRESS)  # a run's directory and its ranks
     given = parser.parse_args()
     if given.write:

@@ -27,7 +27,6 @@ pairs are started anew several times. Before any time is taken, all that exchang
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -41,8 +40,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ddp_loop import LR, answer
-from measure import environment_line, our_steps
-from paceline.cluster.discover import discover, environment
+from measure import environment_line, our_steps, parser_of, print_figures
+from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.deferred_compiler import defer_compiler
@@ -83,8 +82,7 @@ SAME_LAYOUT = Plan(dp=2, threads=1)
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", nargs=2, metavar=("RUN", "TRANSPORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -104,7 +102,7 @@ def main() -> None:
     print("\n".join(memory_lines(memory)))
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures(found, memory), "environment": environment()}))
+        print_figures(figures(found, memory))
 
 
 def own_knobs(folder: Path) -> Plan:

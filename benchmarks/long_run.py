@@ -12,8 +12,6 @@ Figures, each of a sum over all processes of the run while no rank is lost:
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -22,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from long_run_data import CLASSES, READ_S
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.console import Console
 from paceline.job.job import Job
 from paceline_lab.chaos.faults import possible_kinds
@@ -49,8 +46,7 @@ JOB: dict[str, Any] = {
 
 def main() -> None:
     """Run, and show what came of it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one line of figures at the end")
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the run, where nothing happens")
     parser.add_argument("--hosts", type=int, default=0, help="emulated ones, a replica each; needs root")
     parser.add_argument("--seed", type=int, default=1, help="draws the faults")
@@ -63,7 +59,7 @@ def main() -> None:
     show(found, Console(highlight=False, markup=False))
     print(f"{minutes:.1f} minutes with undisturbed runs; {environment_line()}")
     if asked.json:
-        print(json.dumps({"figures": figures(found), "environment": environment()}))
+        print_figures(figures(found))
 
 
 def run(minutes: float, hosts: int, seed: int, folder: Path) -> Found:

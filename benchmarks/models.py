@@ -28,8 +28,6 @@ line is for machines.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import sys
@@ -39,9 +37,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from models_cases import Case, cases
-from paceline.cluster.discover import discover, environment
+from paceline.cluster.discover import discover
 from paceline.elastic.forkserver import warm_up
 from paceline.errors import LaunchError, PacelineError
 from paceline.planning.plan import Plan
@@ -96,10 +94,9 @@ class Result:
 
 def main() -> None:
     """Try the models, print each result and the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="PATTERN", default="", help="models whose name holds this regular expression")
     parser.add_argument("--axes", default=",".join(PLANS), help="which plans, by their names in the table")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args()
     wanted = [case for case in cases() if re.search(arguments.only, case.name)]
     axes = arguments.axes.split(",")
@@ -117,7 +114,7 @@ def main() -> None:
     print(table(results, axes))
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def tried(case: Case, axes: list[str]) -> list[Result]:

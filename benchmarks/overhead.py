@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from measure import environment_line, our_steps
-from paceline.cluster.discover import discover, environment
+from measure import environment_line, our_steps, parser_of, print_figures
+from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
@@ -75,8 +75,7 @@ def wide_model() -> nn.Module:
 
 def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", choices=("plain", "paceline", "checkpoint"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -106,7 +105,7 @@ def main() -> None:
             "ratio_to_default_allocator": ratio.middle,
             "checkpoint_stall_share": share.middle,
         }
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def step_times() -> dict[str, list[float]]:

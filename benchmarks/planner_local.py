@@ -23,7 +23,6 @@ Figures:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -38,8 +37,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from measure import environment_line
-from paceline.cluster.discover import discover, environment
+from measure import environment_line, parser_of, print_figures
+from paceline.cluster.discover import discover
 from paceline.cluster.emulate import EmulatedHost, Emulation
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.errors import ClusterError, PacelineError
@@ -104,8 +103,7 @@ class Row:
 
 def main() -> None:
     """Predict, measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="MODEL", choices=list(JOBS), help=f"one of {', '.join(JOBS)}")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--detail", action="store_true", help="predicted and measured parts of each step")
@@ -133,11 +131,7 @@ def main() -> None:
     if arguments.plot:
         plot(done, arguments.plot)
     if arguments.json:
-        print(
-            json.dumps(
-                {"figures": {name: round(value, 5) for name, value in found.items()}, "environment": environment()}
-            )
-        )
+        print_figures({name: round(value, 5) for name, value in found.items()})
 
 
 def calibrated(model: str) -> Calibration:

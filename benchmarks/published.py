@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from measure import environment_line
+from measure import environment_line, parser_of
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout, Prediction
 from paceline.planning.machines import adjustment
@@ -158,11 +158,10 @@ def _memory_gib(row: Row, ours: Prediction) -> float:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tables", type=Path, default=TABLES, help="a folder of tables (*.csv) in the same columns")
     parser.add_argument("--plot", type=Path, help="write the picture predicted against measured there (an HTML page)")
     parser.add_argument("--rows", action="store_true", help="print every row")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args(arguments)
 
 

@@ -10,7 +10,6 @@ more than 1 %, with their error before and after. A piece that is not worth its 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from measure import parser_of
 from paceline.planning.cost import compute, constants, traffic
 from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
@@ -178,9 +178,8 @@ class Errors:
 
 def main() -> None:
     """Take each piece out, and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tables", type=Path, default=TABLES)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     rows = [row for row in read(sorted(options.tables.glob("*.csv")))[0] if row.seconds]
     aside = set_aside(rows)

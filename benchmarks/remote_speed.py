@@ -15,7 +15,6 @@ All processes are there all the time, and take turns. An echo is held to what wa
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -35,8 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 import remote_two_hosts
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
@@ -51,8 +49,7 @@ Times = dict[tuple[str, int], list[float]]  # median seconds of a call, of each 
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", metavar="PYTHON", help="interpreter with torch, pyzmq and grpcio")
     parser.add_argument("--blocks", type=int, default=9, help="of each system and size (default: 9)")
     parser.add_argument("--calls", type=int, default=300, help="of 1 KiB in a block; of 16 MiB a thirtieth")
@@ -74,7 +71,7 @@ def main() -> None:
             figures |= remote_two_hosts.measured()
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def report(where: str, times_s: Times, prefix: str, suffix: str) -> dict[str, float]:

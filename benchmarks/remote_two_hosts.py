@@ -30,8 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import paceline_server as remote
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
 from paceline.stats import Interval, median_interval
@@ -78,8 +77,7 @@ class OneBatch(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> None:
     """Measure, or be the loop with the remote module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of each (default: 3)")
     parser.add_argument("--steps", type=int, default=60, help="of a round (default: 60)")
     parser.add_argument("--loop", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
@@ -91,7 +89,7 @@ def main() -> None:
     figures = measured(asked.rounds, asked.steps)
     print(environment_line())
     if asked.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def measured(rounds: int = 3, steps: int = 60) -> dict[str, float]:

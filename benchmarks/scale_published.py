@@ -18,7 +18,6 @@ step times inside of theirs; `curves`, `points`; `error_of_` with the name of ea
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from measure import environment_line
+from measure import environment_line, parser_of
 from paceline.planning.machines import Adjustment
 from paceline_lab.simulated.measured_here import HIGH, LOW, HeldAgainst, ScaleError, held_against
 
@@ -68,9 +67,8 @@ class Scored:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Predict, compare, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--points", action="store_true", help="print every point, not only the most devices")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     scored = score(held_against())
     _print(scored if options.points else at_most_devices(scored))

@@ -19,7 +19,6 @@ Medians, with the lowest and the highest round; the machine, versions and load s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -34,9 +33,8 @@ from typing import Any
 from rich.console import Console
 
 import paceline
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import environment
 from paceline.cluster.host import Emulate
 from paceline.job.job import Job
 
@@ -50,8 +48,7 @@ MODEL = {"zoo": "mlp", "args": {"hidden": HIDDEN}}
 
 def main() -> None:
     """Measure, print a table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=5, help="of each figure")
@@ -73,7 +70,7 @@ def main() -> None:
             found |= trials.stale()
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": {k: round(v, 4) for k, v in found.items()}, "environment": environment()}))
+        print_figures({k: round(v, 4) for k, v in found.items()})
 
 
 class Trials:

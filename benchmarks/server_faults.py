@@ -12,9 +12,7 @@ The second part counts the bytes on the wire of steps that pull and push rows of
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -33,8 +31,7 @@ from pathlib import Path
 
 import torch
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.errors import PacelineError
 from paceline.wire.key import RunKey
 from paceline.wire.store import StoreClient, StoreServer
@@ -57,10 +54,9 @@ ROWS, WIDTH, TOUCHED, STEPS = 100_000, 64, 2000, 20
 
 def main() -> None:
     """Run both parts, print a table, and with --json a line of figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = Arena(Path(folder), random.Random(options.seed)).play(options.kills)
@@ -69,7 +65,7 @@ def main() -> None:
         print(f"{name:24} {value:12.3f}")
     print(environment_line())
     if options.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 class Arena:

@@ -14,18 +14,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from measure import parser_of, print_figures
+
 # There `simulated` is the accelerator's package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import argparse
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from measure import environment_line
-from paceline.cluster.discover import environment
 from paceline.files import scratch_folder
 from simulated_cases import Case, extensions, table
 from simulated_mistakes import MISTAKES, Mistake
@@ -46,8 +45,7 @@ class Tried:
 @extensions()
 def main() -> None:
     """Try every mistake, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="only mistakes with this in their names")
     arguments = parser.parse_args()
     mistakes = [mistake for mistake in MISTAKES if arguments.only in mistake.name]
@@ -58,7 +56,7 @@ def main() -> None:
     print(f"{caught} of {len(tried)} caught; {environment_line()}")
     if arguments.json:
         figures = {"mutations": len(tried), "caught": caught}
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 def try_all(mistakes: Sequence[Mistake]) -> list[Tried]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from simulated_cases import extensions, quick_table, table
 from simulated_sets import Result, device_variables, references, simulated
 from simulated_steps import STEPS, counts_of_a_step
@@ -18,8 +15,7 @@ from simulated_steps import STEPS, counts_of_a_step
 @extensions()
 def main(description: str) -> None:
     """Train every case, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(description)
     parser.add_argument("--quick", action="store_true", help="only the cases of make test")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this in their names")
     arguments = parser.parse_args()
@@ -48,7 +44,7 @@ def main(description: str) -> None:
             "waits_before_update": max(ours.waits_before_update, of_two.waits_before_update),
             "extra_launches_per_step": ours.launches - plain.launches,
         }
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
     if verdicts.keys() - {"right"}:
         sys.exit(1)
 

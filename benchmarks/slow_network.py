@@ -32,8 +32,6 @@ each way per step, counted at its interface.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import sysconfig
@@ -47,7 +45,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.discover import discover, environment
 from paceline.cluster.emulate import Emulation
 from paceline.cluster.host import Emulate
@@ -104,8 +102,7 @@ JOB: dict[str, Any] = {
 
 def main() -> None:
     """Measure, print the tables, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rates", default=",".join(RATES), help="of the links, each way; loopback is this machine as it is"
     )
@@ -122,9 +119,7 @@ def main() -> None:
     if arguments.page is not None:
         print(f"page: {write_rules_page(found.page(), arguments.page)}")
     if arguments.json:
-        print(
-            json.dumps({"figures": {k: round(v, 4) for k, v in found.figures().items()}, "environment": environment()})
-        )
+        print_figures({k: round(v, 4) for k, v in found.figures().items()})
 
 
 # What was found

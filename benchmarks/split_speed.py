@@ -47,8 +47,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from measure import environment_line
-from paceline.cluster.discover import environment
+from measure import environment_line, parser_of, print_figures
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.job.job import Job
@@ -78,8 +77,7 @@ Step = Callable[[int], float]  # takes the step of that number; returns its loss
 
 def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", metavar="CASE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
@@ -101,11 +99,7 @@ def main() -> None:
     figures |= large()
     print(environment_line())
     if arguments.json:
-        print(
-            json.dumps(
-                {"figures": {name: round(value, 4) for name, value in figures.items()}, "environment": environment()}
-            )
-        )
+        print_figures({name: round(value, 4) for name, value in figures.items()})
 
 
 def compared(case: str, sides: tuple[str, str]) -> tuple[list[float], list[float]]:

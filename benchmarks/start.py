@@ -21,7 +21,6 @@ median is shown with its 95 % interval. Their losses are compared first. Figures
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -30,6 +29,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from measure import parser_of, print_figures
 
 PLAIN = Path(__file__).with_name("start_plain.py").resolve()
 BIN = Path(sys.executable).parent
@@ -47,8 +48,7 @@ JOB = {
 
 def main() -> None:
     """Measure, print the table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--repeats", type=int, default=REPEATS, help=f"rounds of the three commands (default {REPEATS})"
     )
@@ -61,11 +61,10 @@ def main() -> None:
     }
 
     from measure import environment_line
-    from paceline.cluster.discover import environment
 
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures, "environment": environment()}))
+        print_figures(figures)
 
 
 # The three commands

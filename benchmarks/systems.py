@@ -21,7 +21,6 @@ Figures:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,9 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import environment_line
+from measure import environment_line, parser_of, print_figures
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import environment
 from paceline.cluster.host import Emulate
 from paceline.console import Console
 from paceline.job.job import Job
@@ -92,8 +90,7 @@ FEW_STEPS = {"resnet50": 16}
 
 def main() -> None:
     """Compare, print every table, and with --json a last line for machines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser = parser_of(__doc__)
     parser.add_argument("--works", default="", help="of these works alone")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="in these settings alone")
     parser.add_argument("--systems", default="", help="these systems instead of those of the setting")
@@ -104,7 +101,7 @@ def main() -> None:
         found = dict(comparisons(arguments, arguments.keep or Path(scratch)))
     print(environment_line())
     if arguments.json:
-        print(json.dumps({"figures": figures(found), "environment": environment()}))
+        print_figures(figures(found))
 
 
 def comparisons(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[tuple[str, str], Comparison]]:
