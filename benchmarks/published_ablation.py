@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from measure import parser_of
-from paceline.planning.cost import compute, constants, traffic
+from paceline.planning.cost import compute, constants
 from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
 from paceline.planning.cost import estimate as state_traffic
+from paceline.planning.cost import layout as traffic
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import adjustment

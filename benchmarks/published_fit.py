@@ -27,10 +27,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from paceline.planning.cost import compute, constants, stages, traffic
+from paceline.planning.cost import compute, constants, stages
 from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
 from paceline.planning.cost import constants as fitted
+from paceline.planning.cost import layout as traffic
 from paceline.planning.cost.estimate import estimate
 from paceline.planning.cost.frameworks import FRAMEWORKS
 from paceline.planning.cost.layout import Layout

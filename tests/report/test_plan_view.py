@@ -18,8 +18,8 @@ from browser import Browser, tab
 from handmade_search import RARER, candidate, cluster, found, job
 from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.explain.advice import Advice, ScaledPlan
-from paceline.planning.explain.batch_advice import BatchAdvice, BatchPoint
 from paceline.planning.explain.explain import Explanation, explain
+from paceline.planning.explain.questions import BatchAdvice, BatchPoint
 from paceline.report.plan_page import SPAN_COLOURS, TIME_COLOURS, Point, front, write_plan_page
 
 STOLEN = "</script><script>window.stolen = 1</script>"

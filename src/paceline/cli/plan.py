@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.planning.calibrate import Calibration
     from paceline.planning.explain.advice import ScaledPlan
-    from paceline.planning.explain.batch_advice import BatchAdvice
     from paceline.planning.explain.explain import Explanation
+    from paceline.planning.explain.questions import BatchAdvice
     from paceline.planning.explain.training_run import Conditions, Goal
     from paceline.planning.explain.which_cluster import ClusterChoice, Offers, Option
     from paceline.planning.machines import Adjustment, Basis
@@ -215,7 +215,7 @@ def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | Non
 
 def _advice(job: Job, cluster: Cluster, calibration: Basis | None) -> BatchAdvice:
     from paceline.console import Console
-    from paceline.planning.explain.batch_advice import advise
+    from paceline.planning.explain.questions import advise
 
     with Console(stderr=True).status("searching the best plan for every batch"):
         return advise(job, cluster, calibration)

@@ -18,8 +18,8 @@ from paceline.text import on_cores
 from paceline.units import count, digits, large, percent, seconds, size
 
 if TYPE_CHECKING:
-    from paceline.planning.explain.batch_advice import BatchAdvice
     from paceline.planning.explain.explain import Explanation
+    from paceline.planning.explain.questions import BatchAdvice
     from paceline.planning.explain.training_run import TrainingRun
     from paceline.planning.search.result import Candidate
 

@@ -15,8 +15,8 @@ from paceline import units
 from paceline.planning.cost.estimate import timeline
 from paceline.planning.cost.layout import PART_NAMES, PARTS, Span
 from paceline.planning.explain.advice import ScaledPlan
-from paceline.planning.explain.batch_advice import BatchAdvice
 from paceline.planning.explain.explain import Explanation, shares_of_time
+from paceline.planning.explain.questions import BatchAdvice
 from paceline.planning.explain.which_cluster import ClusterChoice, Option
 from paceline.planning.machines import factor_of
 from paceline.planning.search.result import Candidate

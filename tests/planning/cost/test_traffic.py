@@ -19,9 +19,18 @@ from paceline.cluster.catalogue import CATALOGUE, LinkSpec
 from paceline.job.model import Dimensions
 from paceline.planning.cost.estimate import beside_passes_s
 from paceline.planning.cost.frameworks import FSDP, MEGATRON_CORE
-from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
+from paceline.planning.cost.layout import (
+    FrameworkProfile,
+    Layout,
+    Machines,
+    all_reduce_s,
+    all_to_all_s,
+    expert_path,
+    gather_s,
+    link_path,
+    send_s,
+)
 from paceline.planning.cost.stages import StageCost
-from paceline.planning.cost.traffic import all_reduce_s, all_to_all_s, expert_path, gather_s, link_path, send_s
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.transformer import transformer
 

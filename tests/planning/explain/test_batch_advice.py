@@ -17,7 +17,7 @@ from handmade_search import candidate, cluster, job
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.explain.batch_advice import USEFUL, BatchAdvice, advise
+from paceline.planning.explain.questions import USEFUL, BatchAdvice, advise
 from paceline.planning.search.result import SearchResult
 
 

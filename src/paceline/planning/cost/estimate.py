@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import device_of, peak_flops, vector_bandwidth
 from paceline.planning.cost.frameworks import stepped, summed
-from paceline.planning.cost.layout import PARTS, FrameworkProfile, Layout, Prediction, Span
-from paceline.planning.cost.measured import measured_inputs, measured_memory
-from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory, trained_part
-from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
-from paceline.planning.cost.traffic import (
+from paceline.planning.cost.layout import (
+    PARTS,
+    FrameworkProfile,
+    Layout,
+    Prediction,
+    Span,
     all_reduce_s,
     exchanged,
     gather_s,
@@ -23,6 +24,9 @@ from paceline.planning.cost.traffic import (
     send_s,
     served_s,
 )
+from paceline.planning.cost.measured import measured_inputs, measured_memory
+from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory, trained_part
+from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
 
 
 def estimate(layout: Layout) -> Prediction:

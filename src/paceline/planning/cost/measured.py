@@ -22,9 +22,8 @@ from paceline.cluster.catalogue import CATALOGUE, LinkSpec
 from paceline.partition import contiguous
 from paceline.planning.calibrate import Calibration, CalibrationPoint, interpolated
 from paceline.planning.cost.frameworks import summed
-from paceline.planning.cost.layout import Layout, Machines
+from paceline.planning.cost.layout import Layout, Machines, exchanged, joined_s, served_s
 from paceline.planning.cost.stages import StageCost, StageTimes, StepInputs, simulated, times_of
-from paceline.planning.cost.traffic import exchanged, joined_s, served_s
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES
 from paceline.planning.sync_info import (

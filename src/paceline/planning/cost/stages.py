@@ -10,9 +10,11 @@ from typing import NamedTuple
 from paceline.partition import contiguous
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import BlockConfig, BlockTime, block_config, block_time, held_weights
-from paceline.planning.cost.layout import BYTES, Layout, Span
-from paceline.planning.cost.traffic import (
+from paceline.planning.cost.layout import (
+    BYTES,
+    Layout,
     LinkPath,
+    Span,
     all_reduce_s,
     all_to_all_s,
     expert_path,
