@@ -1,6 +1,7 @@
 """Inputs of the cost model: the work, the machines, their layout, and times of collectives on it.
 
-Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). Needs neither torch nor a job.
+Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). Neither torch nor a job is
+needed.
 """
 
 from __future__ import annotations
