@@ -1,4 +1,4 @@
-"""Inputs of the cost model: the work, the machines, their layout, and times of collectives on it.
+"""Inputs of the cost model: work, machines, layout, and times of collectives on it.
 
 Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). Neither torch nor a job is
 needed.

@@ -1,4 +1,4 @@
-"""Questions about a plan: what if something changes, and how large a batch is useful.
+"""Questions about a plan: what if something changes, and which batch is useful.
 
 A question in words, `one more host` or `remat=none`, is answered by the best plan with that changed.
 
