@@ -40,7 +40,7 @@ class Scene:
         pids_of: process ids that a rank's status names.
         disk: folder of the file system that the run is written to, and that can be filled.
         checkpoints: folder.
-        witness: folder of `training/record/witness.py`.
+        witness: folder of `run/record/recorder.py:Witness`.
     """
 
     launcher: int
