@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -172,7 +173,9 @@ def main(folder: Path) -> None:
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # as in an app under way
     found = {case: of_updates(folder / str(n), change) for n, (case, change) in enumerate(OF_UPDATES.items())}
     found["two nodes are one client"] = of_updates(folder / "twice", OF_UPDATES["proper"], [0, 1, 2, 2])
-    print(json.dumps({"server": found, "client": of_tasks()}))
+    np.savez(folder / "own.npz", x=np.zeros((6, 784), np.float32), y=np.zeros(6, np.int64))
+    own = Clients(Job.model_validate(JOB)).described(context(**{"partition-id": 1, "data": str(folder / "own.npz")}))
+    print(json.dumps({"server": found, "client": of_tasks(), "own data": dict(own[METRICS])}))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Any:
     script = Path(__file__).with_name("flower_refusals.py")
     command = [str(FLOWER), str(script), str(tmp_path_factory.mktemp("refusals"))]
     environment = os.environ | {"FLWR_TELEMETRY_ENABLED": "0"}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert shown.returncode == 0, shown.stderr
     return json.loads(shown.stdout.splitlines()[-1])
 
@@ -212,6 +212,11 @@ def test_two_nodes_that_are_one_client_end_the_run(refusals: Any) -> None:
 def test_a_client_refuses_what_is_no_task_of_its_job(case: str, refusals: Any) -> None:
     assert refusals["client"]["proper"] == ""
     assert refusals["client"][case]
+
+
+@pytest.mark.needs_flower
+def test_a_node_trains_on_the_data_of_its_configuration(refusals: Any) -> None:
+    assert refusals["own data"] == {"number": 1, "num-examples": 6}
 
 
 @pytest.mark.slow
