@@ -70,9 +70,9 @@ _WAITS = (
     ),
     Mistake(
         "a piece of a ring is added before it is there",
-        "comm/allreduce/ring.py",
-        "        under_way.wait.wait()",
-        "        pass",
+        "comm/ring.py",
+        "            exchange.wait()",
+        "            pass",
         (_RING,),
     ),
     Mistake(

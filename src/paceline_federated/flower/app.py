@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError, RunError
 from paceline.job.job import Job
+from paceline_federated.flower.limits import must_fit_flower
 from paceline_federated.section import federate_spec
 
 if TYPE_CHECKING:
@@ -88,7 +89,6 @@ def server_app(job: str | Path) -> Any:
 
 
 PACKAGE = "federated_job"
-FEWEST = 3  # clients of a secure sum: of two, each would know the other's update
 _FILES = {
     "__init__.py": '"""A federated job of paceline as a Flower app."""\n',
     "client_app.py": '''\
@@ -166,41 +166,6 @@ def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
     except OSError as error:
         raise RunError(f"{folder} cannot be written: {error}") from error
     return _named(job)
-
-
-def must_fit_flower(job: Job) -> int:
-    """The number of rounds of a job that a deployment on Flower can make.
-
-    Raises:
-        JobError: it has something that a deployment cannot do. Says what to change.
-    """
-    from paceline_federated.client import federated, rule_of
-    from paceline_federated.rules import FederatedRule
-
-    spec, rule = federated(job), rule_of(job)
-    if spec.compress != "none" or spec.compress_down != "none":
-        raise JobError(
-            "federate.compress and compress_down: Flower's strategies take numbers as they are. Leave them out"
-        )
-    if rule.buffer is not None:
-        raise JobError(f"federate.rule {spec.rule} has no rounds, and Flower's strategies have. Take another rule")
-    if job.stop.steps is None or len(job.stop.model_dump(exclude_defaults=True)) > 1:
-        raise JobError("stop: a Flower app makes a number of rounds and knows no other end: give stop.steps alone")
-    plain_mean = spec.rule == "fedavg" or spec.rule.startswith("fedprox")
-    if spec.privacy is not None and not plain_mean:
-        raise JobError(
-            f"federate.privacy: Flower adds its noise to the new weights, which is the noise of the mean update under "
-            f"fedavg and fedprox alone, and the rule is {spec.rule}. Take fedavg or fedprox without other arguments"
-        )
-    returns = type(rule).finish is not FederatedRule.finish
-    if spec.secure is not None and returns and spec.weigh == "samples":
-        raise JobError(
-            f"federate.secure: SecAgg+ sums all numbers by one weight, and rule {spec.rule} needs an unweighted mean "
-            "as well. Set federate.weigh: equal"
-        )
-    if spec.secure is not None and (spec.per_round or spec.clients) < FEWEST:
-        raise JobError(f"federate.secure: a sum hides single updates from {FEWEST} clients in a round on")
-    return job.stop.steps
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from paceline.job.stop import StopRule
 from paceline.run.build import load_published
 from paceline.run.train import new_directory
 from paceline_federated.client import Layout, LocalTraining, federated, first_model, tensors_of
-from paceline_federated.flower.app import FEWEST, must_fit_flower
 from paceline_federated.flower.client import (
     ARRAYS,
     CONFIG,
@@ -47,6 +46,7 @@ from paceline_federated.flower.client import (
     most_weight,
     weights_of,
 )
+from paceline_federated.flower.limits import FEWEST, must_fit_flower
 from paceline_federated.record import Fairness, FederatedRecord, Measure, Round, run_at
 from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.server import Aggregator, Server

@@ -6,13 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from paceline.planning.model.graph import BlockTrace, Divided, Gemm, Kernel, ModelTrace, Product, Seen, SparseTable
-from paceline.planning.model.model_info import ModelInfo, ParameterShape
 from paceline.planning.model.tensor.degrees import DividedWeights
 
+if TYPE_CHECKING:
+    from paceline.planning.model.model_info import ModelInfo, ParameterShape
+
 _CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
-_Owned = dict[int, list[ParameterShape]]
+_Owned = dict[int, list["ParameterShape"]]
 
 
 def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> ModelTrace:
