@@ -46,7 +46,7 @@ def test_the_excess_over_the_ideal_step_is_split_over_the_parts_and_sums_to_it()
     assert where == (
         "A step takes 7.4 ms where 1/2 of one device's is 5 ms; of what is lost, 42 % exposed communication, "
         "33 % the optimizer, "
-        "17 % compute that became slower and 8 % waiting for the slowest rank."
+        "17 % compute that became slower and 8 % waiting for slower ranks."
     )
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec
-from paceline.planning.model.block_graphs import assembled, estimated
 from paceline.planning.model.graph import (
     Layer,
     ModelTrace,
@@ -416,6 +415,8 @@ class TracedModel:
             return seen
         key = autocast, self._degrees.at(self._degrees.least if tp is None else tp)
         if key not in self._traces:
+            from paceline.planning.model.block_graphs import assembled
+
             self._traces[key] = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
         return self._traces[key]
 
@@ -445,6 +446,7 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
     The estimate is from its parameters, where it cannot be run.
     """
     from paceline.own_random import kept_random
+    from paceline.planning.model.block_graphs import estimated
     from paceline.planning.model.forward_pass import tokens_of
 
     found = model_info(job.model)

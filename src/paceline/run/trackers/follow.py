@@ -56,6 +56,7 @@ class Follower:
 
     Attributes:
         logged: the newest step that the tracker has; steps that are trained again after a restart are left out.
+        evaluated: step of the newest evaluation that it has.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -64,7 +65,7 @@ class Follower:
         folder = state_folder(run.path)
         self._state_file = folder / f"{number}-{spec.name}.json"
         kept = json.loads(self._state_file.read_text()) if self._state_file.exists() else {}
-        self.logged = int(kept.get("step", 0))
+        self.logged, self.evaluated = int(kept.get("step", 0)), int(kept.get("evaluated", -1))
         self._steps, self._events = NewLines(run.path / "steps" / "rank-0.jsonl"), NewLines(run.path / "events.jsonl")
         self._interrupted = False
         tracked = TrackedRun(run.path.resolve().name, run.job.name, config_of(run), folder, str(kept.get("id", "")))
@@ -90,7 +91,8 @@ class Follower:
         for event in self._events:
             if event["event"] in ("start", "resume", "end"):
                 self._interrupted = bool(event.get("interrupted"))
-            if event["event"] == "evaluation" and event["step"] >= self.logged:
+            if event["event"] == "evaluation" and event["step"] > self.evaluated:
+                self.evaluated = event["step"]
                 self._log(event["step"], {f"val/{name}": value for name, value in event["metrics"].items()})
         if newest is not None:
             self._log(newest["step"], {**values_of(newest), **use})
@@ -102,7 +104,8 @@ class Follower:
 
     def _keep(self) -> None:
         with suppress(OSError):  # a full disk; what is lost is that a run is one there after a restart
-            write_whole(self._state_file, json.dumps({"id": self.tracker.id, "step": self.logged}))
+            state = {"id": self.tracker.id, "step": self.logged, "evaluated": self.evaluated}
+            write_whole(self._state_file, json.dumps(state))
 
 
 def values_of(line: Mapping[str, Any]) -> dict[str, float]:
