@@ -27,7 +27,8 @@ def imports(node: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in child.names)
         elif isinstance(child, ast.ImportFrom) and child.module:
             yield from (f"{child.module}.{alias.name}" for alias in child.names)
-        yield from imports(child)
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from imports(child)
 
 
 def imported(known: dict[str, Path], name: str) -> set[str]:
