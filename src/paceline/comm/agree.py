@@ -1,4 +1,4 @@
-"""Checks over all ranks: equal holdings, equal machines, equal calls (`CheckedGroup`), the largest value."""
+"""Checks that ranks have equal state, machines and calls (`CheckedGroup`); maxima over ranks."""
 
 from __future__ import annotations
 

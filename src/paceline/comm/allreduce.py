@@ -1,6 +1,6 @@
-"""All-reduce algorithms by the word that a plan uses: flat, ring, hierarchical, auto.
+"""All-reduce algorithms by their name in a plan: flat, ring, hierarchical, auto.
 
-`flat` is the all-reduce of the transport, that is, the `Group` itself. The others are made of messages between ranks.
+`flat` is the transport's own all-reduce (the `Group` itself). The others exchange messages between ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Algorithm(Protocol):
 
 
 def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
-    """The algorithm of a name, and why it is the one taken.
+    """Return the algorithm of a name, and the reason for the choice.
 
     Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second, unless the
     group has their speeds. `close_algorithm` ends it.
@@ -60,13 +60,13 @@ def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
 
 
 def close_algorithm(algorithm: Algorithm) -> None:
-    """End what an algorithm made for itself; the group goes on."""
+    """Close what an algorithm created for itself; the group stays open."""
     if isinstance(algorithm, OwnAllReduce):
         algorithm.close()
 
 
 class OwnAllReduce:
-    """An all-reduce that paceline makes itself: of messages between ranks, or with servers."""
+    """An all-reduce that paceline implements with messages between ranks, or with servers."""
 
     name: ClassVar[str]
 

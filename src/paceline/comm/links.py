@@ -1,4 +1,4 @@
-"""Links between a group's ranks, measured, and times of all-reduces predicted from them.
+"""Measured links between a group's ranks, and all-reduce times predicted from the measurements.
 
 The prediction is the alpha-beta model, with formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of
 Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; a
@@ -61,7 +61,7 @@ class GroupLinks:
     flat_step_s: float
 
     def all_reduce_s(self, algorithm: str, nbytes: int) -> float:
-        """Seconds of an all-reduce of `nbytes` by an algorithm: `flat`, `ring` or `hierarchical`."""
+        """Seconds of an all-reduce of `nbytes` with an algorithm: `flat`, `ring` or `hierarchical`."""
         return {"flat": self.flat_s, "ring": self.ring_s, "hierarchical": self.hierarchical_s}[algorithm](nbytes)
 
     def flat_s(self, nbytes: int) -> float:

@@ -1,4 +1,4 @@
-"""Base of paceline's process groups: c10d's calls as a transport's collectives, reductions, and memory."""
+"""Base of paceline's process groups, which maps c10d's calls to a transport's collectives."""
 
 from __future__ import annotations
 
@@ -465,8 +465,8 @@ _reduction = cache(Reduction)
 class Collectives(Protocol):
     """The collectives of one group, on flat and contiguous tensors.
 
-    Those that are not, the process group copies. Each collective is a generator that yields while it waits. Reductions
-    have the same bits on every rank.
+    The process group copies other tensors. Each collective is a generator that yields while it waits.
+    Reductions have the same bits on every rank.
     """
 
     rank: int

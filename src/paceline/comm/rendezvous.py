@@ -1,6 +1,6 @@
 """Stores in which ranks meet: paceline's, or torch's own.
 
-That of torch is for runs without a launcher of ours and without a key.
+Torch's store serves runs that another launcher started and that have no key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The ring of an all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
 
 Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
-All-reduce Algorithms for Clusters of Workstations". A piece goes on as soon as it has arrived and was added, while
-others are still on their way. Every element is summed along the ring by one chain of ranks and then copied, so that it
-has the same bits everywhere. The algorithm `ring` runs it over any group, the transport `tcp` within its collectives.
+All-reduce Algorithms for Clusters of Workstations". A piece is passed on as soon as it has arrived and was added, while
+others are still under way. Every element is summed along the ring by one chain of ranks and then copied, so that it has
+the same bits everywhere. The algorithm `ring` runs it over any group, the transport `tcp` within its collectives.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def around(
     Args:
         shares: n flat tensors; a share has the same length on every rank.
         start: begins to send a tensor to the next place and to receive another from the one before. Either may be
-            empty, where there are fewer elements than places for them.
-        piece: elements that are sent at once.
-        ahead: pieces under way, at most.
+            empty if there are fewer elements than places.
+        piece: number of elements that are sent at once.
+        ahead: maximum number of pieces under way.
         reduction: how to combine what is received in the first half.
         prepare, finish: as of `ring_all_reduce`; elements are counted over all shares.
 

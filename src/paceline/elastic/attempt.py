@@ -91,7 +91,7 @@ def launch(
         workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
             Each that is killed or hangs is started again, while the others go on.
         server_copies: processes of each server, any of which may be lost while another is there.
-        adopts: the ranks go on that hosts have kept, instead of a start.
+        adopts: take over the ranks that hosts have kept, instead of starting new ones.
 
     Raises:
         LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
@@ -137,7 +137,7 @@ def launch(
 
 
 class Attempt:
-    """One start of all ranks, watched until all have ended. As a context: nothing of it is left at the end.
+    """One start of all ranks, watched until all have ended. As a context, it cleans up at the end.
 
     It has a rendezvous, a status board and a private folder of its own.
     """

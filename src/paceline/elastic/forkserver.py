@@ -1,8 +1,8 @@
 """Ranks of this host, forked from a process that imports torch once.
 
-A fork takes a small part of the time of the imports, and shares their memory. The forkserver starts no thread and no
-accelerator, which no fork would survive; where something that is imported does, or `PACELINE_FORK=0` is set, every rank
-is a Python interpreter of its own. `rank.py` is what runs in the forkserver and in ranks.
+A fork takes a fraction of the time of the imports, and shares their memory. The forkserver starts no thread and no
+accelerator, as neither survives a fork. If an import starts one, or `PACELINE_FORK=0` is set, every rank is a Python
+interpreter of its own. `rank.py` is what runs in the forkserver and in ranks.
 """
 
 from __future__ import annotations

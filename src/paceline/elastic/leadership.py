@@ -1,10 +1,10 @@
 """Leadership of a run: which process may train it and write there.
 
-The leader's name is written where all who would lead look, and it keeps showing signs of life there. Who finds another
-name waits for a sign: with one it is refused, without one it takes over. A leader that finds another name has lost the
-run, and stops: the place is a fence as well. Two media differ in how a name is put there, and in how life is seen:
-`RunLock` is a file in the run's directory, `Lease` an object at its URL. Which host may lead when another is lost, is
-decided by `is_quorum` and by the order of hosts (`hosts/takeover.py`); then the lock has the last word.
+The leader writes its name in one shared place and renews a heartbeat there. A candidate that finds another name waits
+for a heartbeat: with one it is refused, without one it takes over. A leader that finds another name has lost the run
+and stops, so the place is a fence as well. There are two kinds of place: `RunLock` is a file in the run's directory,
+`Lease` an object at the run's URL. After a lost host, `is_quorum` and the order of hosts (`hosts/takeover.py`) decide
+which host may lead; then the lock has the last word.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder that a lock names; None where it is empty or unreadable.
+        """The holder that a lock names; None if it is empty or unreadable.
 
         A crash or another program may have left something else there.
         """
@@ -115,11 +115,11 @@ class Leadership(ABC):
 
     Attributes:
         beat_s: seconds between two signs of life.
-        stale_s: without one for so long, a holder that cannot be seen otherwise is taken for dead.
+        stale_s: time without a sign of life after which a holder counts as dead, if nothing else shows that it lives.
         lost: the error of a run that another process has taken over; None while it is held.
 
     Raises:
-        RunError: somebody else trains it; names who.
+        RunError: another process trains the run; the text names it.
     """
 
     beat_s: ClassVar[float]

@@ -270,7 +270,8 @@ class _Child:
 def _imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
     """Import what ranks need. Returns why no rank may be forked from this process.
 
-    What cannot be imported, the ranks will meet and show; if all need it, they do so as interpreters.
+    The ranks raise and show import errors themselves. If `needed`, an import error is a reason not to fork, and ranks
+    run as interpreters.
     """
     gc.disable()
     try:

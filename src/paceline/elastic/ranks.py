@@ -1,4 +1,4 @@
-"""Ranks of one attempt, here and on other hosts: started, signalled, read and ended."""
+"""Ranks of one attempt, on this host and others: start, signals, results and end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEETING_S = 0.02  # from look to look while others wait for ranks
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
 _ANSWER_S = 1.0  # for a hung rank to write its stack
-_STOPPED_S = 5.0  # a rank that SIGSTOP holds for so long is taken for lost
+_STOPPED_S = 5.0  # a rank that SIGSTOP holds longer counts as lost
 
 Rank = StartedRank | RemoteRank
 

@@ -1,9 +1,9 @@
 """Recovery of an attempt while it runs, and changes of its size.
 
-Lost ranks are replaced, and `paceline scale` makes the run larger or smaller.
-`membership.py` decides; here its decisions meet processes, the status board and other hosts. `independent.py` does the
-same for ranks that no group joins. Requests to scale are files in the run's directory, where only its owner can write.
-The launcher takes one, and answers in a file beside it.
+Lost ranks are replaced, and `paceline scale` makes the run larger or smaller. `membership.py` decides; this module
+carries decisions out on processes, the status board and other hosts. `independent.py` does the same for ranks that no
+group joins. Requests to scale are files in the run's directory, where only its owner can write. The launcher picks a
+request up, and answers in a file beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Start of one command on every host by the system's ssh (`--hosts a,b:2`).
 
-A key is made for it. The starter is no host process: those of other hosts are started by ssh, that of this machine,
-where it is named, beside it. Each runs this module, whose `main` runs the command there. The starter passes signals on
-to host 0, which coordinates, and ends with that one's exit code.
+The starter makes a key for the run. It is no host process itself: ssh starts the host processes of other machines, and
+if this machine is named, its host process runs beside the starter. Each runs this module, whose `main` runs the
+command. The starter forwards signals to host 0, which coordinates, and ends with host 0's exit code.
 """
 
 from __future__ import annotations

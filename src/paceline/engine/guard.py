@@ -1,4 +1,4 @@
-"""Guard before each update: NaN, Inf or a spike stops or skips it. And the engine's settings."""
+"""Engine settings, and the guard that stops or skips updates with NaN, Inf or spikes."""
 
 from __future__ import annotations
 

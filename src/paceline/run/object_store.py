@@ -1,4 +1,4 @@
-"""Runs in object stores: a working directory here, mirrored to a URL while it trains."""
+"""Runs in object stores: a local working directory, mirrored to a URL during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: which pieces the rank writes, and how.
+"""One rank's file of a checkpoint: assignment of pieces to ranks, and the writing.
 
 Every rank computes the same assignment without communication. Ranks that differ only along mesh axes that a tensor is
 not divided along hold the same piece of it; they distribute such tensors among themselves. `merge` checks that all

@@ -1,7 +1,7 @@
 """Rendezvous store: keys and values that only processes of the run read and write.
 
-The calls are those of torch's `TCPStore`, which `paceline.comm.rendezvous` makes of it. The server waits for nobody:
-a wait is a request whose answer comes later, and ends on the client's clock.
+The calls are those of torch's `TCPStore`, which `paceline.comm.rendezvous` makes of it. The server never blocks: a wait
+is a request that is answered later, and the client's clock ends it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process group `shm`: c10d's collectives and messages between processes of one host.
 
 A message goes through a ring buffer in the sender's memory: a header (tag, size) and its bytes; one that is larger than
-the ring flows through it. The receiver matches tags: a message that nobody has asked for yet is taken out and kept, so
-that it does not block those behind it.
+the ring flows through it. The receiver matches tags: a message that was not requested yet is taken out and kept, so
+that it does not block the messages behind it.
 """
 
 from __future__ import annotations

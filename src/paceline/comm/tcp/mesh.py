@@ -1,8 +1,8 @@
 """A rank's links to all others of a group, with messages and failure notices.
 
-Two channels share a stream. On that of collectives the next message is for whoever has asked first; on that of c10d's
-messages, for whoever has asked first for its tag. One that nobody has asked for yet is kept, so that it does not block
-those behind it.
+Two channels share a stream. On the channel of collectives, the next message goes to the first request. On the channel
+of c10d's messages, it goes to the first request for its tag. A message that was not requested yet is kept, so that it
+does not block the messages behind it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Small tensors go from every rank to every other, for a single wait. Large ones go round a ring, cut into pieces so that
-one is added while the next is on its way. Every element is added up along one chain of ranks, or by all ranks in the
-same order: the result has the same bits everywhere.
+Small tensors go from every rank to every other, for a single wait. Large ones go around a ring in pieces: one piece is
+added while the next is under way. Every element is added up along one chain of ranks, or by all ranks in the same
+order: the result has the same bits everywhere.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A byte stream between two ranks that survives lost connections, without loss or repetition.
 
-Every byte has a position, counted from the stream's beginning. What was sent is kept until the other side says that it
-has it; each frame says how much has been received the other way. When a connection is lost, both sides tell on the next
-how far they have received, and the sender goes on from there. A frame is a header (bytes that follow, bytes received so
-far) and the bytes. These are not the frames of `wire.connection`: they carry positions instead of whole messages, and
-tensors go from and into their own memory.
+Every byte has a position, counted from the stream's beginning. Sent bytes are kept until the other side acknowledges
+them; each frame carries an acknowledgement for the other direction. After a lost connection, both sides announce on the
+next one what they have received, and the sender resumes there. A frame is a header (bytes that follow, bytes received
+so far) and the bytes. These are not the frames of `wire.connection`: they carry positions instead of whole messages,
+and tensors go from and into their own memory.
 
 On the connection the bytes are sealed with AES-128-OCB (RFC 7253), or, by name, as they are. Sealed, each direction of
-each connection has a random key of its own, told within the handshake. The bytes go in records: their length, the
+each connection has a random key of its own, exchanged in the handshake. The bytes go in records: their length, the
 ciphertext, and a tag; the nonce is the record's number. A record that was changed, repeated, left out, moved, or comes
 from another direction or connection does not fit its tag. TLS's own records would do the same at several times the
 cost, as Python's `ssl` copies every 16 KiB several times.
@@ -45,7 +45,7 @@ class AlteredError(ConnectionError):
 class Wire:
     """A connection, as a stream writes and reads it; here bytes go as they are.
 
-    Anybody on the way can change them. Its socket does not block: what would, raises BlockingIOError.
+    The bytes can be changed on the way. The socket does not block: a call that would block raises BlockingIOError.
     """
 
     def __init__(self, connection: socket.socket) -> None:

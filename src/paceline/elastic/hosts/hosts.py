@@ -61,7 +61,7 @@ class NextGeneration:
     Attributes:
         kept: the attempt on this host.
         lock: of the run directory.
-        generation: of the ranks that go on.
+        generation: generation of the ranks that continue.
         places: of all ranks of the run.
         rendezvous: where the ranks meet.
     """
@@ -76,7 +76,7 @@ class NextGeneration:
     def close(self) -> None:
         """Give the run directory and the rendezvous back.
 
-        Ranks that nobody has taken over are ended.
+        Ranks that were not taken over are ended.
         """
         self._made.close()
         self.kept.end()
@@ -90,7 +90,7 @@ class Takeover:
         run: its directory, or its URL.
         lost: names the host that coordinated it.
         by: names this host.
-        next_generation: that ranks have begun which hosts have kept; None where the run starts again.
+        next_generation: generation that the kept ranks have begun; None if the run starts again.
     """
 
     run: str

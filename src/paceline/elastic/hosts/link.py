@@ -55,7 +55,7 @@ class Peer:
                 self.lose(str(error))
 
     def take(self) -> Any:
-        """The next message that is there; None where there is none yet."""
+        """The next message that has arrived; None if there is none yet."""
         if self.lost is None:
             try:
                 return self.connection.take()

@@ -1,9 +1,8 @@
 """A command over several hosts, real or emulated.
 
-Emulated hosts have a host process each, but the first. They are forked from the forkserver, and are the forkservers of
-their own ranks. They meet at host 0 and serve it as those of real hosts do. Host 0 is coordinated by the process that
-was started as a command: its ranks and its sockets are in the emulated host, and it is outside, where files in object
-stores are reached.
+Every emulated host but the first has a host process. It is forked from the forkserver, and is the forkserver of its own
+ranks. Host processes meet at host 0 and are its agents, as on real hosts. The command itself coordinates host 0: its
+ranks and sockets are inside the emulated host, and the command stays outside, where object stores can be reached.
 """
 
 from __future__ import annotations

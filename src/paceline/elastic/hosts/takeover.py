@@ -1,10 +1,10 @@
 """Takeover when the coordinator of a run is lost, and hosts that come back.
 
-The hosts that are left meet anew, at the one of the lowest number that can be reached. It runs the command as host 0
-did, and numbers them from 0. Where the run recovers in place they have kept their ranks, which begin the next
-generation before that (`NextGeneration`); else it continues the run as it was saved. At least half of the hosts
-have to come. Where the lost host still lives with the other half, the lock of the run directory decides
-(`elastic/leadership.py`): who has it trains.
+The remaining hosts meet at the reachable host with the lowest number. That host numbers them from 0 and runs the
+command as host 0 did. If the run recovers in place, hosts have kept their ranks, which begin the next generation first
+(`NextGeneration`); otherwise the run continues from its newest checkpoint. At least half of the hosts must be there. If
+the lost host still runs with the other half, the lock of the run directory decides which half trains
+(`elastic/leadership.py`).
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _say(text: str) -> None:
 def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended: Callable[[], bool]) -> NextGeneration:
     """Begin the next generation of a run with the ranks that hosts have kept.
 
-    It is of the whole replicas that are left; of nobody, where too few hosts are.
+    Its members are the whole replicas that are left. It has no members if there are too few hosts.
 
     Args:
         kept: the attempt on this host, which coordinates.

@@ -1,6 +1,6 @@
 """`paceline submit`: a run's script or manifest for a cluster's scheduler.
 
-Read `scheduler.py` first: what each scheduler does. `slurm.py` is the shortest whole one.
+Read `scheduler.py` first: the protocol of a scheduler. `slurm.py` is the shortest complete one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ray: a job on a running cluster, and its driver with an actor per host.
 
-`python -m paceline.elastic.submit.ray --hosts 2 -- train job.yaml …` is the driver, inside of the job. When a host is
-lost, the others end, and all start again from the newest checkpoint once there are enough hosts.
+`python -m paceline.elastic.submit.ray --hosts 2 -- train job.yaml …` is the driver inside the job. When a host is lost,
+the other hosts end. All start again from the newest checkpoint once there are enough hosts.
 """
 
 from __future__ import annotations

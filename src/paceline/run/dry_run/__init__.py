@@ -1,8 +1,8 @@
 """The dry run of a plan in one process, and the preflight before ranks start.
 
-The preflight tells, in a process of its own, if the plan can split a job's model and batches, once for the same work.
-Only a plan that can be started is kept in the user's cache, as code which the job does not name may have changed since
-a refusal. Read `dry_run.py` first, then `preflight.py`.
+The preflight checks in a separate process that the plan can split a job's model and batches. A success is kept in the
+user's cache, so that the same work is checked once. A refusal is not kept, because code that the job does not name may
+have changed since. Read `dry_run.py` first, then `preflight.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizers and losses of a user's own loop, and what such a loop cannot do.
+"""Optimizers and losses of a user's own loop, and errors for unsupported calls.
 
 Each optimizer needs gradients that are reduced over all ranks.
 """

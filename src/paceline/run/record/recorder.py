@@ -1,4 +1,4 @@
-"""What a run does beside its steps: callbacks, the record of each rank, events."""
+"""Callbacks of a run, the record of each rank, and events."""
 
 from __future__ import annotations
 

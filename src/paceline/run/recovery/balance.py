@@ -1,7 +1,7 @@
 """Shares of the global batch that follow the measured speeds of the replicas (`balance=` of the plan).
 
 `Balancing` acts in the loop. `Balance`, `FixedCost` and `BusyBlocks` decide: pure functions of the shares and busy
-times of past steps, which all ranks know alike, so all come to the same decision and none asks another. No clock is
+times of past steps. All ranks know these numbers, so all reach the same decision without communication. No clock is
 read, and no sum depends on the processor (numpy's may).
 """
 

@@ -1,4 +1,4 @@
-"""State that a process keeps between two generations, the agreement on it, and its handover."""
+"""State that a process keeps between generations, choice of the newest state, and its handover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a training are logged beside its record.
+"""Trackers, which log a training's numbers to other services beside its record.
 
 `services.py` has the trackers of the package. `follow.py` is the process of a tracker in `paceline train`. In loops of
 users' own, `tracker` makes a callback for `engine.on_step` that logs every step:

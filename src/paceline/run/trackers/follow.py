@@ -1,7 +1,7 @@
 """Processes of a run's trackers, each of which follows the record of the run.
 
 `RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each; NUMBER is the tracker's place in the
-job. A line on stdin says how the run has ended; its end without one, that the launcher is gone.
+job. A line on stdin says how the run has ended. If stdin ends without a line, the launcher is gone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`--plan auto`: predict, measure the few best plans if that repays, take the fastest.
 
-A plan or knob that fails is left out with its reason, and the others are measured all the same.
+A plan or setting that fails is left out with its reason; the others are still measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The protocol of a codec (numbers to bytes) and the built-in codecs.
 
-The count of the numbers determines the length of the bytes.
+The number of bytes depends only on the count of the numbers.
 
 To add one, write a class like `Cast` and describe it in a `paceline.planning.sync_info.CodecInfo`.
 """

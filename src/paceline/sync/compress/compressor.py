@@ -1,6 +1,6 @@
-"""Sums over ranks that send fewer bytes, by the codec that a plan names.
+"""Compressed sums over ranks, with the codec that a plan names.
 
-What the codes lost is added to the next tensor of the same name.
+The compression error is added to the next tensor of the same name (error feedback).
 """
 
 from __future__ import annotations
