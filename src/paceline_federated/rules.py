@@ -1,4 +1,4 @@
-"""Federated rules: what they get and return, and the built-in ones. No sockets, no files.
+"""Federated rules: their interface, and the built-in ones. No sockets, no files.
 
 A rule has two ends: the server's step, and the corrections of clients' gradients.
 """

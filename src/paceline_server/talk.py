@@ -1,4 +1,4 @@
-"""Messages of remote calls, and the way that their tensors take.
+"""Messages of remote calls, and the transfer of their tensors.
 
 A `Talk` sends and receives messages with values over one connection of the run's channel. Within a host, large tensors
 lie in memory that both ends map: each end owns the memory that it sends in. It is a memfd, sealed against shrinking, so

@@ -77,7 +77,7 @@ def request_from(
     limit: str | None,
     options: list[str],
 ) -> Request:
-    """The request, with everything checked that can be told before a scheduler is asked."""
+    """The request, after every check that needs no scheduler."""
     from paceline.elastic.submit import scheduler as requests
     from paceline.errors import LaunchError
     from paceline.job.job import Job
@@ -137,7 +137,7 @@ def runs(
     if name is not None:
         submission = find(name)
         where = scheduler_named(submission.engine)
-        where.state(submission)  # one that cannot be asked at all is told at once
+        where.state(submission)  # a scheduler that cannot be reached fails at once
         follow(where, submission)
         return
     found = submissions()

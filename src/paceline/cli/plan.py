@@ -552,7 +552,7 @@ def _show_refused(choice: ClusterChoice, console: Console) -> None:
 
 
 def _named(choice: ClusterChoice, *, cheapest: bool) -> list[tuple[str, Option]]:
-    """Options that are told first, with what each is."""
+    """Options to show first, each with its description."""
     fastest, least, alike = choice.fastest, choice.cheapest, choice.as_cheap
     if fastest is None or least is None:
         return []

@@ -1,6 +1,6 @@
 """Limits on cores and memory from Linux's control groups (v1, v2), and groups of our own.
 
-`root` is where the file system is looked up; a container's limits are those of its own group and of every group above
+`root` is the root of the file system to read; a container's limits are those of its own group and of every group above
 it that it can see.
 """
 

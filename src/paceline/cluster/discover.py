@@ -1,4 +1,4 @@
-"""The cluster that this machine is, and the environment that a run records."""
+"""This machine as a cluster, and the environment that a run records."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Findings about this machine for training: one line each, with advice where something is wrong.
 
-`root` is where the kernel's files are looked up.
+`root` is the root of the file system that has the kernel's files.
 """
 
 from __future__ import annotations

@@ -49,14 +49,14 @@ class Link(Part):
     latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
     # how many times the rates of all hosts together are what the switches above them carry; …
     oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
-    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than so many hosts
+    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than this number of hosts
 
 
 class Host(Part):
     """One machine, or the part of it that control groups and affinity leave to us."""
 
     name: str
-    cores: int = Field(ge=1)  # logical, as many as may be busy at once
+    cores: int = Field(ge=1)  # logical, the most that may be busy at once
     memory_bytes: int = Field(ge=1)
     cpu: str = "CPU"
     cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown

@@ -431,7 +431,7 @@ def boot_id() -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Network interface of this host that has an address; None where it cannot be told."""
+    """Network interface of this host that has an address; None if it cannot be determined."""
     import psutil
 
     return next(
@@ -460,7 +460,7 @@ def own_address() -> str:
 
 
 def own_interface() -> str | None:
-    """The network interface that has the address; None where it cannot be told."""
+    """The network interface that has the address; None if it cannot be determined."""
     return interface_of(own_address())
 
 

@@ -3,7 +3,7 @@
     init_process_group()              # of frameworks/pytorch.py, before Accelerator(…) or TrainingArguments(…)
     code_gradients(accelerator, "int8")  # or of a trainer
 
-Accelerate names no other backend than gloo for CPUs, but takes a process group that is there.
+Accelerate offers only gloo for CPUs, but uses a process group that already exists.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
     model.register_comm_hook(CodecState("int8"), codec_hook)
 
-The codecs are those of a plan's `compress=`, with their error feedback. Without DDP, replicas step alone, and agree on
-parameters now and then:
+The codecs are those of a plan's `compress=`, with their error feedback. Without DDP, replicas step alone, and
+synchronize parameters periodically:
 
     steps = LocalSteps(model, "diloco:30")
     ...

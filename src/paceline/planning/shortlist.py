@@ -1,8 +1,8 @@
-"""Plans and knobs that are worth measuring.
+"""Plans and settings that are worth measuring.
 
 The search among changes is greedy: one change after the other is applied to the best plan so far, and stays if it
-helps. That costs one comparison per change instead of one per combination; it can miss knobs that help only together.
-Needs no torch.
+helps. That costs one comparison per change instead of one per combination; it can miss settings that help only
+together. Needs no torch.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ _SHARE_FOR_ALL = 0.05
 _LONG_STEPS = 60
 # the ranks of a trial take seconds to start
 LEAST_RUN_S = 30.0
-# prefix of the verdict of a knob that was left out; the reason follows
+# prefix of the verdict of a setting that was left out; the reason follows
 NOT_TRIED = "not tried: "
 # torch.compile's time before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
@@ -333,7 +333,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of trying one knob.
+    """Result of trying one setting.
 
     Attributes:
         knob: its text; for the plan that the search begins with, that plan's.
@@ -354,7 +354,7 @@ class Trial:
 
     @property
     def tried(self) -> bool:
-        """False if the knob was left out, for lack of time or expected gain."""
+        """False if the setting was left out, for lack of time or expected gain."""
         return not self.verdict.startswith(NOT_TRIED)
 
     def line(self) -> str:
@@ -451,7 +451,7 @@ def budget_s(
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
-    """Reason why a knob is not tried now, such as lack of time; or None."""
+    """Reason why a setting is not tried now, such as lack of time; or None."""
     if knob.untried:
         return knob.untried
     if knob.cost_s and run_s is None:

@@ -1,4 +1,4 @@
-"""A run's typical step, predictions held to it, and suggestions of what may help."""
+"""A run's typical step, predictions compared with it, and suggestions."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Model:
 
     Attributes:
         factors: measured over predicted seconds of the run's plan, by measured part.
-        beside_s: what is added to a part where no factor can be told.
+        beside_s: what is added to a part if no factor can be determined.
         calibration: measurements of the machine that it rests on as well; None if there are none.
         doubt: relative error that a predicted time may have.
         why_not: reason why nothing is predicted from the run; empty if it is.
@@ -332,7 +332,7 @@ class Suggestion:
 
     @property
     def order(self) -> float:
-        """Sort key, larger for what is told first."""
+        """Sort key, larger for what is shown first."""
         return -1.0 if self.gain is None else self.gain
 
     def is_certain(self, doubt: float) -> bool:

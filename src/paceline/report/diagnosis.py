@@ -217,7 +217,7 @@ def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object
     """Measure the best suggestions that are plans, and one device.
 
     Args:
-        say: is told of each row while it is measured.
+        say: called with each row while it is measured.
 
     Raises:
         RunError: the run was on other machines, or its plan cannot be tried in a few steps.

@@ -1,8 +1,8 @@
 """Figures of a run, each declared once: read, combined, shown, drawn and defined.
 
 Results, tables, charts and definitions follow from the declarations. To add a figure of a rank, write its value into
-the `use` of a step's line (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page has
-is declared by that page.
+the `use` of a step's line (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page
+shows is declared by that page.
 """
 
 from __future__ import annotations

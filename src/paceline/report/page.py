@@ -1,4 +1,4 @@
-"""A self-contained HTML file, and the blocks that pages are made of. A page asks no host for anything."""
+"""A self-contained HTML file, and the blocks that pages are made of. A page loads nothing from the network."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Tensor parallelism for any module: matrices sharded over ranks that compute on the same samples.
 
-Regions to divide are found in a trace of the model, not in a list of architectures (`trace/tensor`), and verified: the
-divided model is traced again, and has to do the same operations on exactly the shapes of a rank's part. Where that
-fails, layers stay replicated, or gather their outputs if they are large. So results are right for every model; only
-speed and memory differ.
+Regions to divide are found in a trace of the model, not in a list of architectures (`planning/model/tensor`), and
+verified: the divided model is traced again, and must run the same operations on exactly the shapes of a rank's shard.
+Where that fails, layers stay replicated, or gather their outputs if they are large. So results are right for every
+model; only speed and memory differ.
 
 Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`dropout`).
 

@@ -1,7 +1,7 @@
 """Objects under a URL: listed, read, written and fetched; and copies of a job's files.
 
-fsspec does the work. Here its many errors become one, with what to do, and a connection over which nothing moves is
-given up. A copy of a file that a job names by URL is kept for each version.
+fsspec does the work. Its many errors become one error that says what to do, and a stalled connection is
+closed. A copy of a file that a job names by URL is kept for each version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A report in words: tables, named numbers, and what limits the scaling.
+"""Text of a report: tables, named numbers, and what limits the scaling.
 
 A plan or a batch is recommended only if the interval of its measured gain excludes zero.
 """

@@ -1,4 +1,4 @@
-"""One run of a system, in an environment that is made once."""
+"""One run of a system, in an environment that is installed once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a serving process keeps for its clients.
 
-Objects, each as long as somebody holds it; who is here; and answers to calls that may be repeated.
+Objects, each as long as a client holds it; the connected clients; and answers to calls that may be repeated.
 """
 
 from __future__ import annotations

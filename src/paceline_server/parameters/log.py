@@ -1,6 +1,6 @@
 """The log of a server: operations in one order, at the primary and its backup.
 
-The log is the one way in which anything is remembered. A gradient, its ticket, the record of its piece and the answer
+All state comes from the log. A gradient, its ticket, the record of its piece and the answer
 to its client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
 
 Invariants:
@@ -8,11 +8,11 @@ Invariants:
 - *Order.* Only the primary takes operations, one at a time, and numbers them; the backup applies the same operations
   under the same numbers, and refuses any other.
 - *Exactly once.* A client repeats an operation under its number until a primary answers; the machine applies it once.
-- *Nothing told is lost.* The primary answers an operation, and shows its effect to readers, when the backup has it. So
-  a standby that takes over knows every operation that anybody has been told of.
+- *No answered operation is lost.* The primary answers an operation, and shows its effect to readers, when the backup
+  has it. So a standby that takes over knows every operation that any client has seen.
 - *One primary.* The view names primary and backup, and only the next generation ever replaces it, by compare-and-set.
   A backup that cannot reach its primary, and a primary that cannot reach its backup, both ask for the next generation,
-  and one of them gets it. The other one is deposed: it answers nobody, and the backup refuses its operations.
+  and one of them gets it. The other one is deposed: it answers no client, and the backup refuses its operations.
 - *Resumption.* A new backup gets the state at one place in the order and then every operation behind it, and counts
   from when it has all of them. A checkpoint has the parameters at a boundary, where no operation is under way.
 """

@@ -112,7 +112,7 @@ def build_arrays(spec: Arrays, seed: int) -> DataSets:
 def _read(path: Path, names: list[str]) -> dict[str, Array]:
     if path.is_dir():
         return _read_npy(path, names)
-    path.open("rb").close()  # what is missing or locked is told alike for every format
+    path.open("rb").close()  # missing or locked files give the same error for every format
     if path.suffix == ".npz":
         return _read_npz(path, names)
     if path.suffix == ".parquet":

@@ -303,7 +303,7 @@ class FailureCosts:
     copied_s: float = 0.0
 
     def goodput(self, interval_s: float) -> float:
-        """Predicted goodput with a checkpoint after every so many seconds of steps.
+        """Predicted goodput for a given checkpoint interval, in seconds of steps.
 
         With recovery in place where the plan allows it, else with restarts.
         """

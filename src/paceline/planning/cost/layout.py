@@ -395,7 +395,7 @@ def expert_path(layout: Layout) -> LinkPath:
 
 
 def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
-    """Link path of groups of so many ranks, which are so far apart."""
+    """Link path of groups of a given size and distance between ranks."""
     machines = layout.machines
     inside = machines.device.inside
     within = inside.bandwidth * constants.LINK_TOP_INSIDE * _of_torus(layout, ranks)
@@ -527,7 +527,7 @@ def joined_s(layout: Layout, parameters: float, send_s: Callable[[float, str], f
 
     Args:
         parameters: numbers of a rank's gradients.
-        send_s: seconds of a message of so many bytes along an axis.
+        send_s: seconds of a message of a given number of bytes along an axis.
     """
     axes = _divided(layout)
     if not layout.served or not axes:

@@ -2,11 +2,11 @@
 
 A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at
 that size, with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split.
-That overhead, and the time of updates and agreements, are fitted to the calibration points, a few steps of the engine
+That overhead, and the time of updates and reductions, are fitted to the calibration points, a few steps of the engine
 at other sizes.
 
-Precisions and axes that were not measured get no benefit of the doubt: they count as slow as the measured ones, so that
-nothing is chosen for a speed that was never seen. Traffic on CPU links is at the end.
+Precisions and axes that were not measured are assumed to be as slow as the measured ones, so that
+no plan is chosen for a speed that was never measured. Traffic on CPU links is at the end.
 """
 
 from __future__ import annotations
@@ -432,7 +432,7 @@ class Links:
         return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
-        """Seconds of a step's small agreement beyond those of shared memory.
+        """Seconds of a step's small reduction beyond those of shared memory.
 
         0 for a replica of one rank on one host.
         """

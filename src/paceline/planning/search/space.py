@@ -1,4 +1,4 @@
-"""Legal plans: every plan that can run, also as columns of numbers."""
+"""Legal plans: every plan that can run, as objects and as columns of numbers."""
 
 from __future__ import annotations
 
