@@ -75,7 +75,7 @@ def host_with(gpus: Gpus) -> Host:
 
 
 def _with_devices(host: Host, number: str | None) -> Host:
-    """The host with so many of its devices, as `--hosts b:2` names; all with None."""
+    """Limit a host to its first `number` devices, as in `--hosts b:2`; None keeps all."""
     if number is None:
         return host
     if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):

@@ -265,7 +265,7 @@ class Attempt:
 
 def _show_cursor() -> None:
     """Show the terminal's cursor again, which a progress display that was cut off leaves hidden."""
-    # rich puts an object of its own, which shows control codes as text, in the place of sys.stderr
+    # rich replaces sys.stderr by an object that shows control codes as text
     terminal = sys.__stderr__
     if terminal is not None and terminal.isatty():
         terminal.write("\x1b[?25h")

@@ -234,8 +234,8 @@ class Leadership(ABC):
                 self._show_life()
                 return
             self.lost = RunError(
-                f"{self.place} was taken over by {holder or 'somebody else'}, as nothing was heard of this process for "
-                "a while; it ends here, and what it saved stays"
+                f"{self.place} was taken over by {holder or 'another process'}, because this process showed no sign of "
+                "life for a while. This process ends; what it has saved stays"
             )
 
 
@@ -296,7 +296,7 @@ class RunLock(Leadership):
             self._await_end_of_lost()
             self._write()
             return
-        # Who succeeded a stopped holder has the kernel's lock a beat after that one's end.
+        # The successor of a stopped holder gets the kernel's lock one beat after that holder has ended.
         if not alone or (holder is not None and holder.runs_here):
             raise self._refused(holder)
         if holder is not None and (holder.machine != boot_id() or self._without_locks):
@@ -436,7 +436,7 @@ class Lease(Leadership):
         os.write(self._fd, self.own.text)
 
     def _is_own(self, holder: Holder | None) -> bool:
-        return holder is None or super()._is_own(holder)  # one that somebody has removed is written again
+        return holder is None or super()._is_own(holder)  # a removed lock file is written again
 
     def _show_life(self) -> None:
         self._written += 1

@@ -402,7 +402,7 @@ class Engine:
         self.compute.replica = self.replica
         self._parameters = list(dict.fromkeys([*self.model.parameters(), *self._held_by_optimizer()]))
         self._trained = self._signature()
-        # a worker of servers is alone in its group, and agrees with nobody
+        # a worker of parameter servers is alone in its group and has nothing to reduce
         self.local_steps = info.local_steps and not info.served
         acts = not self.local_steps and acts_after_step(self.rule)
         self._after_update = self.rule.after_step if acts else None

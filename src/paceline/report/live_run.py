@@ -348,7 +348,7 @@ STATES: dict[State, str] = {
     "back": "lost, and started again",
     "lost": "lost, and waited for",
     "out": "lost, and left out",
-    "left": "left, as somebody asked",
+    "left": "left on request",
 }
 MOST_RANKS = 4096  # that are followed
 
@@ -409,11 +409,11 @@ class Members:
                 member.slow = event["event"] == "slow_rank"
 
     def take_part(self, rank: int) -> bool:
-        """True of a rank that takes part, or of which nothing is told."""
+        """True if a rank takes part, or if no event has named it."""
         return rank not in self.ranks or self.ranks[rank].state == "in"
 
     def stepped(self, rank: int, at: float) -> None:
-        """Take in that a rank made a step: it takes part, whatever was told before."""
+        """Take in that a rank made a step: it takes part, whatever earlier events said."""
         member = self.ranks.get(rank)
         if member is None:
             if rank < MOST_RANKS:

@@ -205,7 +205,7 @@ class RunView:
         label = " ".join([f"Median {self.noun} of each rank, part by part.", *self.sentences])
         return Chart("breakdown", figures.breakdown(bars, self.noun), label) if bars else None
 
-    # What happened, and what is not known
+    # Events, and gaps in the record
 
     @property
     def warnings(self) -> list[str]:

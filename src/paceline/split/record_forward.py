@@ -215,8 +215,8 @@ class _Recorder:
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
             f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on "
-            f"them, takes something else than tensors, or fails: {first_line(error)}. Move that decision into a module "
-            "that takes and returns tensors, below the blocks, or train without pp."
+            f"them, takes arguments other than tensors, or fails: {first_line(error)}. Move that decision into a "
+            "module that takes and returns tensors, below the blocks, or train without pp."
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

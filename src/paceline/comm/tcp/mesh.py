@@ -378,7 +378,7 @@ class CurrentCall(NamedTuple):
 
 
 def header(channel: int, call: CurrentCall, nbytes: int) -> bytes:
-    """The header of a message with so many bytes."""
+    """Pack the header of a message whose body has `nbytes` bytes."""
     what, how, dtype, root, number, tag, elements = call
     return MESSAGE_HEADER.pack(channel, what, how, dtype, root, number, tag, elements, nbytes)
 

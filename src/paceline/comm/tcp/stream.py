@@ -32,7 +32,8 @@ KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
 RECORD_BYTES = 2**20  # of plaintext, at most: a piece of a ring, so that Python's turns cost little beside the cipher
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
-_GATHERED_BYTES = 2**12  # a part up to here is copied into one record with those behind it, of which so many are
+# Consecutive parts of at most this size are copied into one record, up to _MOST_GATHERED of them.
+_GATHERED_BYTES = 2**12
 _MOST_GATHERED = 16
 _SEALED_GATHERED_BYTES = _LENGTH.size + _MOST_GATHERED * _GATHERED_BYTES + TAG_BYTES
 _MOST_BYTES = 2**42  # sealed with one key; beyond, a new connection brings new ones

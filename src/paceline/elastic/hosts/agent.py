@@ -376,7 +376,7 @@ class AgentAttempt:
 
     def _tell_rows(self, *, at_once: bool = False) -> None:
         board = self.board.read()
-        # what generations are made by is told at once
+        # changes that begin or complete a generation are sent at once
         shown = [(board[r.number].generation, board[r.number].phase == "joining") for r in self.ranks]
         if not at_once and time.monotonic() - self._rows_at < _ROWS_S and shown == self._shown:
             return

@@ -269,7 +269,7 @@ def coordinating(hosts: Hosts) -> Iterator[Hosts]:
         _current.remove(hosts)
 
 
-_SILENT_S = 10.0  # of a host, until nobody waits for the end of its ranks
+_SILENT_S = 10.0  # the end of a host's ranks is awaited until the host has been silent for this long
 _READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
 _TOKEN = ".paceline-host-"
 _SENDING_S = 0.1  # longest time that a turn sends files; signals and losses wait for it

@@ -479,7 +479,7 @@ class Measuring:
         return messages.Answering(self._listener.address[1])
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering other hosts."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -461,7 +461,7 @@ class Readmission:
             try:
                 return self._meeting.came.get(timeout=self._call_s)
             except queue.Empty:
-                # those that may not come are told so here
+                # hosts that were left out are called as well, and learn here that they may not join
                 for number in sorted({*self.returns.expected.copy(), *self.returns.left_out.copy()}):
                     if (link := self._hosts.links[number - 1]).address:
                         self._call(link)

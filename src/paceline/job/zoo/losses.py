@@ -108,7 +108,7 @@ class CrossEntropy:
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check `target` by `check_labels`. Of the output only the shape is used."""
+        """Check `target` by `check_labels`. Only the shape of the output is used."""
         logits = logits_of(output)
         if logits.dim() > 1:  # else the loss says that the shapes do not fit
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)

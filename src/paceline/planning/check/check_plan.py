@@ -410,7 +410,7 @@ def _nobody_to_agree_with(plan: Plan) -> Iterator[str]:
     # The text form leaves defaults out.
     said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
     if plan.dp == 1 and said:
-        alone = "has one replica, which agrees with nobody"
+        alone = "has one replica and nothing to synchronize"
         yield f"plan {plan} {alone}, so {said} does nothing; dp=2 or more has it work."
 
 

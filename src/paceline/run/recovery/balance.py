@@ -146,7 +146,7 @@ class Balance:
         return self._move(self.base, times, (BACK_BLOCKS, 1), least, fixed)
 
     def _further(self, each: int) -> Move | None:
-        """To shares that are faster by more than noise, in parts of so many blocks."""
+        """To shares that are faster by more than noise, in groups of `each` blocks."""
         rows, fixed, moved = self._blocks.newest(BLOCKS * each), self._fixed.best, self._shares != self.base
         times = medians(rows)
         part = FURTHER if moved else 1.0
@@ -438,15 +438,15 @@ class BusyBlocks:
         return len(self._blocks)
 
     def first_step(self, blocks: int = BLOCKS) -> int:
-        """The first step of so many of the newest blocks."""
+        """Return the first step of the newest `blocks` blocks."""
         return self._blocks[-blocks][0]
 
     def newest(self, blocks: int = BLOCKS) -> list[Floats]:
-        """The times of all steps in so many of the blocks."""
+        """Return the times of all steps in the newest `blocks` blocks."""
         return [row for _, rows in list(self._blocks)[-blocks:] for row in rows]
 
     def medians(self, count: int = BLOCKS, each: int = 1) -> list[Floats]:
-        """The median times of parts of so many blocks each, which together are the newest."""
+        """Return median times of the newest `count` groups of `each` blocks."""
         blocks = [rows for _, rows in self._blocks][-count * each :]
         return [medians([row for rows in blocks[at : at + each] for row in rows]) for at in range(0, len(blocks), each)]
 

@@ -234,7 +234,7 @@ class Stages:
         return Recut(found, gain_s, gain_s / self.pipe.step_s(times), slow, since, share)
 
     def _gain_s(self, times: Floats, ratio: Floats) -> float:
-        """Seconds less of a step, where each rank has so many times its work."""
+        """Return the seconds that a step saves if each rank's work is multiplied by `ratio`."""
         return self.pipe.step_s(times) - self.pipe.step_s(times * ratio)
 
 

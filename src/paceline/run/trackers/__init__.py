@@ -56,9 +56,9 @@ class TrackedRun:
 
 
 def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an environment that trackers are told.
+    """Select the part of an environment that trackers receive.
 
-    Variables are not: others need not see them. Nor is the load, which changes.
+    Environment variables are left out because they may be private, and the load because it changes.
     """
     return {key: value for key, value in environment.items() if key not in ("variables", "load_average")}
 

@@ -197,7 +197,7 @@ class RunTrackers:
             with suppress(OSError):  # it has ended before
                 process.stdin.write("failed\n" if kind else "finished\n")
                 process.stdin.close()
-        # A rank that has failed keeps nobody waiting.
+        # The end of a failed rank does not wait for trackers.
         until = time.monotonic() + (0.0 if kind and self.shows else CLOSE_S)
         for name, process in self._processes:
             try:

@@ -336,7 +336,7 @@ def _of_run(folder: Path) -> Row | Skipped:
         return Skipped(folder.name, 0, str(error).splitlines()[0])
 
 
-# What is told
+# The summary
 
 
 def _summary(runs: Runs, found: Adjustment) -> str:
