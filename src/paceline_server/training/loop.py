@@ -153,10 +153,10 @@ class FirstWorker(Loop):
     def ending(self, result: StepResult) -> str | None:
         """Reason why the run ends at a boundary, on all ranks of this worker.
 
-        The first has seen the losses of all batches before it.
+        The first has seen the losses of all batches before it: the earliest one that ends the run is the reason.
         """
         reason = super().ending(result)
-        return cast("str | None", self._share(reason or self._why or None))
+        return cast("str | None", self._share(self._why or reason))
 
     # Record
 

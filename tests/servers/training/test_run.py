@@ -118,15 +118,17 @@ def net():
 
 
 def points():
-    """64 points whose class is known, of 400 where it is a guess."""
+    """The class of EASY of 400 points is known; the others are a guess."""
     inputs = torch.zeros(400, 2)
-    inputs[:64, 0] = 20.0
+    inputs[:EASY, 0] = 20.0
     return TensorDataset(inputs, torch.zeros(400, dtype=torch.int64))
 '''
 
 
-def test_a_target_that_is_met_between_boundaries_ends_the_run_at_the_next(tmp_path: Path) -> None:
-    (tmp_path / "rarely.py").write_text(RARELY_EASY)
+@pytest.mark.parametrize("easy", [64, 400])
+def test_the_first_step_that_meets_the_target_ends_the_run_at_the_next_boundary(tmp_path: Path, easy: int) -> None:
+    """With 400 easy points, the step of the boundary meets the target too."""
+    (tmp_path / "rarely.py").write_text(RARELY_EASY.replace("EASY", str(easy)))
     model, data = ({"factory": f"{tmp_path}/rarely.py:{name}"} for name in ("net", "points"))
     job = job_in(
         tmp_path,
@@ -142,7 +144,7 @@ def test_a_target_that_is_met_between_boundaries_ends_the_run_at_the_next(tmp_pa
     assert found.code == 0, found.err
     [end] = events(tmp_path / "r", "end")
     step = next(step for step, loss in sorted(losses(tmp_path / "r").items()) if loss < 0.1)
-    assert f"at step {step}" in end["reason"]
+    assert end["reason"].endswith(f" at step {step}")
     assert end["step"] < 20000
 
 
