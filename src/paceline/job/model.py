@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import JobError
 from paceline.job.data import DataPath
-from paceline.job.known.names import must_find_model
+from paceline.job.known import must_find_model
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import is_url
 

@@ -151,7 +151,7 @@ def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
         if (found := Job.load(Path(name)).model.transformer) is None:
             raise PlanError(f"{name}: its model has no dimensions (model: {{transformer: …}})")
         return found
-    from paceline.job.known.names import must_find_model
+    from paceline.job.known import must_find_model
 
     try:
         return dict(must_find_model(name).dimensions)

@@ -18,7 +18,7 @@ from paceline.cluster.named import known
 from paceline.errors import PacelineError, PlanError
 from paceline.files import read_text
 from paceline.job.job import Job
-from paceline.job.known.names import must_find_model
+from paceline.job.known import must_find_model
 from paceline.job.model import Dimensions
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate

@@ -9,8 +9,7 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.job.job import Job
-from paceline.job.known import KnownModel
-from paceline.job.known.names import find_model, models
+from paceline.job.known import KnownModel, find_model, models
 from paceline.job.model import Dimensions
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.image_classifiers import ImageBuilder

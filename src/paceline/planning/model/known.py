@@ -8,7 +8,7 @@ from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
-from paceline.job.known.names import candidates, find_model, key
+from paceline.job.known import candidates, find_model, key
 from paceline.job.model import Dimensions
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.model.image_classifiers import (

@@ -1,11 +1,15 @@
-"""Lookup of known models by name, in any spelling."""
+"""Models with published dimensions, from `known.yaml`, and their lookup by name in any spelling."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from paceline.job.known import KnownModel, gpt, llama, qwen
+import yaml
+
 from paceline.text import nearest
 
 # words that name a training run, a framework or a form of a model, not its dimensions
@@ -18,9 +22,40 @@ _MAKERS = re.compile(r"meta|nvidia|google|mistralai|qwen|openai|microsoft|deepse
 _FURTHER = re.compile(r"w/?o\s*mtp|without mtp|no mtp", re.IGNORECASE)
 
 
+class KnownModel(NamedTuple):
+    """A model with published dimensions.
+
+    Attributes:
+        name: as users write it.
+        family: for the table of the documentation.
+        source: where its dimensions stand.
+        dimensions: values of `Dimensions`; `seq` is the length that it was trained with.
+        parameters: published number in billions, without layers that predict further tokens; None: none is published.
+        also: other names.
+    """
+
+    name: str
+    family: str
+    source: str
+    dimensions: Mapping[str, Any]
+    parameters: float | None
+    also: tuple[str, ...] = ()
+
+
+@cache
 def models() -> tuple[KnownModel, ...]:
     """All known models."""
-    return (*llama.MODELS, *qwen.MODELS, *gpt.MODELS)
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = []
+    for entry in yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), loader):
+        keys = entry["of_each"]
+        for name, row in entry["models"].items():
+            values, (parameters, *also) = row[: len(keys)], row[len(keys) :]
+            own = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+            found.append(
+                KnownModel(name, entry["family"], entry["source"], {**entry["of_all"], **own}, parameters, tuple(also))
+            )
+    return tuple(found)
 
 
 def find_model(name: str) -> KnownModel | None:
