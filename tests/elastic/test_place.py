@@ -15,8 +15,7 @@ from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.host import Emulate
-from paceline.elastic.attempt import launch
-from paceline.elastic.hosts.over_hosts import places_on
+from paceline.elastic.attempt import launch, places_on
 from paceline.errors import LaunchError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
@@ -80,7 +79,7 @@ from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
 from paceline.elastic.attempt import launch
-from paceline.elastic.hosts.over_hosts import places_on
+from paceline.elastic.attempt import places_on
 with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
     launch([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
 """  # noqa: E501

@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.emulate import Emulation, LinkBytes
+from paceline.cluster.machine import interface_of
 from paceline.elastic.failure import LaunchFailure, StopSignals, hang, root_cause, stopped_before
-from paceline.elastic.hosts.hosts import NextGeneration, RunFolder
+from paceline.elastic.hosts.hosts import Hosts, NextGeneration, RunFolder, current_hosts
+from paceline.elastic.hosts.over_hosts import host_processes
 from paceline.elastic.independent import Independent
 from paceline.elastic.membership import noted
-from paceline.elastic.place import RankPlace, on_this_machine
+from paceline.elastic.place import RankPlace, on_hosts, on_this_machine
 from paceline.elastic.ranks import MEETING_S, Ranks, Setting
 from paceline.elastic.recovery import Recovery, answer_requests
 from paceline.elastic.watchdog import LOOK_S, Watchdog
@@ -261,6 +265,58 @@ class Attempt:
             self.ranks[number].kill()
         self.ranks.stop_all()
         return hang([end for end in ends if end.status.rank in numbers], ends, now_ns)
+
+
+@contextmanager
+def places_on(
+    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
+) -> Iterator[list[RankPlace]]:
+    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
+
+    Args:
+        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
+
+    Raises:
+        ClusterError: the hosts cannot be emulated here.
+        LaunchError: their host processes cannot be started.
+    """
+    if cluster.emulate is None:
+        hosts = current_hosts()
+        yield on_this_machine(ranks) if hosts is None else _on_these_hosts(hosts, cluster, ranks)
+        return
+    with Emulation(cluster.emulate) as emulation:
+        try:
+            with host_processes(cluster, emulation.hosts):
+                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
+        finally:
+            if on_end:
+                on_end(emulation.carried())
+
+
+def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
+    """Places of ranks on the hosts of this run, filled in their order.
+
+    Raises:
+        LaunchError: rank 0 would not be on host 0.
+    """
+    per_host = cluster.ranks_per_host(ranks)
+    if not per_host[0]:
+        raise LaunchError(
+            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
+            "hosts in another order, or without that one."
+        )
+    return [
+        RankPlace(
+            rank,
+            count,
+            hosts.address_of(number),
+            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
+            number=number,
+            host_name=cluster.hosts[number].name,
+        )
+        for number, count in enumerate(per_host)
+        for rank in range(count)
+    ]
 
 
 def _show_cursor() -> None:

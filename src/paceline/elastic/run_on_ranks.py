@@ -24,10 +24,10 @@ from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.deferred_compiler import COMPILER
-from paceline.elastic.attempt import COLLECT_S, launch
+from paceline.elastic.attempt import COLLECT_S, launch, places_on
 from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.hosts import RunFolder
-from paceline.elastic.hosts.over_hosts import must_agree, places_on
+from paceline.elastic.hosts.over_hosts import must_agree
 from paceline.elastic.place import RankPlace
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole

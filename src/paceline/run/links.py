@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.device import ON_CPU, default_backend
+from paceline.elastic.attempt import places_on
 from paceline.elastic.forkserver import warm_up
-from paceline.elastic.hosts.over_hosts import places_on
 from paceline.elastic.run_on_ranks import run_on_ranks
 from paceline.errors import LaunchError
 from paceline.planning import sync_info as transport_info

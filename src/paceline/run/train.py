@@ -19,10 +19,10 @@ from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.launch_engines import HOST_DEVICES, is_rank
 from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
-from paceline.elastic.attempt import launch
+from paceline.elastic.attempt import launch, places_on
 from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.hosts import Hosts, RunFolder, Takeover, current_hosts
-from paceline.elastic.hosts.over_hosts import must_agree, over_hosts, places_on
+from paceline.elastic.hosts.over_hosts import must_agree, over_hosts
 from paceline.elastic.hosts.takeover import tell_successors
 from paceline.elastic.leadership import RunLock
 from paceline.elastic.place import RankPlace, cores_on, recovers_in_place, recovery_is_on, with_servers

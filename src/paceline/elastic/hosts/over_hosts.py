@@ -18,9 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.emulate import EmulatedHost, Emulation, LinkBytes
+from paceline.cluster.emulate import EmulatedHost
 from paceline.cluster.launch_engines import HostPlace, own_engine
-from paceline.cluster.machine import interface_of
 from paceline.cluster.network import inside
 from paceline.elastic.failure import ErrorRecord, exit_code_of, sigterm_as_exit
 from paceline.elastic.forkserver import StartedRank, Starter, warm_up, why_not
@@ -31,7 +30,6 @@ from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
 from paceline.elastic.hosts.link import Meeting
 from paceline.elastic.hosts.messages import Look, Looked, Welcome
 from paceline.elastic.hosts.takeover import Readmission, met_again
-from paceline.elastic.place import RankPlace, on_hosts, on_this_machine
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder
 from paceline.job.job import Job
@@ -64,58 +62,6 @@ def over_hosts() -> Iterator[None]:
     with sigterm_as_exit():
         warm_up()  # it imports while the hosts meet
         yield from _met(place, key)
-
-
-@contextmanager
-def places_on(
-    cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
-) -> Iterator[list[RankPlace]]:
-    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
-
-    Args:
-        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
-
-    Raises:
-        ClusterError: the hosts cannot be emulated here.
-        LaunchError: their host processes cannot be started.
-    """
-    if cluster.emulate is None:
-        hosts = current_hosts()
-        yield on_this_machine(ranks) if hosts is None else on_these_hosts(hosts, cluster, ranks)
-        return
-    with Emulation(cluster.emulate) as emulation:
-        try:
-            with host_processes(cluster, emulation.hosts):
-                yield on_hosts(emulation.hosts, cluster.ranks_per_host(ranks))
-        finally:
-            if on_end:
-                on_end(emulation.carried())
-
-
-def on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
-    """Places of ranks on the hosts of this run, filled in their order.
-
-    Raises:
-        LaunchError: rank 0 would not be on host 0.
-    """
-    per_host = cluster.ranks_per_host(ranks)
-    if not per_host[0]:
-        raise LaunchError(
-            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
-            "hosts in another order, or without that one."
-        )
-    return [
-        RankPlace(
-            rank,
-            count,
-            hosts.address_of(number),
-            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
-            number=number,
-            host_name=cluster.hosts[number].name,
-        )
-        for number, count in enumerate(per_host)
-        for rank in range(count)
-    ]
 
 
 def must_agree(job: Job) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.cluster.host import Emulate, Host
+from paceline.elastic.attempt import places_on
 from paceline.elastic.forkserver import wait_for_imports
-from paceline.elastic.hosts.over_hosts import places_on
 from paceline.elastic.run_on_ranks import run_on_plan, run_on_ranks
 from paceline.errors import ClusterError, PacelineError, PlanError, RunError
 from paceline.extensions import ExtensionPoint
