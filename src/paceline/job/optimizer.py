@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Iterable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -34,7 +35,7 @@ class OptimizerSpec(Spec):
 
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> OptimizerSpec:
-        _refuse_unused(self, _OPTIMIZER_KEYS)
+        _refuse_unused(self, _OPTIMIZERS[self.name].options)
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov needs a momentum, e.g. {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -44,28 +45,57 @@ class OptimizerSpec(Spec):
     @property
     def state_tensors(self) -> int:
         """Number of tensors kept for a parameter, each of the parameter's shape and type."""
-        match self.name:
-            case "sgd":
-                return 1 if self.momentum else 0
-            case "lars":
-                return 1
-            case "adam" | "adamw" | "lamb":
-                return 2
+        return 0 if self.name == "sgd" and not self.momentum else _OPTIMIZERS[self.name].state_tensors
 
     @property
     def further_state_bytes(self) -> int:
-        """Bytes kept for a parameter besides `state_tensors`: Adam's step counter, a float32."""
-        return 4 if self.name in ("adam", "adamw", "lamb") else 0
+        """Bytes kept for a parameter besides `state_tensors`."""
+        return _OPTIMIZERS[self.name].further_state_bytes
 
     def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over a model's trainable parameters; `fused` uses torch's fused step where available.
+        """The optimizer over those of a model's parameters that are trainable.
+
+        Weight decay is on all of them, but for LARS and LAMB.
+
+        Args:
+            fused: use torch's fused step where torch has one for these parameters' device and dtype.
 
         Raises:
             JobError: none is trainable.
         """
-        from paceline.job.zoo.optimizers import build_optimizer
+        parameters = [p for p in parameters if p.requires_grad]
+        if not parameters:
+            raise JobError("the model has no parameters to train: none has requires_grad")
+        kind = _OPTIMIZERS[self.name]
+        options = {option: getattr(self, option) for option in kind.options}
+        if kind.path.startswith("torch."):
+            from paceline.device import has_fused_optimizers
 
-        return build_optimizer(self, parameters, fused=fused)
+            has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in parameters)
+            options["fused"] = True if fused and has_fused else None
+        optimizer: torch.optim.Optimizer = resolve_name(kind.path)(parameters, **options)
+        return optimizer
+
+
+class _Optimizer(NamedTuple):
+    """An optimizer: its class, the options that it takes, and what it keeps of each parameter."""
+
+    path: str
+    options: tuple[str, ...]
+    state_tensors: int
+    further_state_bytes: int = 0
+
+
+_COMMON = ("lr", "weight_decay")
+_ADAM = (*_COMMON, "betas", "eps")
+_STEP_BYTES = 4  # Adam's step counter, a float32
+_OPTIMIZERS = {
+    "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov"), 1),
+    "adam": _Optimizer("torch.optim:Adam", _ADAM, 2, _STEP_BYTES),
+    "adamw": _Optimizer("torch.optim:AdamW", _ADAM, 2, _STEP_BYTES),
+    "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1),
+    "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, _STEP_BYTES),
+}
 
 
 class ScheduleSpec(Spec):
@@ -88,7 +118,7 @@ class ScheduleSpec(Spec):
             raise ValueError(
                 "the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}"
             )
-        _refuse_unused(self, _SCHEDULE_KEYS)
+        _refuse_unused(self, _SCHEDULE_KEYS[self.name])
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is "
@@ -122,13 +152,6 @@ class ScheduleSpec(Spec):
         return self.final + (1 - self.final) * remaining
 
 
-_OPTIMIZER_KEYS = {
-    "sgd": ("lr", "weight_decay", "momentum", "nesterov"),
-    "adam": ("lr", "weight_decay", "betas", "eps"),
-    "adamw": ("lr", "weight_decay", "betas", "eps"),
-    "lars": ("lr", "weight_decay", "momentum", "trust"),
-    "lamb": ("lr", "weight_decay", "betas", "eps"),
-}
 _SCHEDULE_KEYS = {
     "constant": ("warmup_steps",),
     "linear": ("warmup_steps", "decay_steps", "final"),
@@ -137,8 +160,8 @@ _SCHEDULE_KEYS = {
 }
 
 
-def _refuse_unused(spec: Any, keys: Mapping[str, tuple[str, ...]]) -> None:
+def _refuse_unused(spec: OptimizerSpec | ScheduleSpec, keys: tuple[str, ...]) -> None:
     """Refuse a key that the chosen kind ignores, which is most likely a mistake."""
-    unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys[spec.name])]
+    unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys)]
     if unused:
-        raise ValueError(f"{spec.name} has no {' or '.join(unused)}; it takes {', '.join(keys[spec.name])}")
+        raise ValueError(f"{spec.name} has no {' or '.join(unused)}; it takes {', '.join(keys)}")

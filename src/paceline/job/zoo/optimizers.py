@@ -1,47 +1,13 @@
-"""Optimizers: torch's own, LARS and LAMB."""
+"""Optimizers for large batches: LARS and LAMB."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
-
-from paceline.device import has_fused_optimizers
-from paceline.errors import JobError
-
-if TYPE_CHECKING:
-    from paceline.job.optimizer import OptimizerSpec
-
-
-def build_optimizer(
-    spec: OptimizerSpec, parameters: Iterable[nn.Parameter], *, fused: bool = False
-) -> torch.optim.Optimizer:
-    """The optimizer over those of a model's parameters that are trainable.
-
-    Weight decay is on all of them, but for LARS and LAMB.
-
-    `fused`: torch's fused step where it has one for these parameters' device and dtype; LARS and LAMB have none.
-
-    Raises:
-        JobError: none is trainable.
-    """
-    parameters = [p for p in parameters if p.requires_grad]
-    if not parameters:
-        raise JobError("the model has no parameters to train: none has requires_grad")
-    common: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
-    if spec.name == "lars":
-        return LARS(parameters, **common, momentum=spec.momentum, trust=spec.trust)
-    if spec.name == "lamb":
-        return LAMB(parameters, **common, betas=spec.betas, eps=spec.eps)
-    has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in parameters)
-    common["fused"] = True if fused and has_fused else None
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, **common, momentum=spec.momentum, nesterov=spec.nesterov)
-    adam = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
-    return adam(parameters, **common, betas=spec.betas, eps=spec.eps)
+from torch import Tensor
 
 
 class _Layerwise(torch.optim.Optimizer):
