@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,66 +30,25 @@ from paceline.state.reader import Loaded, load_latest
 from paceline.state.writer import Checkpointer, Snapshot
 from paceline.units import count
 from paceline_federated.client import ClientState, LocalTraining, tensors_of
-from paceline_federated.server import Agreed, Server
+from paceline_federated.server import Aggregator, Agreed, Server
 
 _MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
 
 
-@dataclass(frozen=True)
-class Round:
-    """One round, as its line in the record has it.
+class Turnout(NamedTuple):
+    """Clients of a round, by how they answered.
 
     Attributes:
-        number: from 1; with an asynchronous rule, that of the server's step.
-        agreed: None where too few clients answered.
         chosen: clients that got the task.
-        dropped, late: those of them that never answered, or after the deadline.
-        down_bytes, up_bytes: sent to clients, and by them.
-        lr: of the clients' optimizer.
-        compute_s: seconds in which clients were trained here; 0 where they are real.
-        step_s: seconds of the whole round.
-        more: further numbers, by name.
+        answered, dropped, late: those of them that answered in time, never, or after the deadline.
+        more: further numbers of the round, by name.
     """
 
-    number: int
-    agreed: Agreed | None
     chosen: int
+    answered: int
     dropped: int
-    late: int
-    down_bytes: int
-    up_bytes: int
-    lr: float
-    compute_s: float
-    step_s: float
-    more: Mapping[str, float]
-
-    def line(self) -> str:
-        """JSON of the line. Rounds are steps of the run, whose parts sum to the step."""
-        agreed = self.agreed
-        parts = dict.fromkeys(PARTS, 0.0) | {"compute": self.compute_s, "comm": self.step_s - self.compute_s}
-        samples = 0 if agreed is None else agreed.samples
-        values: dict[str, Any] = {
-            "step": self.number,
-            "epoch": 0,
-            "time": round(time.time(), 3),
-            "loss": None if agreed is None or not math.isfinite(agreed.loss) else agreed.loss,
-            "samples": samples,
-            "local_samples": samples,
-            "lr": self.lr,
-            "grad_norm": None if agreed is None else float(agreed.delta.norm()),
-            "step_s": round(self.step_s, 6),
-            **{f"{part}_s": round(seconds, 6) for part, seconds in parts.items()},
-            "clients": 0 if agreed is None else agreed.clients,
-            "chosen": self.chosen,
-            "dropped": self.dropped,
-            "late": self.late,
-            "refused": 0 if agreed is None else len(agreed.refused),
-            "clipped": 0 if agreed is None else agreed.clipped,
-            "down_bytes": self.down_bytes,
-            "up_bytes": self.up_bytes,
-            **self.more,
-        }
-        return json.dumps(values)
+    late: int = 0
+    more: Mapping[str, float] = {}
 
 
 class FederatedRecord:
@@ -109,12 +67,64 @@ class FederatedRecord:
         self.events = JsonLines(run.path / "events.jsonl", lossy=True)
         self.failures = 0
 
-    def step(self, server: Server, round: int, agreed: Agreed | None, chosen: int, refused: Mapping[int, str]) -> None:
-        """Step the server, or count a round that changes nothing.
+    def round(
+        self,
+        server: Server,
+        number: int,
+        aggregator: Aggregator,
+        turnout: Turnout,
+        *,
+        began_s: float,
+        compute_s: float = 0.0,
+        clipped: int | None = None,
+    ) -> Agreed | None:
+        """Step the server on the updates of a round, or count a round that changes nothing, and write its line.
+
+        A round is a step of the run, and its parts sum to the step.
+
+        Args:
+            number: from 1; with an asynchronous rule, that of the server's step.
+            began_s: beginning of the round, by `time.perf_counter`.
+            compute_s: seconds in which clients were trained here; 0 where they are real.
+            clipped: updates that were scaled down to a bound, if that happened before they came to the aggregator.
+
+        Returns:
+            What was agreed on; None where too few clients answered.
 
         Raises:
-            JobError: too many such rounds in a row.
+            JobError: too many rounds in a row changed nothing.
         """
+        agreed = aggregator.agree() if aggregator.clients >= server.spec.least else None
+        self._step(server, number, agreed, turnout.chosen, aggregator.refused)
+        step_s = time.perf_counter() - began_s
+        parts = dict.fromkeys(PARTS, 0.0) | {"compute": compute_s, "comm": step_s - compute_s}
+        samples = 0 if agreed is None else agreed.samples
+        values: dict[str, Any] = {
+            "step": number,
+            "epoch": 0,
+            "time": round(time.time(), 3),
+            "loss": None if agreed is None or not math.isfinite(agreed.loss) else agreed.loss,
+            "samples": samples,
+            "local_samples": samples,
+            "lr": server.lr_in(number),
+            "grad_norm": None if agreed is None else float(agreed.delta.norm()),
+            "step_s": round(step_s, 6),
+            **{f"{part}_s": round(seconds, 6) for part, seconds in parts.items()},
+            "clients": 0 if agreed is None else agreed.clients,
+            "chosen": turnout.chosen,
+            "dropped": turnout.dropped,
+            "late": turnout.late,
+            "refused": len(aggregator.refused),
+            "clipped": 0 if agreed is None else agreed.clipped if clipped is None else clipped,
+            "down_bytes": turnout.chosen * server.task_bytes,
+            "up_bytes": turnout.answered * server.update_bytes,
+            **({} if server.privacy is None else {"epsilon": server.privacy.epsilon}),
+            **turnout.more,
+        }
+        self.rounds.write(json.dumps(values))
+        return agreed
+
+    def _step(self, server: Server, round: int, agreed: Agreed | None, chosen: int, refused: Mapping[int, str]) -> None:
         if refused:
             named = {str(client): reason for client, reason in list(refused.items())[:10]}
             self.events.event("refused", {"step": round, "clients": len(refused), "reasons": named})
@@ -262,13 +272,12 @@ class Measure:
         return self.metrics[1].name if len(self.metrics) > 1 else self.metrics[0].name
 
 
-@dataclass(frozen=True)
-class Fairness:
+class Fairness(NamedTuple):
     """Distribution of a metric over clients, each measured on samples of its own.
 
     Attributes:
         metric: its name.
-        clients: so many were measured.
+        clients: number of clients that were measured.
         worst, tenth, median, best: of the metric; `worst` is the lowest, `tenth` the tenth percentile.
         variance: of the metric over the clients.
     """
@@ -282,7 +291,7 @@ class Fairness:
     variance: float
 
     @classmethod
-    def of(cls, metric: str, values: Sequence[float]) -> Fairness | None:
+    def of(cls, metric: str, values: Iterable[float]) -> Fairness | None:
         """The figures of finite values; None where there are none.
 
         Args:
@@ -291,14 +300,9 @@ class Fairness:
         finite = np.array([value for value in values if np.isfinite(value)])
         if not len(finite):
             return None
-        worse = -finite if metric == "loss" else finite
         sign = -1.0 if metric == "loss" else 1.0
-        worst, tenth, median, best = (sign * float(np.percentile(worse, at)) for at in (0, 10, 50, 100))
+        worst, tenth, median, best = (sign * float(np.percentile(sign * finite, at)) for at in (0, 10, 50, 100))
         return cls(metric, len(finite), worst, tenth, median, best, float(finite.var()))
-
-    def details(self) -> dict[str, Any]:
-        """The figures as plain values."""
-        return asdict(self)
 
     def sentence(self) -> str:
         """The figures as text."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -75,10 +75,13 @@ class Server:
 
     def task(self, round: int) -> Task:
         """The task of every client that begins now."""
-        factor = self.job.schedule.factor_at(round - 1, self.job.stop.steps)
         weights = self.down.round_trip(self.weights.clone(), round)
         sent = {name: tensor.clone() for name, tensor in self.rule.sends().items()}
-        return Task(round, self.version, weights, sent, self.job.optimizer.lr * factor)
+        return Task(round, self.version, weights, sent, self.lr_in(round))
+
+    def lr_in(self, round: int) -> float:
+        """The learning rate of the clients' optimizer."""
+        return self.job.optimizer.lr * self.job.schedule.factor_at(round - 1, self.job.stop.steps)
 
     @property
     def task_bytes(self) -> int:
@@ -114,7 +117,7 @@ class Server:
             )
         self.version += 1
         if self.privacy is not None:
-            self.privacy.step()
+            self.privacy.rounds += 1
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State beside the weights: the rule's tensors, and plain values."""
@@ -196,7 +199,6 @@ class Agreed:
         loss: their mean training loss, by samples.
         norm: the largest L2 norm of an update, before any bound.
         clipped: updates that were scaled down to a bound.
-        refused: number of each refused client, with the reason.
     """
 
     delta: Tensor
@@ -206,21 +208,6 @@ class Agreed:
     loss: float
     norm: float
     clipped: int
-    refused: Mapping[int, str]
-
-
-@dataclass
-class _Sums:
-    """Sums over the accepted updates."""
-
-    delta: Tensor
-    weight: float = 0.0
-    returned: dict[str, Tensor] = field(default_factory=dict)
-    clients: int = 0
-    samples: int = 0
-    loss: float = 0.0
-    norm: float = 0.0
-    clipped: int = 0
 
 
 class Aggregator:
@@ -232,6 +219,10 @@ class Aggregator:
         rule: discounts updates that began from an older version.
         chosen: expected number of updates under differential privacy, where it divides the sum.
         noise: random numbers of differential privacy; None adds no noise.
+
+    Attributes:
+        refused: number of each refused client, with the reason.
+        clients: updates accepted so far.
     """
 
     def __init__(
@@ -246,15 +237,13 @@ class Aggregator:
         self.spec, self.layout, self.rule = spec, layout, rule
         self.chosen, self.noise = chosen, noise
         self.refused: dict[int, str] = {}
-        self._sums = _Sums(torch.zeros(layout.numel, dtype=layout.dtype))
+        self.clients = self._samples = self._clipped = 0
+        self._delta = torch.zeros(layout.numel, dtype=layout.dtype)
+        self._weight = self._loss = self._norm = 0.0
+        self._returned: dict[str, Tensor] = {}
         self._kept: list[Tensor] = []
         self._trimmed = trimmed_share(spec.aggregate)
         self._bound = spec.privacy.clip if spec.privacy else spec.norm_bound
-
-    @property
-    def clients(self) -> int:
-        """Updates accepted so far."""
-        return self._sums.clients
 
     def add(self, update: Update, staleness: int = 0) -> str | None:
         """Take one client's update; returns the reason where it is refused."""
@@ -290,63 +279,59 @@ class Aggregator:
             returned: sums of the rule's own tensors.
             loss: mean of the clients'.
         """
-        sums = self._sums
-        sums.delta += total.to(sums.delta)
-        sums.weight += weight
-        for name, tensor in returned.items():
-            cast = tensor.to(sums.delta)
-            sums.returned[name] = sums.returned[name] + cast if name in sums.returned else cast
-        sums.clients += clients
-        sums.samples += samples
-        sums.loss += samples * loss
+        self._delta += total.to(self._delta)
+        self._add(weight, returned, clients, samples, samples * loss)
 
     def agree(self) -> Agreed | None:
         """The agreed update; None where no update was accepted."""
-        sums = self._sums
-        if not sums.clients:
+        if not self.clients:
             return None
         return Agreed(
-            self._delta(),
-            {name: tensor / sums.clients for name, tensor in sums.returned.items()},
-            sums.clients,
-            sums.samples,
-            sums.loss / sums.samples if sums.samples else math.nan,
-            sums.norm,
-            sums.clipped,
-            dict(self.refused),
+            self._mean(),
+            {name: tensor / self.clients for name, tensor in self._returned.items()},
+            self.clients,
+            self._samples,
+            self._loss / self._samples if self._samples else math.nan,
+            self._norm,
+            self._clipped,
         )
 
     def _take(self, cohort: Cohort, norms: Tensor, staleness: int) -> None:
-        sums, deltas, factor = self._sums, cohort.deltas, self.rule.discount(staleness)
+        deltas = cohort.deltas
         equal = self.spec.weigh == "equal" or self.spec.privacy is not None
         weights = torch.ones_like(norms) if equal else torch.tensor(cohort.samples).to(norms)
-        sums.weight += float(weights.sum())
-        scales = torch.full_like(norms, factor)
+        scales = torch.full_like(norms, self.rule.discount(staleness))
         if self._bound is not None:
             scales *= (self._bound / norms).clamp(max=1.0)
-            sums.clipped += int((norms > self._bound).sum())
+            self._clipped += int((norms > self._bound).sum())
         if self._trimmed == 0.0:
-            sums.delta += (weights * scales) @ deltas
+            self._delta += (weights * scales) @ deltas
         else:
             self._kept.append(deltas * scales.unsqueeze(1))
-        for name, tensor in cohort.returned.items():
-            total = tensor.sum(dim=0)
-            sums.returned[name] = sums.returned[name] + total if name in sums.returned else total
-        sums.clients += len(cohort.clients)
-        sums.samples += sum(cohort.samples)
-        sums.loss += sum(n * loss for n, loss in zip(cohort.samples, cohort.losses, strict=True))
-        sums.norm = max(sums.norm, float(norms.max()))
+        self._norm = max(self._norm, float(norms.max()))
+        returned = {name: tensor.sum(dim=0) for name, tensor in cohort.returned.items()}
+        loss = sum(n * loss for n, loss in zip(cohort.samples, cohort.losses, strict=True))
+        self._add(float(weights.sum()), returned, len(cohort.clients), sum(cohort.samples), loss)
 
-    def _delta(self) -> Tensor:
-        sums, privacy = self._sums, self.spec.privacy
+    def _add(self, weight: float, returned: Mapping[str, Tensor], clients: int, samples: int, loss: float) -> None:
+        self._weight += weight
+        for name, tensor in returned.items():
+            total = tensor.to(self._delta)
+            self._returned[name] = self._returned[name] + total if name in self._returned else total
+        self.clients += clients
+        self._samples += samples
+        self._loss += loss
+
+    def _mean(self) -> Tensor:
+        privacy = self.spec.privacy
         if privacy is not None:
-            total = sums.delta
+            total = self._delta
             if self.noise is not None:
                 drawn = torch.empty_like(total).normal_(0.0, privacy.noise * privacy.clip, generator=self.noise)
                 total = total + drawn
             return total / self.chosen
         if self._trimmed == 0.0:
-            return sums.delta / sums.weight
+            return self._delta / self._weight
         ordered = torch.cat(self._kept).sort(dim=0).values
         middle = (len(ordered) - 1) // 2
         cut = middle if self._trimmed is None else min(int(self._trimmed * len(ordered)), middle)
@@ -428,6 +413,9 @@ class PrivacySpent:
     Args:
         rate: probability with which each client is chosen, independently of the others, in each round.
 
+    Attributes:
+        rounds: noised sums so far.
+
     Raises:
         JobError: opacus is not installed.
     """
@@ -442,10 +430,6 @@ class PrivacySpent:
             ) from error
         self.spec, self.rate, self.rounds = spec, rate, 0
         self._accountant = RDPAccountant
-
-    def step(self) -> None:
-        """Count one noised sum."""
-        self.rounds += 1
 
     @property
     def epsilon(self) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -163,15 +162,8 @@ _DROP, _SPEED, _ANGLE, _POISON = 31, 32, 33, 34
 POISON = -10.0  # times its own update, which is what a poisoner sends
 
 
-@dataclass(frozen=True)
-class Answers:
-    """Chosen clients of a round, by how they answer.
-
-    Attributes:
-        present: in time.
-        dropped: never.
-        late: after the deadline.
-    """
+class Answers(NamedTuple):
+    """Chosen clients of a round, by how they answer: in time, never, or after the deadline."""
 
     present: list[int]
     dropped: list[int]

@@ -27,7 +27,7 @@ from paceline.run.record.run import Run
 from paceline.units import count
 from paceline_federated.batched import Batched, CannotBatch, Samples
 from paceline_federated.client import LocalTraining, federated, first_model, keys
-from paceline_federated.record import Fairness, FederatedRecord, Measure, Round, ServerCheckpoints, run_at
+from paceline_federated.record import Fairness, FederatedRecord, Measure, ServerCheckpoints, Turnout, run_at
 from paceline_federated.rules import Task
 from paceline_federated.server import Aggregator, Cohort, Server
 from paceline_federated.simulated_clients import POISON, Behaviour, Deal, Kept, deal
@@ -155,12 +155,18 @@ class Rounds:
         self.record.events.event("end", {**details, "interrupted": interrupted})
 
     def _one(self) -> str | None:
-        """One round; returns the reason if the run ends."""
-        stop, began = self.simulation.stop, time.perf_counter()
+        stop, began_s = self.simulation.stop, time.perf_counter()
         self.round += 1
-        line = self._asynchronous(began) if self._flights is not None else self._synchronous(began)
-        self._tell(line)
-        agreed, every = line.agreed, self.job.evaluate.every_steps
+        aggregator = self.server.aggregator(self.round)
+        turnout = (self._flights.fill if self._flights is not None else self._filled)(self.round, aggregator)
+        compute_s = time.perf_counter() - began_s
+        agreed = self.record.round(self.server, self.round, aggregator, turnout, began_s=began_s, compute_s=compute_s)
+        if self.trainer.why_in_turn and not self._told_in_turn:
+            self._told_in_turn = True
+            said = f"clients train one by one: {self.trainer.why_in_turn}"
+            self.record.events.event("sync", {"said": [said]})
+            self.simulation.say(said)
+        every = self.job.evaluate.every_steps
         reason = stop.after_step(self.round, float("nan") if agreed is None else agreed.loss)
         if every and self.round % every == 0:
             reason = self._measure() or reason
@@ -168,49 +174,13 @@ class Rounds:
             self._save()
         return self.simulation.signal or reason or stop.out_of_time()
 
-    def _synchronous(self, began: float) -> Round:
-        """A round in which the chosen clients train on the same weights."""
-        server = self.server
-        chosen = server.choose(self.round, self.simulation.available)
-        answers = self.simulation.behaviour.answers(self.round, chosen)
-        task, aggregator = server.task(self.round), server.aggregator(self.round)
-        for cohort in self.trainer.train(task, answers.present):
+    def _filled(self, round: int, aggregator: Aggregator) -> Turnout:
+        """Train the chosen clients on the same weights, for a rule with synchronous rounds."""
+        chosen = self.server.choose(round, self.simulation.available)
+        present, dropped, late = self.simulation.behaviour.answers(round, chosen)
+        for cohort in self.trainer.train(self.server.task(round), present):
             aggregator.add_cohort(cohort)
-        compute_s = time.perf_counter() - began
-        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        self.record.step(server, self.round, agreed, len(chosen), aggregator.refused)
-        down, up = len(chosen) * server.task_bytes, len(answers.present) * server.update_bytes
-        dropped, late = len(answers.dropped), len(answers.late)
-        took_s = time.perf_counter() - began
-        return Round(self.round, agreed, len(chosen), dropped, late, down, up, task.lr, compute_s, took_s, self._more())
-
-    def _asynchronous(self, began: float) -> Round:
-        """A step of the server on the next updates that arrive."""
-        assert self._flights is not None, "made for asynchronous rules"
-        aggregator = self.server.aggregator(self.round)
-        arrived = self._flights.fill(self.round, aggregator)
-        compute_s = time.perf_counter() - began
-        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        self.record.step(self.server, self.round, agreed, arrived.begun, aggregator.refused)
-        down, up = arrived.begun * self.server.task_bytes, arrived.came * self.server.update_bytes
-        lr, took_s = self.server.task(self.round).lr, time.perf_counter() - began
-        more = {"staleness": arrived.staleness, "clock": arrived.clock}
-        dropped = arrived.dropped
-        return Round(
-            self.round, agreed, arrived.begun, dropped, 0, down, up, lr, compute_s, took_s, self._more() | more
-        )
-
-    def _more(self) -> dict[str, float]:
-        spent = self.server.privacy
-        return {} if spent is None else {"epsilon": spent.epsilon}
-
-    def _tell(self, line: Round) -> None:
-        self.record.rounds.write(line.line())
-        if self.trainer.why_in_turn and not self._told_in_turn:
-            self._told_in_turn = True
-            said = f"clients train one by one: {self.trainer.why_in_turn}"
-            self.record.events.event("sync", {"said": [said]})
-            self.simulation.say(said)
+        return Turnout(len(chosen), len(present), len(dropped), len(late))
 
     # Measuring and saving
 
@@ -227,21 +197,18 @@ class Rounds:
         return simulation.stop.after_evaluation(metrics)
 
     def _fairness(self) -> None:
-        simulation = self.simulation
-        if simulation.own is None:
+        simulation, own, measure = self.simulation, self.simulation.own, self.simulation.measure
+        if own is None:
             return
-        values = list(self._values_of_clients(simulation.own))
-        fairness = Fairness.of(simulation.measure.of_clients, values)
-        if fairness is not None:
-            self.record.events.event("clients", {"step": self.round, **fairness.details()})
-            simulation.say(f"round {self.round}: {fairness.sentence()}")
-
-    def _values_of_clients(self, own: Deal) -> Iterator[float]:
-        measure, personal = self.simulation.measure, bool(self.simulation.training.layout.personal)
+        values = []
         for client in np.flatnonzero(own.samples)[:_MEASURED].tolist():
-            state = self.kept.state(client) if personal else None
-            samples = Selection(self.simulation.data.train, own[client])
-            yield measure.validation(self.server.weights, samples, state)[measure.of_clients]
+            state = self.kept.state(client) if simulation.training.layout.personal else None
+            samples = Selection(simulation.data.train, own[client])
+            values.append(measure.validation(self.server.weights, samples, state)[measure.of_clients])
+        fairness = Fairness.of(measure.of_clients, values)
+        if fairness is not None:
+            self.record.events.event("clients", {"step": self.round, **fairness._asdict()})
+            simulation.say(f"round {self.round}: {fairness.sentence()}")
 
     def _due(self) -> bool:
         spec, stop = self.job.checkpoint, self.simulation.stop
@@ -304,24 +271,6 @@ class _Flight:
     cohort: Cohort | None = None
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """Counts of one step of the server.
-
-    Attributes:
-        begun: clients that began since the step before.
-        came, dropped: clients whose update arrived, or never will.
-        staleness: mean staleness of the updates.
-        clock: simulated time, in units of the usual client's work.
-    """
-
-    begun: int
-    came: int
-    dropped: int
-    staleness: float
-    clock: float
-
-
 class Flights:
     """Clients that train at the same time; when one arrives, or is lost, another begins.
 
@@ -333,8 +282,13 @@ class Flights:
         self._heap: list[_Flight] = []
         self._number, self._clock, self._begun = 0, 0.0, 0
 
-    def fill(self, round: int, aggregator: Aggregator) -> Arrived:
-        """Give the server the next updates that arrive, as many as its rule asks for."""
+    def fill(self, round: int, aggregator: Aggregator) -> Turnout:
+        """Give the server the next updates that arrive, as many as its rule asks for.
+
+        Returns:
+            The clients that began since the step before, with the mean staleness of the updates, and the simulated
+            time in units of the usual client's work.
+        """
         staleness: list[int] = []
         came = dropped = 0
         while len(self._heap) < min(self.server.per_round, len(self.available)):
@@ -354,7 +308,8 @@ class Flights:
             self._launch()
         self._train(round)  # before the weights change
         begun, self._begun = self._begun, 0
-        return Arrived(begun, came, dropped, float(np.mean(staleness)) if staleness else 0.0, self._clock)
+        mean = float(np.mean(staleness)) if staleness else 0.0
+        return Turnout(begun, came, dropped, more={"staleness": mean, "clock": self._clock})
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Clients under way, for a checkpoint: their updates, and plain values."""

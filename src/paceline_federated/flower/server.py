@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,14 +46,12 @@ from paceline_federated.flower.client import (
     weights_of,
 )
 from paceline_federated.flower.limits import FEWEST, must_fit_flower
-from paceline_federated.record import Fairness, FederatedRecord, Measure, Round, run_at
+from paceline_federated.record import Fairness, FederatedRecord, Measure, Turnout, run_at
 from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.server import Aggregator, Server
 
-MODEL, RUN = (
-    "final_model.safetensors",
-    "run",
-)  # file of the last weights; the run's directory in the app's configuration
+MODEL = "final_model.safetensors"  # file of the last weights
+RUN = "run"  # the run's directory in the app's configuration
 _LOOK_S, _PATIENCE_S = 0.5, 600.0  # for nodes
 _MISSING = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 _log = logging.getLogger("flwr")
@@ -114,7 +111,7 @@ class JobStrategy(Strategy):
         self._sum: Sum | None = None  # of the round under way, if the job sums securely
         self._chosen = self._answered = self._clipped = 0
         self._refused: dict[int, str] = {}
-        self._began_s = self._round_began_s = time.monotonic()
+        self._began_s, self._round_began_s = time.monotonic(), 0.0
 
     def first_arrays(self) -> ArrayRecord:
         """The weights that the job begins with."""
@@ -136,7 +133,7 @@ class JobStrategy(Strategy):
         chosen = self.server.choose(server_round, np.array(sorted(there)))
         task = self._task = self.server.task(server_round)
         self._chosen, self._answered, self._clipped, self._refused = len(chosen), 0, 0, {}
-        self._round_began_s = time.monotonic()
+        self._round_began_s = time.perf_counter()
         if self.spec.secure is not None:
             self._sum = Sum([there[number] for number in chosen], task)
             self._sum.make(self._workflow(len(chosen)), grid, self._context)
@@ -183,23 +180,19 @@ class JobStrategy(Strategy):
             kept = list(replies) if self.spec.privacy is not None else self.usable(replies)
             for reply in kept:
                 aggregator.add(self._update(self._numbers[reply.metadata.src_node_id], reply))
-        refused = self._refused | aggregator.refused
-        for number, why in sorted(refused.items()):
+        aggregator.refused |= self._refused
+        for number, why in sorted(aggregator.refused.items()):
             _log.warning("\t> the update of client %s is refused: %s", number, why)
-        agreed = aggregator.agree() if aggregator.clients >= self.spec.least else None
-        if agreed is not None:
-            # Flower clips under privacy, before they came here
-            clipped = agreed.clipped if self.spec.privacy is None else self._clipped
-            agreed = replace(agreed, refused=refused, clipped=clipped)
-        self.record.step(server, server_round, agreed, self._chosen, refused)
-        more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
-        missing, took_s = self._chosen - self._answered, time.monotonic() - self._round_began_s
-        down, up = self._chosen * server.task_bytes, self._answered * server.update_bytes
-        line = Round(server_round, agreed, self._chosen, missing, 0, down, up, self._task.lr, 0.0, took_s, more)
-        self.record.rounds.write(line.line())
-        told = {"chosen": self._chosen, "missing": missing, "refused": len(refused)}
+        missing = self._chosen - self._answered
+        turnout = Turnout(self._chosen, self._answered, missing)
+        clipped = None if self.spec.privacy is None else self._clipped  # by Flower, before they come here
+        agreed = self.record.round(
+            server, server_round, aggregator, turnout, began_s=self._round_began_s, clipped=clipped
+        )
+        told = {"chosen": self._chosen, "missing": missing, "refused": len(aggregator.refused)}
         if agreed is None:
             return None, MetricRecord(told)
+        more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
         return self._arrays(), MetricRecord({**told, "clients": agreed.clients, "loss": agreed.loss, **more})
 
     def configure_evaluate(
@@ -222,7 +215,7 @@ class JobStrategy(Strategy):
         fairness = Fairness.of(self._measure.of_clients, [each[self._measure.of_clients] for each in found])
         if fairness is None:
             return MetricRecord(means)
-        self.record.events.event("clients", {"step": server_round, **fairness.details()})
+        self.record.events.event("clients", {"step": server_round, **fairness._asdict()})
         return MetricRecord({**means, "worst of clients": fairness.worst, "best of clients": fairness.best})
 
     def measured(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
