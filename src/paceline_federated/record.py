@@ -78,9 +78,10 @@ class FederatedRecord:
         compute_s: float = 0.0,
         clipped: int | None = None,
     ) -> Agreed | None:
-        """Step the server on the updates of a round, or count a round that changes nothing, and write its line.
+        """Step the server on the updates of a round, and write the round's line.
 
-        A round is a step of the run, and its parts sum to the step.
+        A round with too few updates changes nothing and is counted. A round is a step of the run, and its parts sum to
+        the step.
 
         Args:
             number: from 1; with an asynchronous rule, that of the server's step.

@@ -163,7 +163,7 @@ POISON = -10.0  # times its own update, which is what a poisoner sends
 
 
 class Answers(NamedTuple):
-    """Chosen clients of a round, by how they answer: in time, never, or after the deadline."""
+    """Chosen clients of a round that answer in time, never, or after the deadline."""
 
     present: list[int]
     dropped: list[int]

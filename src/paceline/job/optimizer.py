@@ -78,7 +78,7 @@ class OptimizerSpec(Spec):
 
 
 class _Optimizer(NamedTuple):
-    """An optimizer: its class, the options that it takes, and what it keeps of each parameter."""
+    """Class of an optimizer, its options, and what it keeps of a parameter."""
 
     path: str
     options: tuple[str, ...]
