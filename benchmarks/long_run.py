@@ -87,7 +87,7 @@ def drawn(minutes: float, hosts: int, seed: int) -> Schedule:
 def figures(found: Found) -> dict[str, float]:
     """Figures of a run."""
     told: dict[str, float] = {"long_run_held": int(found.held), "long_run_faults": len(found.rows)}
-    for course in found.grown:
+    for course in found.played.grown:
         name = f"long_run_{course.name}"
         told |= {f"{name}_early": course.early, f"{name}_late": course.late, f"{name}_per_minute": course.per_minute}
     return told

@@ -21,6 +21,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
+from leaks import of_session
+
 _ARGUMENTS = (
     "--headless=new",
     "--no-sandbox",
@@ -139,10 +141,11 @@ def tab(driver: Chrome) -> Iterator[Browser]:
     driver.switch_to.window(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    """Headless Chromium with a fresh profile."""
+    """Headless Chromium with a fresh profile, for all tests of this process."""
     with opened(tmp_path_factory.mktemp("chromium")) as driver:
+        of_session.add(driver.service.process.pid)
         yield driver
 
 

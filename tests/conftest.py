@@ -171,11 +171,16 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    in_browser = {item.nodeid.partition("::")[0] for item in items if "chromium" in getattr(item, "fixturenames", ())}
     for item in items:
-        # With several workers, one runs all tests that share a module's fixture, so that it is made once.
+        # With several workers, one runs all tests that share a module's fixture, so that it is made once. One runs all
+        # files with tests in a browser, so that there is one browser.
+        file = item.nodeid.partition("::")[0]
         used = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if any(found and found[-1].scope == "module" for found in used):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("chromium"))
+        elif any(found and found[-1].scope == "module" for found in used):
+            item.add_marker(pytest.mark.xdist_group("chromium" if file in in_browser else file))
         for fixture in NEEDED_BY.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(NEEDED_BY[fixture])
         own = item.get_closest_marker("timeout")

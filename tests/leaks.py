@@ -39,6 +39,7 @@ _ENVIRONMENT_OF_OTHERS = {  # set by whoever imports or runs them, once
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "TRITON_CACHE_DIR",
 }
+of_session: set[int] = set()  # processes that stay for the whole session, with all that they start
 _TORCH_SETTINGS = {  # what reads it: what sets it
     "get_default_dtype": "set_default_dtype",
     "get_num_threads": "set_num_threads",
@@ -140,13 +141,21 @@ def _descendants() -> list[psutil.Process]:
 def _children_of(pid: int, *, recursive: bool = False) -> list[psutil.Process]:
     """Children of a process, as psutil has them, but without looking at all processes of the machine."""
     if not _KERNEL_LISTS_CHILDREN:
-        return psutil.Process(pid).children(recursive)
+        return [child for child in psutil.Process(pid).children(recursive) if not _is_of_session(child)]
     found = []
     for child in _listed_children(pid):
+        if child in of_session:
+            continue
         with suppress(psutil.NoSuchProcess):
             found.append(psutil.Process(child))
             found += _children_of(child, recursive=True) if recursive else []
     return found
+
+
+def _is_of_session(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return not of_session.isdisjoint([process.pid, *(parent.pid for parent in process.parents())])
+    return False
 
 
 def _listed_children(pid: int) -> list[int]:

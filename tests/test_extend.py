@@ -21,24 +21,14 @@ EXAMPLES = ROOT / "examples" / "extend"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder for PYTHONPATH that holds the examples as pip installs them."""
+    """A folder for PYTHONPATH that holds the examples as pip installs them: their wheel, unpacked."""
     folder = tmp_path_factory.mktemp("extend")
     package = shutil.copytree(EXAMPLES, folder / "package")  # setuptools builds in the source's folder
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    done = subprocess.run(
-        [*pip, "--target", str(folder / "site"), str(package)], capture_output=True, text=True, timeout=100
-    )
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=package, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+    [wheel] = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, folder / "site", "zip")
     return f"{folder / 'site'}:{ROOT / 'src'}"
 
 

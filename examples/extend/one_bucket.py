@@ -1,8 +1,8 @@
-from paceline_lab.systems.system import SystemInfo, TorchSystem
+from paceline_lab.systems.system import System, SystemInfo
 from paceline_lab.systems.work import Work
 
 INFO = SystemInfo("one_bucket:SYSTEM")
-SYSTEM = TorchSystem(
+SYSTEM = System(
     name="ddp-bucket",
     title="DDP, one bucket",
     documentation="https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",

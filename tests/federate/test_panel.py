@@ -9,7 +9,7 @@ import pytest
 
 from commands import paceline
 from federated_jobs import federated_job
-from paceline.report.run_page import RunView, run_charts
+from paceline.report.run_page import run_charts, view_of
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import Run
 
@@ -33,7 +33,7 @@ def test_rounds_show_clients_bytes_and_the_spread_over_clients(tmp_path: Path) -
     assert page.code == 0, page.err
     text = (tmp_path / "run" / "report.html").read_text()
     assert "Clients of each round" in text
-    view = RunView(Run(tmp_path / "run"))
-    assert f"Trained {len(lines)} rounds in" in view.verdict
-    assert view.breakdown is None or view.breakdown.figure.x.title == "ms per round"
+    view = view_of(Run(tmp_path / "run"))
+    assert f"Trained {len(lines)} rounds in" in view["verdict"]
+    assert view["breakdown"] is None or view["breakdown"].figure.x.title == "ms per round"
     assert f"ended at round {len(lines)}" in text

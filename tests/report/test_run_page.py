@@ -17,7 +17,7 @@ from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.report.advice import measured
 from paceline.report.diagnosis import diagnosis_of
-from paceline.report.run_page import RunView, shares, staleness, write_run_page
+from paceline.report.run_page import shares, staleness, view_of, write_run_page
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed
 from ranks import Ranks
@@ -98,19 +98,19 @@ def test_the_page_of_a_run_on_two_ranks_shows_what_they_wrote(ranks: Ranks, brow
 
 
 def test_one_step_time_stands_in_cards_sentences_the_breakdown_and_in_why(run: Run) -> None:
-    view = RunView(run)
-    [parts] = view.parts_s.values()
+    view = view_of(run)
+    [parts] = view["parts_s"].values()
     median_s = statistics.median(s["step_s"] for s in run.steps()[WARM_UP_STEPS:])
     assert sum(parts.values()) == pytest.approx(median_s, rel=1e-3)
     speed = run.speed
     assert speed is not None
     assert speed.step_s == median_s
-    assert view.speed == speed
+    assert view["speed"] == speed
     assert measured(run).speed == speed
     took = str(units.seconds(median_s))
-    assert took in view.sentences[0]
+    assert took in view["sentences"][0]
     assert took in diagnosis_of(run, predicts=False).sentences[0]
-    [card] = [card for card in view.cards if card.term == "step_time"]
+    [card] = [card for card in view["cards"] if card.term == "step_time"]
     assert str(card.cell) == took
 
 
@@ -137,7 +137,7 @@ def test_shares_that_followed_speeds_are_drawn_in_percent_of_full_batches_and_ot
     full = [step for step in range(2, 21) if step != 7]
     assert [list(line.x) for line in chart.figure.traces] == [full, full]
     assert [set(line.y) for line in chart.figure.traces] == [{62.5}, {37.5}]
-    told = [sentence for _, sentence, _ in RunView(run).happened]
+    told = [sentence for _, sentence, _ in view_of(run)["happened"]]
     assert "the shares of the batch follow the replicas' speeds from step 2 on: 5, 3 samples" in told
 
 
@@ -220,7 +220,7 @@ def test_the_rank_that_others_wait_for_is_named(waits: list[float], sentence: st
             "compute_s": 0.2 - waits[rank],
         }
         rewrite(run, rank, lambda line, times=times: line | times)
-    sentences = RunView(Run(run.path)).sentences
+    sentences = view_of(Run(run.path))["sentences"]
     assert sentences[0].startswith("A step takes 200 ms in the median: ")
     assert sentence is None or sentence in sentences[1]
     assert len(sentences) == (1 if sentence is None else 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from browser import Browser
@@ -52,9 +54,9 @@ def test_text_of_a_job_and_of_a_system_runs_nothing(browser: Browser, tmp_path: 
 
 
 def test_the_page_is_made_anew_from_the_directory_as_report_does(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(comparison().to_json()))
+    (tmp_path / "report.json").write_text(json.dumps(asdict(comparison())))
     (tmp_path / "protocol.json").write_text(json.dumps({"systems": {}}))
-    assert Comparison.load(comparison().to_json()) == comparison()
+    assert msgspec.convert(asdict(comparison()), Comparison) == comparison()
     assert paceline("report", ".", folder=tmp_path).says("report.html")
     assert "paceline takes the shortest steps; DDP takes 1.2" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text('{"ways": 3}')

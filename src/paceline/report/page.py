@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from msgspec import MsgspecError
 
 from paceline import text as words
 from paceline.errors import RunError
@@ -26,7 +27,7 @@ from paceline.units import Shown, size
 PAGE = "report.html"
 Cell = Shown | str
 # Errors that values of wrong types and shapes end in.
-_NOT_OURS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_NOT_OURS = (ArithmeticError, AttributeError, LookupError, MsgspecError, RecursionError, TypeError, ValueError)
 # Known entries of an environment, in the order of the page.
 _ENVIRONMENT = {
     "host": "host",

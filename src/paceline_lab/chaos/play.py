@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import statistics
@@ -23,6 +22,7 @@ from paceline.cluster.cgroup import PREFIX
 from paceline.errors import PacelineError
 from paceline.files import private_folder
 from paceline.planning.plan import Plan
+from paceline.run.record.progress import NewLines
 from paceline.run.record.recorder import WITNESS
 from paceline.wire.status import RankStatus, StatusBoard
 from paceline_lab.chaos.faults import Injected, Scene, inject
@@ -158,7 +158,7 @@ class _Player:
             self.played.run / "checkpoints",
             self.played.witness,
         )
-        self.progress.begin(command.pid)
+        self.progress.news += 1  # a new command
         growth = Growth(command.pid, ranks, self.temporary)
         self.growths.append(growth)
         news, heard = -1, time.monotonic()
@@ -248,13 +248,7 @@ class Progress:
         self.newest = self.furthest = 0
         self.news = 0
         self.trouble_at: list[float] = []
-        self._places: dict[Path, int] = {}
-        self._command = 0
-
-    def begin(self, command: int) -> None:
-        """A new command trains the run; its process id."""
-        self._command = command
-        self.news += 1
+        self._files: dict[Path, NewLines] = {}
 
     def read(self) -> None:
         """Take in what was written since the last call."""
@@ -290,25 +284,10 @@ class Progress:
             board.close()
         return found
 
-    def _new_lines(self, file: Path) -> list[dict[str, Any]]:
-        place = self._places.get(file, 0)
-        try:
-            with open(file, "rb") as opened:
-                opened.seek(place)
-                whole, end, _ = opened.read().rpartition(b"\n")
-        except OSError:
-            return []
-        if not end:
-            return []
-        self._places[file] = place + len(whole) + 1
-        self.news += 1
-        found = []
-        for line in whole.splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # cut short by a crash
-                continue
-        return found
+    def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        for record in self._files.setdefault(file, NewLines(file)):
+            self.news += 1
+            yield record
 
 
 _SET_CHILD_SUBREAPER = 36  # of prctl

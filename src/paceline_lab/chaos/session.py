@@ -33,7 +33,7 @@ from paceline_lab.chaos.invariants import (
     reference,
     steps_that_take,
 )
-from paceline_lab.chaos.play import Course, Played, Setting, play
+from paceline_lab.chaos.play import Played, Setting, play
 from paceline_lab.chaos.schedule import Fault, Kind, Schedule, draw, shrink
 
 EVERY_S = 10.0  # a fault, on average
@@ -42,40 +42,37 @@ _LEAST_FAULTS = 1
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Wishes of a chaos command.
-
-    Attributes:
-        steps: of each run; None takes as many as fill `minutes` where nothing happens.
-        count: of faults; None takes one for every 10 s.
-    """
-
-    job: Job
-    kinds: Sequence[Kind]
-    seed: int
-    minutes: float
-    plan: str
-    hosts: int
-    steps: int | None
-    count: int | None
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Found:
     """A schedule that was played, and how its run was judged."""
 
-    schedule: Schedule
+    played: Played
+    reference: Reference
     invariants: Sequence[Invariant]
     rows: Sequence[Row]
-    why: str
-    grown: Sequence[Course]
-    details: dict[str, Any]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that was played."""
+        return self.played.schedule
 
     @property
     def held(self) -> bool:
         """True if every invariant was."""
         return all(invariant.held for invariant in self.invariants)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """All that is known of the run, for machines."""
+        return {
+            "schedule": msgspec.to_builtins(self.schedule),
+            "held": self.held,
+            "invariants": [asdict(invariant) for invariant in self.invariants],
+            "losses": self.reference.why,
+            "faults": [asdict(row) for row in self.rows],
+            "not_made": [str(fault) for fault in self.played.not_made],
+            "sizes": [asdict(course) for course in self.played.grown],
+            "commands": [{"code": end.code, "time": end.time} for end in self.played.ends],
+        }
 
 
 class Session:
@@ -93,21 +90,26 @@ class Session:
             self.cluster = folder / f"hosts-{hosts}.yaml"
             write_whole(self.cluster, f"emulate: {{hosts: {hosts}}}\n")
 
-    def drawn(self, wanted: Wanted) -> Schedule:
+    def drawn(
+        self, kinds: Sequence[Kind], seed: int, minutes: float, plan: str, steps: int | None, count: int | None
+    ) -> Schedule:
         """The schedule of a seed.
+
+        Args:
+            minutes: length of the run where nothing happens, if `steps` does not give it.
+            count: of faults; None takes one for every 10 s.
 
         Raises:
             PlanError: the plan cannot run the job here.
             ClusterError: a kind of fault cannot be made here.
         """
-        refuse_impossible(wanted.kinds, self.hosts)
-        self._refuse(wanted.plan)
+        refuse_impossible(kinds, self.hosts)
+        self._refuse(plan)
         self.say("short undisturbed run, for the number of steps")
-        plan, steps = self._steps(wanted.plan, wanted.minutes)
-        steps = wanted.steps or steps
-        count = wanted.count or max(_LEAST_FAULTS, len(wanted.kinds), round(wanted.minutes * 60 / EVERY_S))
+        plan, in_time = self._steps(plan, minutes)
+        count = count or max(_LEAST_FAULTS, len(kinds), round(minutes * 60 / EVERY_S))
         ranks = Plan.parse(plan).ranks
-        return draw(wanted.kinds, wanted.seed, count=count, plan=plan, ranks=ranks, hosts=self.hosts, steps=steps)
+        return draw(kinds, seed, count=count, plan=plan, ranks=ranks, hosts=self.hosts, steps=steps or in_time)
 
     def _steps(self, plan: str, minutes: float) -> tuple[str, int]:
         """The plan, in float64 where possible, and the number of steps that take so long.
@@ -137,8 +139,7 @@ class Session:
         setting = Setting(place / "job.yaml", self.cluster, 2 * job.deadline_s + _QUIET_S, self.say)
         with self._disk(place, kinds, undisturbed) as disk:
             played = play(schedule, setting, place, disk)
-            invariants = check(played, undisturbed)
-            found = self._found(played, undisturbed, invariants)
+            found = Found(played, undisturbed, check(played, undisturbed), rows(played, undisturbed))
         write_whole(place / "chaos.json", json.dumps(found.details, indent=1))
         return found
 
@@ -152,11 +153,6 @@ class Session:
             return any(not invariant.held and invariant.name in broken for invariant in again.invariants)
 
         return found.schedule.with_only(shrink(found.schedule.faults, fails, most_tries))
-
-    def _found(self, played: Played, undisturbed: Reference, invariants: Sequence[Invariant]) -> Found:
-        faults = rows(played, undisturbed)
-        details = as_json(played, undisturbed, invariants, faults)
-        return Found(played.schedule, invariants, faults, undisturbed.why, played.grown, details)
 
     @contextmanager
     def _disk(self, place: Path, kinds: Sequence[Kind], undisturbed: Reference) -> Iterator[Path]:
@@ -243,22 +239,6 @@ def is_about(event: Mapping[str, Any], fault: Fault) -> bool:
     if fault.target == "host" and fault.kind != "partition" and name == "host_lost":
         return bool(fault.number == host)
     return True
-
-
-def as_json(
-    played: Played, reference: Reference, invariants: Sequence[Invariant], faults: Sequence[Row]
-) -> dict[str, Any]:
-    """All that is known of a run, for machines."""
-    return {
-        "schedule": msgspec.to_builtins(played.schedule),
-        "held": all(invariant.held for invariant in invariants),
-        "invariants": [asdict(invariant) for invariant in invariants],
-        "losses": reference.why,
-        "faults": [asdict(row) for row in faults],
-        "not_made": [str(fault) for fault in played.not_made],
-        "sizes": [asdict(course) for course in played.grown],
-        "commands": [{"code": end.code, "time": end.time} for end in played.ends],
-    }
 
 
 def _row(

@@ -65,7 +65,7 @@ def command(
     from paceline.job.job import Job
     from paceline_lab.chaos.faults import kinds_in, possible_kinds
     from paceline_lab.chaos.schedule import Schedule
-    from paceline_lab.chaos.session import Session, Wanted
+    from paceline_lab.chaos.session import Session
 
     what = Job.load(not_at_a_url(job))
     given = Schedule.read(schedule) if schedule else None
@@ -77,7 +77,7 @@ def command(
         if given is None:
             kinds = kinds_in(faults) if faults else possible_kinds(hosts)
             text = plan or f"dp={hosts or ranks}"
-            given = session.drawn(Wanted(what, kinds, seed, minutes, text, hosts, steps, count, where))
+            given = session.drawn(kinds, seed, minutes, text, steps, count)
         found = session.tried(given, f"seed-{given.seed}")
         show(found, Console(highlight=False, markup=False))
         if not found.held:
@@ -107,12 +107,12 @@ def show(found: Found, console: Console) -> None:
     """Show faults and promises of a run."""
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
-    for fault in found.details["not_made"]:
+    for fault in found.played.not_made:
         console.print(f"not made: {fault}; the run gave no occasion for it")
-    resumed = sum(bool(end["code"]) for end in found.details["commands"])
+    resumed = sum(bool(end.code) for end in found.played.ends)
     console.print(f"commands that ended with an error, and were resumed: {resumed}")
-    console.print(found.why)
-    for course in found.grown:
+    console.print(found.reference.why)
+    for course in found.played.grown:
         console.print(str(course))
     for invariant in found.invariants:
         console.print(f"{'held  ' if invariant.held else 'BROKEN'}  {invariant.name}")

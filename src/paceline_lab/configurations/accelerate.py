@@ -20,6 +20,7 @@ from paceline_lab.configurations.configuration import (
     Keys,
     Written,
     flattened,
+    microbatch_of,
     ranks_per_host,
     refuse,
     text_of,
@@ -68,24 +69,24 @@ def read(file: Path, text: str) -> Configuration:
     kind = keys.text("distributed_type").upper() or "NO"
     kinds = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}
     of_kind = kinds.get(kind, _ddp)(keys, file)
-    ranks = keys.number("num_processes")
-    hosts = keys.number("num_machines") or 1
-    found = replace(of_kind, system=f"{NAME}, {kind}" if kind in kinds else NAME, ranks=ranks)
+    ranks, hosts = keys.number("num_processes"), keys.number("num_machines") or 1
     stated = keys.text("mixed_precision")
-    if stated and stated != "no" and stated != "False":
-        found = replace(found, precision=stated)
-    problems = list(found.problems)
+    compiled = keys.text("dynamo_backend").lower() not in ("", "no", "eager")
+    problems = list(of_kind.problems)
     if ranks and ranks % hosts:
         problems.append(f"num_processes {ranks} does not divide among num_machines {hosts}")
     if kind not in (*kinds, "NO", "MULTI_GPU", "MULTI_CPU"):
         problems.append(f"distributed_type {kind} is predicted as data parallel alone")
-    compiled = keys.text("dynamo_backend").lower() not in ("", "no", "eager")
+    own = keys.configuration(dimensions={})
     return replace(
-        found,
+        of_kind,
+        system=f"{NAME}, {kind}" if kind in kinds else NAME,
+        ranks=ranks,
+        precision=of_kind.precision if stated in ("", "no", "False") else stated,
         compiled=compiled,
-        read=(*keys.stated, *found.read),
-        noted=(*keys.noted, *found.noted),
-        unknown=(*keys.unknown, *found.unknown),
+        read=(*own.read, *of_kind.read),
+        noted=(*own.noted, *of_kind.noted),
+        unknown=(*own.unknown, *of_kind.unknown),
         problems=tuple(problems),
     )
 
@@ -172,37 +173,26 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     Raises:
         PlanError: the plan has something that it cannot do; names everything.
     """
-    alone = {"pp": "it has no pipelines with FSDP", "ep": "it does not divide experts"}
-    cannot = [
-        *(f"{axis}={getattr(plan, axis)}: {why}" for axis, why in alone.items() if getattr(plan, axis) > 1),
-        *([f"zero={plan.zero}: FSDP2 has 2 and 3"] if plan.fsdp > 1 and plan.zero == 1 else []),
-        *(
-            ["sequence=on: its tensor parallelism keeps all tokens between matrices"]
-            if plan.sequence and plan.tp > 1
-            else []
-        ),
-        *([f"remat={plan.remat}: it recomputes whole blocks"] if plan.remat == "selective" else []),
-        *([f"remat={plan.remat} without fsdp"] if plan.remat == "block" and _is_ddp(plan) else []),
-        *([f"sync={plan.sync}"] if plan.sync != "allreduce" else []),
-        *([f"compress={plan.compress}"] if plan.compress != "none" else []),
-        *([f"precision={plan.precision_for(job)}"] if plan.precision_for(job) not in ("bf16", "fp32") else []),
-        *(
-            ["a share of the batch that is not whole"]
-            if job.global_batch % (plan.data_ranks * plan.microbatches)
-            else []
-        ),
-    ]
-    refuse(NAME, str(plan), cannot)
+    is_ddp = plan.fsdp * plan.tp * plan.cp == 1
+    cannot = {
+        f"pp={plan.pp}: it has no pipelines with FSDP": plan.pp > 1,
+        f"ep={plan.ep}: it does not divide experts": plan.ep > 1,
+        f"zero={plan.zero}: FSDP2 has 2 and 3": plan.fsdp > 1 and plan.zero == 1,
+        "sequence=on: its tensor parallelism keeps all tokens between matrices": plan.sequence and plan.tp > 1,
+        f"remat={plan.remat}: it recomputes whole blocks": plan.remat == "selective",
+        f"remat={plan.remat} without fsdp": plan.remat == "block" and is_ddp,
+    }
+    refuse(NAME, plan, job, cannot)
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if not _is_ddp(plan) else "MULTI_GPU" if plan.ranks > 1 else "NO",
+        "distributed_type": "FSDP" if not is_ddp else "MULTI_GPU" if plan.ranks > 1 else "NO",
         "mixed_precision": "bf16" if plan.precision_for(job) == "bf16" else "no",
         "num_machines": plan.ranks // ranks_per_host(plan.ranks, per_host),
         "num_processes": plan.ranks,
         "gradient_accumulation_steps": plan.microbatches,
         **({"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.compile != "off" else {}),
     }
-    if not _is_ddp(plan):
+    if not is_ddp:
         values["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -217,10 +207,5 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
             "parallelism_config_tp_size": plan.tp,
             "parallelism_config_cp_size": plan.cp,
         }
-    batch = f"per-device batch {job.global_batch // (plan.data_ranks * plan.microbatches)}"
+    batch = f"per-device batch {microbatch_of(plan, job)}"
     return Written(f"# {plan.ranks} ranks: {plan}; {batch}\n{yaml.safe_dump(values, sort_keys=False)}", ".yaml", batch)
-
-
-def _is_ddp(plan: Plan) -> bool:
-    """True if the plan is data parallel alone."""
-    return plan.fsdp * plan.tp * plan.cp == 1

@@ -353,29 +353,16 @@ class Keys:
         value = self.given(*names)
         return "" if value is None else str(value)
 
-    @property
-    def stated(self) -> tuple[tuple[str, str], ...]:
-        """Keys that were read, with their values."""
-        return tuple(self.read.items())
-
-    @property
-    def noted(self) -> tuple[tuple[str, str], ...]:
-        """Keys that are known and that the prediction does not read, with what is assumed."""
-        return tuple(
-            (key, about)
-            for key in self._left()
-            for pattern, about in self._noted.items()
-            if pattern.fullmatch(_last(key)) or pattern.fullmatch(key)
-        )
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Keys that may matter and that nobody read."""
-        noted = {key for key, _ in self.noted}
-        return tuple(
-            key
-            for key in self._left()
-            if key not in noted and not any(p.fullmatch(_last(key)) or p.fullmatch(key) for p in self._quiet)
+    def configuration(self, problems: Sequence[str] = (), **found: Any) -> Configuration:
+        """The configuration with these fields, and with the record of the keys."""
+        noted = [(key, about) for key in self._left() for pattern, about in self._noted.items() if _fits(pattern, key)]
+        known = {key for key, _ in noted}
+        unknown = [
+            key for key in self._left() if key not in known and not any(_fits(pattern, key) for pattern in self._quiet)
+        ]
+        stated = tuple(self.read.items())
+        return Configuration(
+            self.system, **found, read=stated, noted=tuple(noted), unknown=tuple(unknown), problems=tuple(problems)
         )
 
     def _left(self) -> Iterator[str]:
@@ -403,8 +390,8 @@ def flattened(values: Any, above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _last(key: str) -> str:
-    return key.rpartition(".")[2]
+def _fits(pattern: re.Pattern[str], key: str) -> bool:
+    return bool(pattern.fullmatch(key.rpartition(".")[2]) or pattern.fullmatch(key))
 
 
 def _shown(value: Any) -> str:
@@ -429,11 +416,26 @@ def ranks_per_host(ranks: int, per_host: int) -> int:
     return max(each for each in range(1, min(ranks, per_host) + 1) if ranks % each == 0)
 
 
-def refuse(system: str, plan: str, reasons: list[str]) -> None:
-    """Raise the reasons why a system cannot do what a plan has.
+def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> None:
+    """Refuse a plan with anything that a system cannot do.
+
+    Args:
+        reasons: what the system cannot do, and whether the plan has it; beside what none of them can do.
 
     Raises:
-        PlanError: there is any.
+        PlanError: the plan has any of it; names everything.
     """
-    if reasons:
-        raise PlanError(f"{system} cannot do what {plan} has: {'; '.join(reasons)}")
+    precision, parts = plan.precision_for(job), plan.data_ranks * plan.microbatches
+    of_none = {
+        f"sync={plan.sync}": plan.sync != "allreduce",
+        f"compress={plan.compress}": plan.compress != "none",
+        f"precision={precision}": precision not in ("bf16", "fp32"),
+        "a share of the batch that is not whole": job.global_batch % parts != 0,
+    }
+    if cannot := [reason for reason, holds in {**reasons, **of_none}.items() if holds]:
+        raise PlanError(f"{system} cannot do what {plan} has: {'; '.join(cannot)}")
+
+
+def microbatch_of(plan: Plan, job: Job) -> int:
+    """Samples of a microbatch on a data-parallel rank."""
+    return job.global_batch // (plan.data_ranks * plan.microbatches)

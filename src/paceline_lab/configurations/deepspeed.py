@@ -10,7 +10,15 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
-from paceline_lab.configurations.configuration import REST, Configuration, Keys, Written, flattened, refuse
+from paceline_lab.configurations.configuration import (
+    REST,
+    Configuration,
+    Keys,
+    Written,
+    flattened,
+    microbatch_of,
+    refuse,
+)
 
 NAME = "DeepSpeed"
 _QUIET = (
@@ -66,21 +74,6 @@ def of_values(values: dict[str, Any]) -> Configuration:
     bf16, fp16 = keys.flag("bf16.enabled", "bfloat16.enabled"), keys.flag("fp16.enabled")
     micro, count = keys.number("train_micro_batch_size_per_gpu"), keys.number("gradient_accumulation_steps")
     whole = keys.number("train_batch_size")
-    found: dict[str, Any] = {
-        "system": NAME,
-        "dimensions": {},
-        **shard,
-        "zero": max(stage, 1),
-        "tp": keys.degree("tensor_parallel.autotp_size", "tensor_parallel.tp_size"),
-        "cp": keys.degree("sequence_parallel_size"),
-        "offload": bool(on),
-        "microbatch": micro,
-        "microbatches": count or (1 if micro and not whole else None),
-        "global_batch": whole,
-        "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32",
-        "optimizer": keys.text("optimizer.type") or "adamw",
-        "learning_rate": keys.real("optimizer.params.lr", 1e-4),
-    }
     problems = []
     if bf16 and fp16:
         problems.append("bf16 and fp16 exclude each other")
@@ -92,8 +85,20 @@ def of_values(values: dict[str, Any]) -> Configuration:
         problems.append(
             "the optimizer alone is offloaded: predicted with parameters, gradients and states in host memory"
         )
-    return Configuration(
-        **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}
+    return keys.configuration(
+        problems,
+        dimensions={},
+        **shard,
+        zero=max(stage, 1),
+        tp=keys.degree("tensor_parallel.autotp_size", "tensor_parallel.tp_size"),
+        cp=keys.degree("sequence_parallel_size"),
+        offload=bool(on),
+        microbatch=micro,
+        microbatches=count or (1 if micro and not whole else None),
+        global_batch=whole,
+        precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
+        optimizer=keys.text("optimizer.type") or "adamw",
+        learning_rate=keys.real("optimizer.params.lr", 1e-4),
     )
 
 
@@ -103,25 +108,19 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     Raises:
         PlanError: the plan has something that it cannot do; names everything.
     """
-    only = {"pp": "its pipelines are in the model's code", "ep": "experts are in the model's code"}
-    cannot = [f"{axis}={getattr(plan, axis)}: {why}" for axis, why in only.items() if getattr(plan, axis) > 1]
-    if plan.tp > 1:
-        cannot.append(f"tp={plan.tp}: it divides layers of Hugging Face models alone, by AutoTP")
-    if plan.cp > 1:
-        cannot.append(f"cp={plan.cp}: its sequence parallelism (Ulysses) is in the model's code")
-    if plan.dp > 1 and plan.fsdp > 1 and plan.zero < 3:
-        cannot.append(f"dp={plan.dp} beside fsdp={plan.fsdp} with zero={plan.zero}: parts of the ranks need stage 3")
-    if plan.remat != "none":
-        cannot.append(f"remat={plan.remat}: call model.gradient_checkpointing_enable()")
-    if plan.offload and plan.zero < 3:
-        cannot.append(f"offload with zero={plan.zero}: parameters need stage 3")
-    cannot += ["compile"] if plan.compile != "off" else []
-    cannot += [f"sync={plan.sync}"] if plan.sync != "allreduce" else []
-    cannot += [f"compress={plan.compress}"] if plan.compress != "none" else []
-    cannot += ["precision=fp64"] if plan.precision_for(job) == "fp64" else []
-    if job.global_batch % (plan.data_ranks * plan.microbatches):
-        cannot.append("a share of the batch that is not whole")
-    refuse(NAME, str(plan), cannot)
+    cannot = {
+        f"pp={plan.pp}: its pipelines are in the model's code": plan.pp > 1,
+        f"ep={plan.ep}: experts are in the model's code": plan.ep > 1,
+        f"tp={plan.tp}: it divides layers of Hugging Face models alone, by AutoTP": plan.tp > 1,
+        f"cp={plan.cp}: its sequence parallelism (Ulysses) is in the model's code": plan.cp > 1,
+        f"dp={plan.dp} beside fsdp={plan.fsdp} with zero={plan.zero}: parts of the ranks need stage 3": plan.dp > 1
+        and plan.fsdp > 1
+        and plan.zero < 3,
+        f"remat={plan.remat}: call model.gradient_checkpointing_enable()": plan.remat != "none",
+        f"offload with zero={plan.zero}: parameters need stage 3": plan.offload and plan.zero < 3,
+        "compile": plan.compile != "off",
+    }
+    refuse(NAME, plan, job, cannot)
     zero: dict[str, Any] = {"stage": plan.zero if plan.fsdp > 1 else 0, "overlap_comm": True}
     if plan.fsdp > 1 and plan.dp > 1:
         zero["mics_shard_size"] = plan.fsdp
@@ -131,7 +130,7 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     kind = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "lamb": "Lamb"}.get(job.optimizer.name, "AdamW")
     values: dict[str, Any] = {
         "train_batch_size": job.global_batch,
-        "train_micro_batch_size_per_gpu": job.global_batch // (plan.data_ranks * plan.microbatches),
+        "train_micro_batch_size_per_gpu": microbatch_of(plan, job),
         "gradient_accumulation_steps": plan.microbatches,
         "bf16": {"enabled": plan.precision_for(job) == "bf16"},
         "zero_optimization": zero,

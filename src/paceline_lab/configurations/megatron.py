@@ -22,6 +22,7 @@ from paceline_lab.configurations.configuration import (
     Keys,
     Written,
     flattened,
+    microbatch_of,
     ranks_per_host,
     refuse,
 )
@@ -89,10 +90,7 @@ def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configurati
     """
     keys = Keys(NAME, values, _QUIET, _NOTED)
     found = _configuration(keys)
-    problems = (*notes, *_problems(found, keys))
-    return Configuration(
-        **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}
-    )
+    return keys.configuration([*notes, *_problems(found, keys)], **found)
 
 
 def _configuration(keys: Keys) -> dict[str, Any]:
@@ -109,7 +107,6 @@ def _configuration(keys: Keys) -> dict[str, Any]:
     hosts = keys.number("nnodes", "num_nodes")
     on_each = keys.number("nproc_per_node", "trainer.devices", "gpus_per_node")
     return {
-        "system": NAME,
         "dimensions": _dimensions(keys),
         "ranks": keys.number("world_size") or ((hosts or 1) * on_each if on_each else None),
         "replicas": 1 if sharded or fully else REST,
@@ -248,7 +245,15 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     Raises:
         PlanError: the plan has something that it cannot do; names everything.
     """
-    _refuse(plan, job)
+    no_schedule = plan.pp > 1 and plan.schedule not in ("1f1b", "interleaved")
+    cannot = {
+        "dp beside fsdp: it shards over all data-parallel ranks": plan.dp > 1 and plan.fsdp > 1,
+        f"schedule={plan.schedule}: it has 1f1b and interleaved": no_schedule,
+        "cut: its stages are even": bool(plan.cut),
+        "offload of parameters": plan.offload,
+        "compile": plan.compile != "off",
+    }
+    refuse(NAME, plan, job, cannot)
     stages = getattr(plan, "virtual", 2) if plan.schedule == "interleaved" and plan.pp > 1 else 1
     flags: dict[str, Any] = {
         "tensor-model-parallel-size": plan.tp,
@@ -261,7 +266,7 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
         **({"recompute-granularity": "full", "recompute-method": "uniform"} if plan.remat == "block" else {}),
         **({"recompute-num-layers": 1} if plan.remat == "block" else {}),
         **({"recompute-granularity": "selective"} if plan.remat == "selective" else {}),
-        "micro-batch-size": job.global_batch // (plan.data_ranks * plan.microbatches),
+        "micro-batch-size": microbatch_of(plan, job),
         "global-batch-size": job.global_batch,
         **({"bf16": True} if plan.precision_for(job) == "bf16" else {}),
         "optimizer": "sgd" if job.optimizer.name == "sgd" else "adam",
@@ -283,29 +288,6 @@ def _sharding(plan: Plan) -> dict[str, Any]:
         return {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
     strategy = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
     return {"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy, "use-distributed-optimizer": True}
-
-
-def _refuse(plan: Plan, job: Job) -> None:
-    cannot = [
-        *(["dp beside fsdp: it shards over all data-parallel ranks"] if plan.dp > 1 and plan.fsdp > 1 else []),
-        *([f"schedule={plan.schedule}: it has 1f1b and interleaved"] if plan.pp > 1 and _other(plan) else []),
-        *([f"sync={plan.sync}: it has all-reduce alone"] if plan.sync != "allreduce" else []),
-        *([f"compress={plan.compress}"] if plan.compress != "none" else []),
-        *(["cut: its stages are even"] if plan.cut else []),
-        *(["offload of parameters"] if plan.offload else []),
-        *(["compile"] if plan.compile != "off" else []),
-        *([f"precision={plan.precision_for(job)}"] if plan.precision_for(job) == "fp64" else []),
-        *(
-            ["a share of the batch that is not whole"]
-            if job.global_batch % (plan.data_ranks * plan.microbatches)
-            else []
-        ),
-    ]
-    refuse(NAME, str(plan), cannot)
-
-
-def _other(plan: Plan) -> bool:
-    return plan.schedule not in ("1f1b", "interleaved")
 
 
 def _model_flags(dimensions: Dimensions | None) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
-from paceline_lab.configurations.configuration import REST, Configuration, Keys, Written, flattened, refuse
+from paceline_lab.configurations.configuration import (
+    REST,
+    Configuration,
+    Keys,
+    Written,
+    flattened,
+    microbatch_of,
+    refuse,
+)
 
 NAME = "torchtitan"
 _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zbvzerobubble": "zero-bubble"}
@@ -62,13 +70,6 @@ def configured(values: dict[str, Any]) -> Configuration:
         PlanError: a value is none that its key takes.
     """
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
-    found, problems = _configuration(keys)
-    return Configuration(
-        **{**found, "read": keys.stated, "noted": keys.noted, "unknown": keys.unknown, "problems": tuple(problems)}
-    )
-
-
-def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
     problems: list[str] = []
     pp = keys.degree("parallelism.pipeline_parallel_degree")
     schedule, virtual = _schedule(keys, pp, problems)
@@ -95,33 +96,31 @@ def _configuration(keys: Keys) -> tuple[dict[str, Any], list[str]]:
         problems.append("expert_tensor_parallel_degree is 1 or the tensor_parallel_degree")
     if keys.flag("parallelism.enable_async_tensor_parallel") and not keys.flag("compile.enable", "training.compile"):
         problems.append("enable_async_tensor_parallel needs compile.enable")
-    return {
-        "system": NAME,
-        "dimensions": {"seq": keys.number("training.seq_len") or 2048},
-        "model_name": _FLAVORS.get(known, known) if name or flavor else "",
-        "replicas": replicate,
-        "shard": REST if shard in (None, -1) else shard,
-        "tp": tp,
-        "pp": pp,
-        "cp": cp,
-        "ep": ep,
-        "zero": 3,
-        "sequence": tp > 1,  # always, with its tensor parallelism
-        "offload": keys.flag("training.enable_cpu_offload"),
-        "schedule": schedule,
-        "virtual": virtual,
-        "remat": remat or "none",
-        "compiled": keys.flag("compile.enable", "training.compile"),
-        "microbatch": of_pipe if pp > 1 else local,
-        "microbatches": None if whole and whole > 0 else local // of_pipe if pp > 1 else 1,
-        "global_batch": whole if whole and whole > 0 else None,
-        "precision": "fp8"
-        if "float8" in str(converters)
-        else {"bfloat16": "bf16", "float32": "fp32"}.get(params, params),
-        "optimizer": keys.text("optimizer.name") or "AdamW",
-        "learning_rate": keys.real("optimizer.lr", 8e-4),
-        "steps": keys.number("training.steps"),
-    }, problems
+    return keys.configuration(
+        problems,
+        dimensions={"seq": keys.number("training.seq_len") or 2048},
+        model_name=_FLAVORS.get(known, known) if name or flavor else "",
+        replicas=replicate,
+        shard=REST if shard in (None, -1) else shard,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        zero=3,
+        sequence=tp > 1,  # always, with its tensor parallelism
+        offload=keys.flag("training.enable_cpu_offload"),
+        schedule=schedule,
+        virtual=virtual,
+        remat=remat or "none",
+        compiled=keys.flag("compile.enable", "training.compile"),
+        microbatch=of_pipe if pp > 1 else local,
+        microbatches=None if whole and whole > 0 else local // of_pipe if pp > 1 else 1,
+        global_batch=whole if whole and whole > 0 else None,
+        precision="fp8" if "float8" in str(converters) else {"bfloat16": "bf16", "float32": "fp32"}.get(params, params),
+        optimizer=keys.text("optimizer.name") or "AdamW",
+        learning_rate=keys.real("optimizer.lr", 8e-4),
+        steps=keys.number("training.steps"),
+    )
 
 
 def _schedule(keys: Keys, pp: int, problems: list[str]) -> tuple[str, int]:
@@ -139,22 +138,15 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     Raises:
         PlanError: the plan has something that it cannot do; names everything.
     """
-    microbatch = job.global_batch // (plan.data_ranks * plan.microbatches)
-    cannot = [
-        *([f"zero={plan.zero}: it shards parameters as well (zero=3)"] if plan.fsdp > 1 and plan.zero < 3 else []),
-        *(["tp without sequence=on"] if plan.tp > 1 and not plan.sequence else []),
-        *([f"sync={plan.sync}"] if plan.sync != "allreduce" else []),
-        *([f"compress={plan.compress}"] if plan.compress != "none" else []),
-        *(["cut"] if plan.cut else []),
-        *([f"precision={plan.precision_for(job)}"] if plan.precision_for(job) not in ("bf16", "fp32") else []),
-        *([f"virtual={getattr(plan, 'virtual', 2)}"] if getattr(plan, "virtual", 2) != 2 and plan.pp > 1 else []),
-        *(
-            ["a share of the batch that is not whole"]
-            if job.global_batch % (plan.data_ranks * plan.microbatches)
-            else []
-        ),
-    ]
-    refuse(NAME, str(plan), cannot)
+    virtual = getattr(plan, "virtual", 2)
+    cannot = {
+        f"zero={plan.zero}: it shards parameters as well (zero=3)": plan.fsdp > 1 and plan.zero < 3,
+        "tp without sequence=on": plan.tp > 1 and not plan.sequence,
+        "cut": bool(plan.cut),
+        f"virtual={virtual}": virtual != 2 and plan.pp > 1,
+    }
+    refuse(NAME, plan, job, cannot)
+    microbatch = microbatch_of(plan, job)
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": plan.dp,
         "data_parallel_shard_degree": plan.fsdp * plan.ep,  # experts are divided among the ranks that shard

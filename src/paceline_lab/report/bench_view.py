@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, 
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report.figures import DEFINITIONS, template_named
-from paceline_lab.scaling.result import AUTO, Curve, MeasuredSetting, Report
+from paceline_lab.scaling.result import AUTO, MeasuredSetting, Report
 from paceline_lab.scaling.table import excess_s
 
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
@@ -31,246 +32,242 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     Raises:
         RunError: nothing was measured, or the file cannot be written.
     """
+    settings = report.settings
+    if not settings:
+        raise RunError(
+            f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one "
+            "setting. Run its command again to go on."
+        )
     with not_by_paceline(folder, "benchmark"):
-        plans = " · ".join(dict.fromkeys(s.plan for s in report.settings))
+        best, one = _best(settings), next((s for s in settings if s.devices == 1), None)
+        there = {_name(s): [run for run in s.runs if (folder / run).is_dir()] for s in settings}
+        view = {
+            "created": _for_people(report.created),
+            "best": best,
+            "verdict": _verdict(best, one),
+            "cards": _cards(best, one),
+            "warnings": _warnings(report),
+            "lost": _lost(best, one),
+            "table": _rows(report, one),
+            "parts": list(PARTS),
+            "scalings": [
+                kind for kind in ("strong", "weak") if any(s.scaling == kind for s in settings if s.devices > 1)
+            ],
+            "any_alike": any(s.speedup is not None and not s.is_speedup for s in settings),
+            "runs": {name: runs for name, runs in there.items() if runs},
+            "scaling": _scaling(settings, one),
+            "plans": _plans(settings),
+            "breakdown": _breakdown(settings, one),
+            "losses": _losses(settings),
+        }
         return write_page(
             folder / PAGE,
             template_named("bench.html.j2"),
             definitions=DEFINITIONS,
-            facts={"machine": report.cluster, "command": report.command, "plans": plans},
+            facts={
+                "machine": report.cluster,
+                "command": report.command,
+                "plans": " · ".join(dict.fromkeys(s.plan for s in settings)),
+            },
             environment=report.environment,
             on_cores=report.on_cores,
             report=report,
-            view=BenchView(report, folder),
+            view=view,
         )
 
 
-class BenchView:
-    """A report as the template shows it. `folder`: the benchmark's directory.
+def _for_people(created: str) -> str:
+    try:
+        return datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return created
 
-    Raises:
-        RunError: nothing was measured.
+
+def _name(setting: MeasuredSetting) -> str:
+    return f"{setting.label}, weak" if setting.scaling == "weak" and setting.devices > 1 else setting.label
+
+
+# The headline
+
+
+def _verdict(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
+    """The result in one sentence; never a speedup if there is no difference."""
+    if best is one:
+        return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
+    devices = f"{best.devices} devices" if best.devices > 1 else best.plan
+    if best.speedup is None:
+        return f"{devices} were measured; to know what they gain, measure one device, too (--devices 1,{best.devices})."
+    if not best.is_speedup:
+        why = "too few repeats to tell" if len(best.pairs) < LEAST_REPEATS else "the intervals overlap"
+        return f"No difference between 1 device and {devices}: {why}."
+    gain, medians = units.digits(best.speedup.middle), _medians_say(best, one)
+    if best.speedup.middle < 1:
+        return f"Slower with {devices}: {gain} of the speed of one device.{medians}"
+    same = ", at the same batch per device" if best.scaling == "weak" else ""
+    return f"{gain} times as fast with {devices}{same}.{medians}"
+
+
+def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
+    """The reason why the speedup differs visibly from the ratio of the shown figures."""
+    if one is None or best.speedup is None:
+        return ""
+    ratio = best.throughput.middle / one.throughput.middle
+    if abs(ratio / best.speedup.middle - 1) < _VISIBLE:
+        return ""
+    if best.training_time_s is not None and best.scaling == "strong":
+        return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
+    return (
+        " (This is the median of rounds, in each of which both took turns; the medians over all rounds, which "
+        f"stand beside it, are {units.digits(ratio)} times apart.)"
+    )
+
+
+def _warnings(report: Report) -> list[str]:
+    interrupted = (
+        "The benchmark was interrupted: not every run of every setting was made. The same command with --out and "
+        "this directory goes on where it stopped."
+    )
+    known = {interrupted: not report.complete, SYNTHETIC: report.synthetic}
+    return [*(note for note, holds in known.items() if holds), *report.warnings]
+
+
+def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
+    """The figures of the headline, all of one setting."""
+
+    def of_one(name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
+        if one is None or one is best or getattr(one, name) is None:
+            return ""
+        value = shown(getattr(one, name))
+        return f"1 device: {value} ({value.interval})"
+
+    cards = []
+    if best.speedup is not None and best.is_speedup:
+        efficiency = Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")
+        cards = [Card("speedup", _speedup(best)), efficiency]
+    elif best.speedup is not None:
+        step_time = Card("step_time", units.seconds(best.step_time_s), of_one("step_time_s"))
+        cards = [Card("speedup", "no difference"), step_time]
+    cards.append(Card("throughput", units.rate(best.throughput), of_one("throughput", units.rate)))
+    used = {card.term for card in cards}
+    term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
+    if term is not None:
+        cards.append(Card(term, units.seconds(getattr(best, _TIMES[term])), of_one(_TIMES[term])))
+    return cards
+
+
+def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str, Shown]]:
+    """Time that each part adds to the headline's step beyond the ideal, largest first.
+
+    The sum stands last, without a name.
     """
+    if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
+        return []
+    if best.efficiency is None or best.efficiency.high >= 1:  # within the interval nothing is lost
+        return []
+    added = excess_s(one, best)
+    by_size = sorted(added.items(), key=lambda x: -x[1])
+    return [(part, units.milliseconds(s)) for part, s in (*by_size, ("", sum(added.values())))]
 
-    def __init__(self, report: Report, folder: Path) -> None:
-        if not report.settings:
-            raise RunError(
-                f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one "
-                "setting. Run its command again to go on."
+
+# The table
+
+
+def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
+    """Every figure of every setting, without rows that this job or machine cannot have."""
+    settings = report.settings
+    to_end = any(s.training_time_s for s in settings)
+    compressed = any(_most(s, "compression_error") is not None for s in settings)
+    has = {"": True, "compressed": compressed, "accelerators": not report.on_cores}
+
+    def compared(cell: Callable[[MeasuredSetting], Cell], setting: MeasuredSetting) -> Cell:
+        if setting is one:
+            return "reference"
+        return "needs 1 device" if setting.speedup is None else cell(setting)
+
+    def of_ranks(figure: RankFigure, setting: MeasuredSetting) -> Cell:
+        return _or(_most(setting, figure.name), figure.absent, figure.shown)
+
+    cells: dict[str, Callable[[MeasuredSetting], Cell]] = {
+        "global_batch": lambda s: Shown(s.global_batch, f"{s.global_batch:,}", "samples"),
+        "step_time": lambda s: units.seconds(s.step_time_s),
+        "throughput": lambda s: units.rate(s.throughput),
+        "tokens": _tokens,
+        "training_time": lambda s: _or(s.training_time_s, "not trained to its end"),
+        "time_to_target": lambda s: _or(s.time_to_target_s, "not reached"),
+        "speedup": partial(compared, _speedup),
+        "pairs": partial(compared, _pairs),
+        "efficiency": partial(compared, _efficiency),
+        "final_loss": lambda s: _or(s.final_loss, "not finite", units.number),
+        **{figure.term: partial(of_ranks, figure) for figure in RANK_FIGURES if has[figure.only]},
+        "energy": lambda s: _or(s.energy_joules, "not available", units.joules),
+    }
+    left_out = {
+        "tokens": not any(s.tokens_per_sample for s in settings),
+        "training_time": not to_end,
+        "time_to_target": not (to_end and report.target),
+        "final_loss": all(s.final_loss is None for s in settings),
+    }
+    return [Row(term, [cell(s) for s in settings]) for term, cell in cells.items() if not left_out.get(term)]
+
+
+# The charts
+
+
+def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
+    """A chart of the plans for several devices; None if no two use equally many."""
+    compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
+    if len({s.devices for s in compared}) == len(compared):
+        return None
+    figure = compared_figure(
+        [_name(s) for s in compared],
+        [_most(s, "wire_bytes") for s in compared],
+        [s.step_time_s.middle for s in compared],
+        [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared],
+        [s.final_loss for s in compared],
+    )
+    return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
+
+
+def _scaling(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
+    """The curve against the ideal; none where nothing was compared with one device."""
+    if all(s.speedup is None for s in settings):
+        return None
+    points = [f"{_name(s)}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
+    label = " ".join(["Speedup over the number of devices, against the ideal.", *points])
+    return Chart("scaling", _scaling_figure(settings), label)
+
+
+def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
+    """The step of every rank of every setting, part by part."""
+    bars = []
+    for s in settings:
+        shared = s.devices if s.scaling == "strong" else 1
+        ideal_s = None if one is None or s.devices == 1 else one.step_time_s.middle / shared
+        bars += [figures.Bar(_name(s), f"rank {rank}", use.parts_s, ideal_s) for rank, use in enumerate(s.ranks)]
+    label = "Time of one step on each rank, part by part."
+    return Chart("breakdown", figures.breakdown(bars), label) if bars else None
+
+
+def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
+    """The training loss over time and over samples. A plan keeps its colour; weak scaling is dashed."""
+    curves = [(s, s.curve) for s in settings if s.curve is not None and s.curve.steps]
+    plans = list(dict.fromkeys(s.plan for s, _ in curves))
+    charts = []
+    for over, title in (("seconds", "Training loss over time"), ("samples", "Training loss over samples")):
+        series = [
+            Line(
+                _name(s),
+                getattr(curve, over),
+                curve.losses,
+                SERIES[plans.index(s.plan) % len(SERIES)],
+                dashed=s.scaling == "weak",
             )
-        self.report, self.settings = report, report.settings
-        self.reference = next((s for s in self.settings if s.devices == 1), None)
-        self.best = _best(self.settings)
-        self.parts = list(PARTS)
-        self.scalings = [
-            name for name in ("strong", "weak") if any(s.scaling == name and s.devices > 1 for s in self.settings)
+            for s, curve in curves
         ]
-        self.any_alike = any(s.speedup is not None and not s.is_speedup for s in self.settings)
-        there = {self.name(s): [run for run in s.runs if (folder / run).is_dir()] for s in self.settings}
-        self.runs = {name: runs for name, runs in there.items() if runs}
-
-    @property
-    def created(self) -> str:
-        """The benchmark's date and time, formatted for people."""
-        try:
-            return datetime.fromisoformat(self.report.created).strftime("%Y-%m-%d %H:%M %Z").strip()
-        except ValueError:
-            return self.report.created
-
-    def name(self, setting: MeasuredSetting) -> str:
-        """The setting's label, and that its scaling is weak where it is."""
-        return f"{setting.label}, weak" if setting.scaling == "weak" and setting.devices > 1 else setting.label
-
-    # The headline
-
-    @property
-    def verdict(self) -> str:
-        """The result in one sentence; never a speedup if there is no difference."""
-        best = self.best
-        if best is self.reference:
-            return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
-        devices = f"{best.devices} devices" if best.devices > 1 else best.plan
-        if best.speedup is None:
-            return (
-                f"{devices} were measured; to know what they gain, measure one device, too (--devices "
-                f"1,{best.devices})."
-            )
-        if not best.is_speedup:
-            few = len(best.pairs) < LEAST_REPEATS
-            return (
-                f"No difference between 1 device and {devices}: "
-                f"{'too few repeats to tell' if few else 'the intervals overlap'}."
-            )
-        gain = units.digits(best.speedup.middle)
-        if best.speedup.middle < 1:
-            return f"Slower with {devices}: {gain} of the speed of one device.{self._medians_say(best)}"
-        same = ", at the same batch per device" if best.scaling == "weak" else ""
-        return f"{gain} times as fast with {devices}{same}.{self._medians_say(best)}"
-
-    def _medians_say(self, best: MeasuredSetting) -> str:
-        """The reason why the speedup differs visibly from the ratio of the shown figures."""
-        if self.reference is None or best.speedup is None:
-            return ""
-        ratio = best.throughput.middle / self.reference.throughput.middle
-        if abs(ratio / best.speedup.middle - 1) < _VISIBLE:
-            return ""
-        if best.training_time_s is not None and best.scaling == "strong":
-            return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
-        return (
-            " (This is the median of rounds, in each of which both took turns; the medians over all rounds, which "
-            f"stand beside it, are {units.digits(ratio)} times apart.)"
-        )
-
-    @property
-    def warnings(self) -> list[str]:
-        """Reasons not to rely on the figures."""
-        interrupted = (
-            "The benchmark was interrupted: not every run of every setting was made. The same command with --out and "
-            "this directory goes on where it stopped."
-        )
-        known = {interrupted: not self.report.complete, SYNTHETIC: self.report.synthetic}
-        return [*(note for note, holds in known.items() if holds), *self.report.warnings]
-
-    @property
-    def cards(self) -> list[Card]:
-        """The figures of the headline, all of one setting."""
-        best, cards = self.best, []
-        if best.speedup is not None and best.is_speedup:
-            efficiency = Card("efficiency", _efficiency(best), f"of the ideal {best.devices} ×")
-            cards = [Card("speedup", _speedup(best)), efficiency]
-        elif best.speedup is not None:
-            step_time = Card("step_time", units.seconds(best.step_time_s), self._of_one("step_time_s"))
-            cards = [Card("speedup", "no difference"), step_time]
-        cards.append(Card("throughput", units.rate(best.throughput), self._of_one("throughput", units.rate)))
-        used = {card.term for card in cards}
-        term = next((t for t, name in _TIMES.items() if t not in used and getattr(best, name) is not None), None)
-        if term is not None:
-            cards.append(Card(term, units.seconds(getattr(best, _TIMES[term])), self._of_one(_TIMES[term])))
-        return cards
-
-    def _of_one(self, name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
-        """The text with one device's value of the same figure."""
-        if self.reference is None or self.reference is self.best or getattr(self.reference, name) is None:
-            return ""
-        of_one = shown(getattr(self.reference, name))
-        return f"1 device: {of_one} ({of_one.interval})"
-
-    @property
-    def lost(self) -> list[tuple[str, Shown]]:
-        """Time that each part adds to the headline's step beyond the ideal, largest first.
-
-        The sum stands last, without a name.
-        """
-        best, one = self.best, self.reference
-        if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
-            return []
-        if best.efficiency is None or best.efficiency.high >= 1:  # within the interval nothing is lost
-            return []
-        added = excess_s(one, best)
-        by_size = sorted(added.items(), key=lambda x: -x[1])
-        return [(part, units.milliseconds(s)) for part, s in (*by_size, ("", sum(added.values())))]
-
-    # The table
-
-    @property
-    def rows(self) -> list[Row]:
-        """Every figure of every setting, without rows that this job or machine cannot have."""
-        to_end = any(s.training_time_s for s in self.settings)
-        compressed = any(_most(s, "compression_error") is not None for s in self.settings)
-        has = {"": True, "compressed": compressed, "accelerators": not self.report.on_cores}
-        rows = [
-            self._row("global_batch", lambda s: Shown(s.global_batch, f"{s.global_batch:,}", "samples")),
-            self._row("step_time", lambda s: units.seconds(s.step_time_s)),
-            self._row("throughput", lambda s: units.rate(s.throughput)),
-            self._row("tokens", _tokens, shown=any(s.tokens_per_sample for s in self.settings)),
-            self._row("training_time", lambda s: _or(s.training_time_s, "not trained to its end"), shown=to_end),
-            self._row(
-                "time_to_target",
-                lambda s: _or(s.time_to_target_s, "not reached"),
-                shown=to_end and bool(self.report.target),
-            ),
-            self._row("speedup", self._unless_reference(_speedup)),
-            self._row("pairs", self._unless_reference(_pairs)),
-            self._row("efficiency", self._unless_reference(_efficiency)),
-            self._row(
-                "final_loss",
-                lambda s: _or(s.final_loss, "not finite", units.number),
-                shown=any(s.final_loss is not None for s in self.settings),
-            ),
-            *(self._of_ranks(figure) for figure in RANK_FIGURES if has[figure.only]),
-            self._row("energy", lambda s: _or(s.energy_joules, "not available", units.joules)),
-        ]
-        return [row for row in rows if row is not None]
-
-    def _row(self, term: str, cell: Callable[[MeasuredSetting], Cell], *, shown: bool = True) -> Row | None:
-        return Row(term, [cell(s) for s in self.settings]) if shown else None
-
-    def _of_ranks(self, figure: RankFigure) -> Row:
-        """A row with the largest value over the ranks of each setting."""
-        values = [_most(setting, figure.name) for setting in self.settings]
-        return Row(figure.term, [_or(value, figure.absent, figure.shown) for value in values])
-
-    def _unless_reference(self, cell: Callable[[MeasuredSetting], Cell]) -> Callable[[MeasuredSetting], Cell]:
-        def compared(setting: MeasuredSetting) -> Cell:
-            if setting is self.reference:
-                return "reference"
-            return "needs 1 device" if setting.speedup is None else cell(setting)
-
-        return compared
-
-    # The charts
-
-    @property
-    def plans(self) -> Chart | None:
-        """A chart of the plans for several devices; None if no two use equally many."""
-        compared = [s for s in self.settings if s.scaling == "strong" and s.devices > 1]
-        if len({s.devices for s in compared}) == len(compared):
-            return None
-        figure = compared_figure(
-            [self.name(s) for s in compared],
-            [_most(s, "wire_bytes") for s in compared],
-            [s.step_time_s.middle for s in compared],
-            [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared],
-            [s.final_loss for s in compared],
-        )
-        return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
-
-    @property
-    def scaling(self) -> Chart | None:
-        """The curve against the ideal; none where nothing was compared with one device."""
-        if all(s.speedup is None for s in self.settings):
-            return None
-        speedup = self._unless_reference(_speedup)
-        points = [f"{self.name(s)}: {speedup(s)}." for s in self.settings if s is not self.reference]
-        label = " ".join(["Speedup over the number of devices, against the ideal.", *points])
-        return Chart("scaling", scaling_figure(self.settings), label)
-
-    @property
-    def breakdown(self) -> Chart | None:
-        """The step of every rank of every setting, part by part."""
-        bars = [
-            figures.Bar(self.name(s), f"rank {rank}", use.parts_s, self._ideal_s(s))
-            for s in self.settings
-            for rank, use in enumerate(s.ranks)
-        ]
-        label = "Time of one step on each rank, part by part."
-        return Chart("breakdown", figures.breakdown(bars), label) if bars else None
-
-    def _ideal_s(self, setting: MeasuredSetting) -> float | None:
-        if self.reference is None or setting.devices == 1:
-            return None
-        return self.reference.step_time_s.middle / (setting.devices if setting.scaling == "strong" else 1)
-
-    @property
-    def losses(self) -> list[Chart]:
-        """The training loss over time and over samples."""
-        curves = [(s, self.name(s), s.curve) for s in self.settings if s.curve is not None and s.curve.steps]
-        if not curves:
-            return []
-        return [
-            Chart(f"loss-{over}", losses_figure(curves, over), f"{title} of each setting.", title)
-            for over, title in (("seconds", "Training loss over time"), ("samples", "Training loss over samples"))
-        ]
+        figure = lines(series, over, "training loss", log_if_wide=True)
+        figure.height += 18 * max(0, len(series) - 3)  # the legend's lines
+        charts.append(Chart(f"loss-{over}", figure, f"{title} of each setting.", title))
+    return charts if curves else []
 
 
 def _best(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
@@ -304,7 +301,7 @@ def _most(setting: MeasuredSetting, name: str) -> float | None:
     return max((rank.figures[name] for rank in setting.ranks if name in rank.figures), default=None)
 
 
-def scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
+def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
     """Speedup over devices, strong and weak, against the ideal.
 
     A point without a speedup is hollow, stands at 1 and says so.
@@ -372,24 +369,3 @@ def compared_figure(
         Panel("final loss", final_loss),
     ]
     return panelled(names, panels)
-
-
-def losses_figure(curves: Sequence[tuple[MeasuredSetting, str, Curve]], over: str) -> Figure:
-    """The training loss of each setting over `steps`, `seconds` or `samples`.
-
-    A plan keeps its colour; weak scaling is dashed.
-    """
-    plans = list(dict.fromkeys(setting.plan for setting, _, _ in curves))
-    series = [
-        Line(
-            name,
-            getattr(curve, over),
-            curve.losses,
-            SERIES[plans.index(setting.plan) % len(SERIES)],
-            dashed=setting.scaling == "weak",
-        )
-        for setting, name, curve in curves
-    ]
-    figure = lines(series, over, "training loss", log_if_wide=True)
-    figure.height += 18 * max(0, len(series) - 3)  # the legend's lines
-    return figure

@@ -6,14 +6,14 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from paceline import units
 from paceline.errors import RunError
 from paceline.files import write_whole
-from paceline.planning.cost.layout import PART_NAMES, PARTS
+from paceline.planning.cost.layout import PART_NAMES, PARTS, Prediction
 from paceline.planning.explain.explain import LEAST
 from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
@@ -53,142 +53,96 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
         on_cores=all(simulation.device.startswith("CPU") for simulation in simulations),
         job=simulations[0].job,
         created=time.strftime("%Y-%m-%d %H:%M"),
-        views=[SimulationView(simulation, number) for number, simulation in enumerate(simulations)],
+        views=[_simulation(simulation, number) for number, simulation in enumerate(simulations)],
     )
 
 
-class SimulationView:
+def _simulation(simulation: Simulation, number: int) -> dict[str, Any]:
     """A simulation as the template shows it. `number`: which of the page's."""
-
-    def __init__(self, simulation: Simulation, number: int) -> None:
-        self.simulation, self.number = simulation, number
-        self.curves = [CurveView(self, curve) for curve in simulation.curves]
-        self.last = simulation.strong.last
-
-    @property
-    def verdict(self) -> str:
-        """The most devices' result in one sentence."""
-        told = sentences(self.simulation.strong)
-        return next(
-            (sentence for sentence in told if "predicted to be" in sentence or "no faster" in sentence), told[0]
-        )
-
-    @property
-    def cards(self) -> list[Card]:
-        """Figures of the most devices, strong scaling."""
-        last, base = self.last, self.simulation.strong.base
-        assert last.candidate is not None
-        prediction = last.candidate.prediction
-        cards = [
-            Card("predicted_step", _middle(seconds, last.step_time_s), _between(seconds, last.step_time_s)),
-            Card(
-                "simulated_speedup",
-                _middle(units.ratio, last.speedup),
-                f"against {units.count(base.devices, 'device')}",
-            ),
-            Card("simulated_efficiency", _middle(percent, last.efficiency), _between(percent, last.efficiency)),
-        ]
-        if last.goodput is not None:
-            cards.append(Card("simulated_goodput", percent(last.goodput.middle, 1), _between(percent, last.goodput)))
-        if prediction.mfu is not None:
-            cards.append(Card("mfu", percent(prediction.mfu), "of the devices in use, as the planner predicts"))
-        return cards
-
-    @property
-    def badges(self) -> list[str]:
-        """Badges of the job and the cluster."""
-        job = self.simulation.job
-        assert self.last.candidate is not None
-        parameters = f"{units.large(self.last.candidate.layout.trace.parameters)} parameters"
-        return [parameters, f"global batch {job.global_batch:,}", job.precision, f"seed {self.simulation.seed}"]
+    job, last, told = simulation.job, simulation.strong.last, sentences(simulation.strong)
+    assert last.candidate is not None
+    parameters = f"{units.large(last.candidate.layout.trace.parameters)} parameters"
+    verdicts = (sentence for sentence in told if "predicted to be" in sentence or "no faster" in sentence)
+    return {
+        "number": number,
+        "simulation": simulation,
+        "verdict": next(verdicts, told[0]),
+        "badges": [parameters, f"global batch {job.global_batch:,}", job.precision, f"seed {simulation.seed}"],
+        "cards": _cards(simulation.strong),
+        "curves": [_curve(curve, simulation.published[curve.scaling], number) for curve in simulation.curves],
+    }
 
 
-class CurveView:
+def _cards(strong: SimulatedCurve) -> list[Card]:
+    """Figures of the most devices, strong scaling."""
+    last, base = strong.last, strong.base
+    assert last.candidate is not None
+    mfu = last.candidate.prediction.mfu
+    cards = [
+        Card("predicted_step", _middle(seconds, last.step_time_s), _between(seconds, last.step_time_s)),
+        Card("simulated_speedup", _middle(units.ratio, last.speedup), f"against {units.count(base.devices, 'device')}"),
+        Card("simulated_efficiency", _middle(percent, last.efficiency), _between(percent, last.efficiency)),
+    ]
+    if last.goodput is not None:
+        cards.append(Card("simulated_goodput", percent(last.goodput.middle, 1), _between(percent, last.goodput)))
+    if mfu is not None:
+        cards.append(Card("mfu", percent(mfu), "of the devices in use, as the planner predicts"))
+    return cards
+
+
+def _curve(curve: SimulatedCurve, published: list[Likeness], number: int) -> dict[str, Any]:
     """One kind of scaling as the template shows it."""
+    key, fitting = f"{curve.scaling}-{number}", curve.fitting
+    speedups = [f"{p.devices:,} devices: {digits(p.speedup.middle)} times." for p in fitting if p.speedup]
+    shares = [f"{p.devices:,} devices: {percent(p.efficiency.middle)}." for p in fitting if p.efficiency]
+    parts = [part for part in PARTS if any(_shares(point).get(part, 0.0) >= LEAST for point in fitting)]
+    cells: dict[str, Callable[[Point, Prediction], Cell]] = {
+        "predicted_step": lambda point, _: seconds(point.step_time_s) if point.step_time_s else "",
+        "predicted_throughput": lambda point, _: units.rate(point.throughput) if point.throughput else "",
+        "simulated_speedup": lambda point, _: units.ratio(point.speedup) if point.speedup else "",
+        "simulated_efficiency": lambda point, _: percent(point.efficiency) if point.efficiency else "",
+        "simulated_goodput": lambda point, _: percent(point.goodput) if point.goodput else "",
+        "mfu": lambda _, prediction: "" if prediction.mfu is None else percent(prediction.mfu),
+        "device_memory": lambda _, prediction: size(prediction.memory_bytes),
+    }
+    if curve.last.goodput is None:
+        del cells["simulated_goodput"]
 
-    def __init__(self, of: SimulationView, curve: SimulatedCurve) -> None:
-        self.curve, self.scaling = curve, curve.scaling
-        self.published: list[Likeness] = of.simulation.published[curve.scaling]
-        self.key = f"{curve.scaling}-{of.number}"
-        self.sentences = sentences(curve)
-
-    @property
-    def term(self) -> str:
-        """Name of its definition."""
-        return "strong" if self.scaling == "strong" else "simulated_weak"
-
-    @property
-    def speedup(self) -> Chart:
-        """Speedup over devices."""
-        label = " ".join(
-            f"{p.devices:,} devices: {units.digits(p.speedup.middle)} times." for p in self.curve.fitting if p.speedup
-        )
-        return Chart(f"speedup-{self.key}", speedup_figure(self.curve), f"Predicted speedup. {label}")
-
-    @property
-    def efficiency(self) -> Chart:
-        """Efficiency over devices, beside published curves."""
-        label = " ".join(
-            f"{p.devices:,} devices: {percent(p.efficiency.middle)}." for p in self.curve.fitting if p.efficiency
-        )
-        figure = efficiency_figure(self.curve, self.published)
-        return Chart(f"efficiency-{self.key}", figure, f"Predicted efficiency. {label}")
-
-    @cached_property
-    def parts(self) -> list[str]:
-        """Parts that any of the steps spends time in."""
-        return [part for part in PARTS if any(_shares(point).get(part, 0.0) >= LEAST for point in self.curve.fitting)]
-
-    @property
-    def breakdown(self) -> Chart:
-        """A step on each number of devices, by part, in percent."""
-        points = self.curve.fitting
-        shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in self.parts}
-        names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
-        figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
-        for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
-            note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
-        return Chart(f"parts-{self.key}", figure, "Where a step goes on each number of devices.")
-
-    @property
-    def heads(self) -> list[str]:
-        """Definitions' names of the table's columns."""
-        goodput = ["simulated_goodput"] if self.curve.last.goodput is not None else []
-        known = ["predicted_step", "predicted_throughput", "simulated_speedup", "simulated_efficiency", *goodput]
-        return [*known, "mfu", "device_memory"]
-
-    @property
-    def rows(self) -> list[Row]:
-        """The figures of every number of devices."""
-        return [Row(f"{point.devices:,}", self._cells(point), self._about(point)) for point in self.curve.points]
-
-    def _cells(self, point: Point) -> list[Cell]:
+    def row(point: Point) -> Row:
         if point.candidate is None:
-            return ["no plan fits", *[""] * (len(self.heads) - 1)]
+            return Row(f"{point.devices:,}", ["no plan fits", *[""] * (len(cells) - 1)], point.why)
         prediction = point.candidate.prediction
-        cells: list[Cell] = [
-            seconds(point.step_time_s) if point.step_time_s else "",
-            units.rate(point.throughput) if point.throughput else "",
-            units.ratio(point.speedup) if point.speedup else "",
-            percent(point.efficiency) if point.efficiency else "",
-        ]
-        if "simulated_goodput" in self.heads:
-            cells.append(percent(point.goodput) if point.goodput else "")
-        mfu = "" if prediction.mfu is None else percent(prediction.mfu)
-        return [*cells, mfu, size(prediction.memory_bytes)]
+        shown = [cell(point, prediction) for cell in cells.values()]
+        return Row(f"{point.devices:,}", shown, str(point.candidate.plan))
 
-    def _about(self, point: Point) -> str:
-        return point.why if point.candidate is None else str(point.candidate.plan)
+    return {
+        "key": key,
+        "scaling": curve.scaling,
+        "term": "strong" if curve.scaling == "strong" else "simulated_weak",
+        "sentences": sentences(curve),
+        "published": list(zip(PUBLISHED, published, strict=False)),
+        "speedup": Chart(f"speedup-{key}", _speedup_figure(curve), " ".join(["Predicted speedup.", *speedups])),
+        "efficiency": Chart(
+            f"efficiency-{key}", _efficiency_figure(curve, published), " ".join(["Predicted efficiency.", *shares])
+        ),
+        "parts": parts,
+        "breakdown": Chart(
+            f"parts-{key}", _parts_figure(fitting, parts), "Where a step goes on each number of devices."
+        ),
+        "heads": list(cells),
+        "rows": [row(point) for point in curve.points],
+        "limits": limits(curve),
+    }
 
-    @property
-    def limits(self) -> list[tuple[str, str]]:
-        """Devices, and what limits them."""
-        return limits(self.curve)
 
-    @property
-    def colours(self) -> list[tuple[str, Likeness]]:
-        """Published curves with the colour of each."""
-        return list(zip(PUBLISHED, self.published, strict=False))
+def _parts_figure(points: Sequence[Point], parts: Sequence[str]) -> Figure:
+    """A step on each number of devices, by part, in percent."""
+    shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in parts}
+    names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
+    figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
+    for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
+        note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
+    return figure
 
 
 def _shares(point: Point) -> dict[str, float]:
@@ -212,7 +166,7 @@ PUBLISHED = (ORANGE, GREEN, PURPLE, SKY)  # colours of published curves
 _TOP = 1.6  # of the efficiency, the most that is drawn
 
 
-def speedup_figure(curve: SimulatedCurve) -> Figure:
+def _speedup_figure(curve: SimulatedCurve) -> Figure:
     """Speedup over devices on axes that double, with its interval, against the ideal."""
     points, base = curve.fitting, curve.base
     at = [point.devices for point in points]
@@ -233,7 +187,7 @@ def speedup_figure(curve: SimulatedCurve) -> Figure:
     return figure
 
 
-def efficiency_figure(curve: SimulatedCurve, published: Sequence[Likeness]) -> Figure:
+def _efficiency_figure(curve: SimulatedCurve, published: Sequence[Likeness]) -> Figure:
     """Efficiency over devices with its interval, the 50 % line, and published curves."""
     points = curve.fitting
     at = [point.devices for point in points]

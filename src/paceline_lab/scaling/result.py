@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from paceline.cluster.cluster import Cluster
 from paceline.device import CPU
 from paceline.errors import PlanError, RunError
@@ -162,22 +164,9 @@ class Report:
             RunError: the file is missing or no report.
         """
         try:
-            values = json.loads(read_text(file))
-            return cls(**(values | {"settings": [_measured(s) for s in values["settings"]]}))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return msgspec.convert(json.loads(read_text(file)), cls)
+        except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
             raise RunError(f"{file} cannot be read as a benchmark's report: {error}") from error
-
-
-def _measured(values: dict[str, Any]) -> MeasuredSetting:
-    intervals = {
-        name: Interval(**values[name])
-        for name in ("step_time_s", "throughput", "training_time_s", "time_to_target_s", "speedup", "efficiency")
-        if values.get(name) is not None
-    }
-    curve = Curve(**values["curve"]) if values.get("curve") else None
-    return MeasuredSetting(
-        **(values | intervals | {"ranks": [RankUse(**rank) for rank in values["ranks"]], "curve": curve})
-    )
 
 
 DEFAULT_STEPS = 60  # of a run that is not trained to a target

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import psutil
 
 from paceline.cluster.host import Host
@@ -66,16 +67,6 @@ class FinishedRun:
     losses: list[float | None]
     curve: Curve
     final_loss: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values that `load` reads back."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> FinishedRun:
-        """A finished run from a line's values."""
-        ranks = [RankUse(**rank) for rank in values["ranks"]]
-        return cls(**(values | {"ranks": ranks, "curve": Curve(**values["curve"])}))
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
@@ -387,9 +378,9 @@ class BenchmarkDirectory:
         found: dict[str, list[FinishedRun]] = {setting.key: [] for setting in settings}
         try:
             for line in read_lines(self.path / MEASURED):
-                run = FinishedRun.load(line)
+                run = msgspec.convert(line, FinishedRun)
                 found[run.setting].append(run)
-        except (KeyError, TypeError) as error:
+        except (KeyError, msgspec.ValidationError) as error:
             raise RunError(
                 f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}"
             ) from error
@@ -404,5 +395,5 @@ class BenchmarkDirectory:
     def add(self, run: FinishedRun) -> None:
         """Keep a finished run."""
         lines = JsonLines(self.path / MEASURED)
-        lines.write(json.dumps(run.to_json()))
+        lines.write(json.dumps(dataclasses.asdict(run)))
         lines.close()

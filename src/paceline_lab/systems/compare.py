@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment, to_run_on
-from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.emulate import Emulation
 from paceline.elastic.failure import StopSignals
 from paceline.elastic.forkserver import ALLOCATOR
 from paceline.errors import PacelineError, PlanError, RunError
@@ -29,7 +29,7 @@ from paceline.units import seconds
 from paceline_lab.scaling.protocol import rounds
 from paceline_lab.scaling.result import Scaling
 from paceline_lab.scaling.summary import MEASURED, REPORT, BenchmarkDirectory
-from paceline_lab.systems.compared import Comparison, TakenRun, step_time_s, summary, time_to
+from paceline_lab.systems.compared import OURS, PLAIN, Comparison, TakenRun, step_time_s, summary, time_to
 from paceline_lab.systems.proof import (
     Proof,
     Reference,
@@ -44,7 +44,6 @@ from paceline_lab.systems.started import Finished, Kill, python_of, run
 from paceline_lab.systems.system import JOB, SYSTEMS, Start, System, Task
 from paceline_lab.systems.table import REFERENCE
 
-OURS, PLAIN = "paceline", "plain"
 PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed
 STEPS = 70
 _PATIENCE = 5.0
@@ -123,6 +122,8 @@ class Compare:
         self.say, self.command, self.path, self.kill = say, command, out, kill
         self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
         self.stopped_by: str | None = None
+        self._emulation: Emulation | None = None
+        self._is_stopped: Callable[[], bool] = lambda: False
         self.left_out: dict[str, str] = {}
         self.proofs: dict[str, Proof] = {}
         self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
@@ -190,25 +191,22 @@ class Compare:
     def run(self) -> Comparison | None:
         """Prove, then measure what is not measured yet; None if nothing was measured."""
         self._install()
-        with StopSignals() as signals, self._places() as (hosts, emulation):
-
-            def stopped() -> bool:
-                return signals.first is not None
-
+        with StopSignals() as signals, self._emulated() as self._emulation:
+            self._is_stopped = lambda: signals.first is not None
             try:
-                self._prove(hosts, stopped)
+                self._prove()
                 for round_, way in rounds(self.ways, self.repeat):
                     done = {taken.round for taken in self.runs[way.key]}
                     if round_ not in done and way.title not in self.left_out:
-                        self._measure(way, round_, hosts, emulation, stopped)
+                        self._measure(way, round_)
                 for way in self.ways if self.kill else ():
                     if way.system.is_killed and way.system.name != PLAIN and not way.tuned and self.runs[way.key]:
-                        self._kill(way, hosts, stopped)
+                        self._kill(way)
             except KeyboardInterrupt:
                 self.stopped_by = signals.first or "SIGINT"
-        found = self.comparison()
+        found = summary(self) if self.runs.get(OURS) else None
         if found is not None:
-            write_whole(self.path / REPORT, json.dumps(found.to_json()))
+            write_whole(self.path / REPORT, json.dumps(asdict(found)))
         return found
 
     def _install(self) -> None:
@@ -220,25 +218,25 @@ class Compare:
         self.ways = [way for way in self.ways if way.system.name in self.pythons]
 
     @contextmanager
-    def _places(self) -> Iterator[tuple[tuple[EmulatedHost, ...], Emulation | None]]:
-        """Emulated hosts of the other systems; paceline's command makes its own alike."""
+    def _emulated(self) -> Iterator[Emulation | None]:
+        """Hosts of the other systems; paceline's command makes its own alike."""
         if self.cluster.emulate is None:
-            yield (), None
+            yield None
             return
         with Emulation(self.cluster.emulate) as emulation:
-            yield emulation.hosts, emulation
+            yield emulation
 
-    def _prove(self, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+    def _prove(self) -> None:
         """Compare every way's first losses with those of one process."""
         steps = min(PROOF_STEPS, self.steps)
-        references = References(lambda reference: self._losses(reference, steps, stopped))
+        references = References(lambda reference: self._losses(reference, steps))
         apart = normalises_apart(self.job)
         for way in self.ways:
             if way.title in self.left_out:
                 continue
             began = time.monotonic()
             try:
-                losses = self._one(way.system, self._task(way, steps), hosts, stopped, tuned=way.tuned).steps.losses
+                losses = self._one(way.system, self._task(way, steps), tuned=way.tuned).steps.losses
             except RunError as error:
                 self._leave_out(way.title, error)
                 continue
@@ -254,28 +252,21 @@ class Compare:
             return plan.data_ranks * plan.microbatches
         return 1 if way.system.name == PLAIN else self.ranks
 
-    def _losses(self, reference: Reference, steps: int, stopped: Callable[[], bool]) -> list[float]:
+    def _losses(self, reference: Reference, steps: int) -> list[float]:
         """Losses of one process."""
         task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=reference.batch), steps)
         task = replace(task, parts=reference.parts, disturbed=reference.disturbed)
-        return self._one(REFERENCE, task, (), stopped).steps.losses
+        return self._one(REFERENCE, task, alone=True).steps.losses
 
-    def _measure(
-        self,
-        way: Way,
-        round_: int,
-        hosts: tuple[EmulatedHost, ...],
-        emulation: Emulation | None,
-        stopped: Callable[[], bool],
-    ) -> None:
-        before = _busiest(emulation)
+    def _measure(self, way: Way, round_: int) -> None:
+        before = _busiest(self._emulation)
         try:
-            finished = self._one(way.system, self._task(way, self.steps), hosts, stopped, tuned=way.tuned)
+            finished = self._one(way.system, self._task(way, self.steps), tuned=way.tuned)
         except RunError as error:
             self._leave_out(way.title, error)
             return
         ended = finished.steps.ended_s
-        carried = _busiest(emulation) - before if emulation else 0.0
+        carried = _busiest(self._emulation) - before if self._emulation else 0.0
         carried = finished.steps.wire_bytes or carried
         taken = TakenRun(
             way.key,
@@ -283,7 +274,7 @@ class Compare:
             step_time_s(ended),
             ended[0] - finished.began,
             finished.memory_bytes,
-            carried / len(ended) if emulation else None,
+            carried / len(ended) if self._emulation else None,
             time_to(self.target, finished.steps.losses, ended),
             finished.steps.losses,
             [end - ended[0] for end in ended],
@@ -296,11 +287,11 @@ class Compare:
             f"first step after {taken.first_step_s:.1f} s"
         )
 
-    def _kill(self, way: Way, hosts: tuple[EmulatedHost, ...], stopped: Callable[[], bool]) -> None:
+    def _kill(self, way: Way) -> None:
         """One more run, of which a rank is killed half-way."""
         kill, steps = Kill.within(self.runs[way.key])
         try:
-            finished = self._one(way.system, self._task(way, steps), hosts, stopped, kill=kill)
+            finished = self._one(way.system, self._task(way, steps), kill=kill)
         except RunError as error:
             if kill.time is None:
                 self.say(f"{way.title}: not killed: {error}")
@@ -329,16 +320,10 @@ class Compare:
         )
 
     def _one(
-        self,
-        system: System,
-        task: Task,
-        hosts: tuple[EmulatedHost, ...],
-        stopped: Callable[[], bool],
-        *,
-        tuned: bool = False,
-        kill: Kill | None = None,
+        self, system: System, task: Task, *, tuned: bool = False, kill: Kill | None = None, alone: bool = False
     ) -> Finished:
-        """One run in a folder of its own, which is kept where it failed."""
+        """One run in a folder of its own, which is kept where it failed. `alone`: on this machine as it is."""
+        hosts = self._emulation.hosts if self._emulation and not alone else ()
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
         batch = task.global_batch or self.job.global_batch
         stop, evaluate = StopSpec(steps=task.steps), EvaluateSpec(every_steps=task.steps)
@@ -348,11 +333,11 @@ class Compare:
         python = self.pythons.get(system.name) or python_of(system, self.say)
         variables = dict(ALLOCATOR) if tuned else {}
         with scratch_folder(_LONGEST_SOCKET) as scratch:
-            start = Start(python, folder, task, self.cluster, hosts, _free_port(), scratch)
+            start = Start(system, python, folder, task, self.cluster, hosts, _free_port(), scratch)
             promised_s = self.first_run_s.get(system.name, 0.0) * task.steps / PROOF_STEPS
             deadline_s = max(self.deadline_s, _PATIENCE * promised_s)
             try:
-                finished = run(system, start, variables, deadline_s=deadline_s, stopped=stopped, kill=kill)
+                finished = run(start, variables, deadline_s=deadline_s, stopped=self._is_stopped, kill=kill)
             except KeyboardInterrupt:
                 shutil.rmtree(folder)
                 raise
@@ -362,12 +347,6 @@ class Compare:
     def _leave_out(self, title: str, error: PacelineError) -> None:
         self.left_out[title] = str(error)
         self.say(f"{title} is left out: {error}")
-
-    # What was found
-
-    def comparison(self) -> Comparison | None:
-        """The result of the finished runs; None before the first of paceline."""
-        return summary(self) if self.runs.get(OURS) else None
 
 
 def _busiest(emulation: Emulation | None) -> float:

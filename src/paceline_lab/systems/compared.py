@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import difflib
 import inspect
 import statistics
@@ -135,22 +134,6 @@ class Comparison:
     def batch_alone(self) -> int:
         """Samples of a step of the run that every speedup is against."""
         return self.global_batch // self.ranks if self.scaling == "weak" else self.global_batch
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> Comparison:
-        """A comparison from plain values."""
-        return cls(**(values | {"ways": [_way(way) for way in values["ways"]]}))
-
-
-def _way(values: dict[str, Any]) -> ComparedWay:
-    found: dict[str, Any] = {
-        key: Interval(**value) if isinstance(value, dict) else value for key, value in values.items()
-    }
-    return ComparedWay(**found)
 
 
 def step_time_s(ended_s: Sequence[float]) -> float:

@@ -52,7 +52,6 @@ class Finished:
 
 
 def run(
-    system: System,
     start: Start,
     environment: dict[str, str],
     *,
@@ -72,7 +71,7 @@ def run(
         RunError: it failed or hangs; with the end of what it said.
         KeyboardInterrupt: it was `stopped`.
     """
-    marked = f"{os.getpid()}:{start.folder}"
+    system, marked = start.system, f"{os.getpid()}:{start.folder}"
     processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
     began, most = time.time(), 0
     try:

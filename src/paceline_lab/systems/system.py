@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ class Start:
         scratch: folder of a short path, for sockets; it is removed after the run.
     """
 
+    system: System
     python: Path
     folder: Path
     task: Task
@@ -67,14 +67,51 @@ class Start:
         """Address of the first host."""
         return self.hosts[0].address if self.hosts else "127.0.0.1"
 
+    @property
+    def program(self) -> list[str]:
+        """Words that call the system's `train`, the interpreter first."""
+        return [str(self.python), "-m", "paceline_lab.systems.run", str(self.system.train), str(self.folder)]
+
+
+def torchrun(start: Start) -> list[Command]:
+    """torchrun on each host; over several, the first one's serves the rendezvous."""
+    python, *program = start.program
+    return [
+        Command(
+            [
+                *(python, "-m", "torch.distributed.run"),
+                *(f"--nnodes={len(start.places)}", f"--node-rank={number}"),
+                f"--nproc-per-node={start.ranks_per_host}",
+                *(f"--master-addr={start.address}", f"--master-port={start.port}"),
+                *program,
+            ],
+            host,
+        )
+        for number, host in enumerate(start.places)
+    ]
+
+
+def steps_of_all(start: Start) -> Steps:
+    """Steps that all ranks left in the folder."""
+    return Steps.of_ranks(start.folder, start.task.ranks)
+
+
+def steps_of_one(start: Start) -> Steps:
+    """Steps of the whole batch, which one process left in the folder."""
+    return Steps.of_ranks(start.folder, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
-class System(ABC):
-    """A system that trains a job.
+class System:
+    """A system that trains a job. Without `commands`, torchrun starts its `train` for each rank.
 
     Attributes:
         name: as `--systems` takes it; `title` as tables show it.
         documentation: the page whose way of starting it is followed.
+        train: import path of its script for one rank, in which changed lines are counted; None without one.
+        commands: makes the commands of a run, which end when all steps are taken.
+        steps: reads the steps of a run that has ended.
+        refusal: the reason why it cannot train a job; None where it can.
         requirements: files of its pinned packages, installed in this order beside paceline's own; none needs no more.
         build_environment: variables for their installation.
         apart: its environment has nothing of paceline's, nor torch.
@@ -82,12 +119,15 @@ class System(ABC):
         takes_channels_last: it trains weights that are laid out so.
         is_killed: a rank is killed where that is asked for; False where outliving it needs another script than this.
         one_machine: the reason why it cannot run on emulated hosts; None where it can.
-        train: import path of its script for one rank, in which changed lines are counted; None without one.
     """
 
     name: str
     title: str
     documentation: str
+    train: str | None = None
+    commands: Callable[[Start], Sequence[Command]] = torchrun
+    steps: Callable[[Start], Steps] = steps_of_all
+    refusal: Callable[[Job], str | None] = lambda job: None
     requirements: Sequence[str] = ()
     build_environment: Mapping[str, str] = field(default_factory=dict)
     apart: bool = False
@@ -95,50 +135,10 @@ class System(ABC):
     takes_channels_last: bool = True
     is_killed: bool = True
     one_machine: str | None = None
-    train: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
         """The reason why it cannot train this job here; None where it can."""
-        return self.one_machine if cluster.emulate else None
-
-    @abstractmethod
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The commands of a run, which end when all steps are taken."""
-
-    @abstractmethod
-    def steps(self, start: Start) -> Steps:
-        """The steps of a run that has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchSystem(System):
-    """A `System` whose `train` is a script of PyTorch that torchrun starts for each rank."""
-
-    train: str
-
-    def program(self, start: Start) -> list[str]:
-        """Words that call `train` in the system's environment, after the interpreter."""
-        return ["-m", "paceline_lab.systems.run", self.train, str(start.folder)]
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """torchrun on each host; over several, the first one's serves the rendezvous."""
-        return [
-            Command(
-                [
-                    *(str(start.python), "-m", "torch.distributed.run"),
-                    *(f"--nnodes={len(start.places)}", f"--node-rank={number}"),
-                    f"--nproc-per-node={start.ranks_per_host}",
-                    *(f"--master-addr={start.address}", f"--master-port={start.port}"),
-                    *self.program(start),
-                ],
-                host,
-            )
-            for number, host in enumerate(start.places)
-        ]
-
-    def steps(self, start: Start) -> Steps:
-        """Steps that the ranks left in the folder."""
-        return Steps.of_ranks(start.folder, start.task.ranks)
+        return (self.one_machine if cluster.emulate else None) or self.refusal(job)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.cluster.cluster import Cluster
 from paceline.files import write_whole
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.run.record.run import Run
-from paceline_lab.systems.system import JOB, Command, Start, Steps, System, TorchSystem
+from paceline_lab.systems.system import JOB, Command, Start, Steps, System, steps_of_one
 
 _SCRIPTS = "paceline_lab.systems.scripts"
 _TF_SCRIPT = Path(__file__).with_name("tensorflow_scripts") / "strategies.py"
@@ -27,172 +25,134 @@ _TF_DOCUMENTATION = "https://www.tensorflow.org/guide/distributed_training"
 _TUNED_DDP = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
-class _Ours(System):
-    """The command that its documentation shows; the job file takes the place of a script."""
+def _paceline(start: Start) -> list[Command]:
+    """The command that its documentation shows; the job file takes the place of a script.
 
-    def commands(self, start: Start) -> Sequence[Command]:
-        """One command, which starts the ranks itself, on emulated hosts too."""
-        where = start.folder / "cluster.yaml"
-        write_whole(where, start.cluster.to_yaml())
-        train = [sys.executable, "-m", "paceline", "train", str(start.folder / JOB), "--cluster", str(where)]
-        return [Command([*train, "--plan", str(start.task.settings["plan"]), "--run", str(start.folder / "run")])]
-
-    def steps(self, start: Start) -> Steps:
-        """Steps that the run recorded, with losses of the global batch."""
-        run = Run(start.folder / "run")
-        lines = run.steps(0)
-        links = [event["links"].values() for event in run.events() if event["event"] == "links"]
-        wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
-        return Steps(run.losses, [line["time"] for line in lines], max(wire, default=None))
+    It starts the ranks itself, on emulated hosts too.
+    """
+    where = start.folder / "cluster.yaml"
+    write_whole(where, start.cluster.to_yaml())
+    train = [sys.executable, "-m", "paceline", "train", str(start.folder / JOB), "--cluster", str(where)]
+    return [Command([*train, "--plan", str(start.task.settings["plan"]), "--run", str(start.folder / "run")])]
 
 
-class _Plain(TorchSystem):
+def _recorded(start: Start) -> Steps:
+    """Steps that a run of paceline recorded, with losses of the global batch."""
+    run = Run(start.folder / "run")
+    links = [event["links"].values() for event in run.events() if event["event"] == "links"]
+    wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
+    return Steps(run.losses, [line["time"] for line in run.steps(0)], max(wire, default=None))
+
+
+def _alone(start: Start) -> list[Command]:
     """One process, whatever the number of ranks."""
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """Python alone."""
-        return [Command([str(start.python), *self.program(start)], start.places[0])]
-
-    def steps(self, start: Start) -> Steps:
-        """Steps that the process left in the folder."""
-        return Steps.of_ranks(start.folder, 1)
+    return [Command(start.program, start.places[0])]
 
 
-class _Horovod(TorchSystem):
-    """Its own launcher starts the ranks."""
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """Ranks by horovodrun."""
-        python, ranks = str(start.python), str(start.task.ranks)
-        launcher = [python, "-m", "horovod.runner.launch", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
-        return [Command([*launcher, python, *self.program(start)])]
+def _horovodrun(start: Start) -> list[Command]:
+    ranks = str(start.task.ranks)
+    launcher = ["-m", "horovod.runner.launch", "--gloo", "-np", ranks, "-H", f"localhost:{ranks}"]
+    return [Command([str(start.python), *launcher, *start.program])]
 
 
-class _RayTrain(TorchSystem):
+def _driver_of_ray(start: Start) -> list[Command]:
     """A driver, which starts a cluster of its own on this machine."""
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The driver."""
-        environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
-        write_whole(token := start.folder / "token", secrets.token_hex(32))
-        environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # else Ray makes one in the user's home
-        return [Command([str(start.python), *self.program(start)], environment=environment)]
+    environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
+    write_whole(token := start.folder / "token", secrets.token_hex(32))
+    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # else Ray makes one in the user's home
+    return [Command(start.program, environment=environment)]
 
 
-class _Torchft(TorchSystem):
-    """A lighthouse, and torchrun for every replica group."""
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The lighthouse on the first host, and one group for each rank."""
-        port, bind = start.port + 1, start.address if start.hosts else "127.0.0.1"
-        binary = str(start.python.with_name("torchft_lighthouse"))
-        options = ["--min_replicas", str(start.task.ranks), "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
-        serves = Command([binary, "--bind", f"{bind}:{port}", *options], start.places[0], serves=True)
-        return [serves, *(self._group(start, rank, f"http://{bind}:{port}") for rank in range(start.task.ranks))]
-
-    def _group(self, start: Start, rank: int, lighthouse: str) -> Command:
+def _groups_of_torchft(start: Start) -> list[Command]:
+    """A lighthouse on the first host, and torchrun for every replica group, which is one rank."""
+    python, *program = start.program
+    port, bind = start.port + 1, start.address
+    binary = str(start.python.with_name("torchft_lighthouse"))
+    options = ["--min_replicas", str(start.task.ranks), "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+    commands = [Command([binary, "--bind", f"{bind}:{port}", *options], start.places[0], serves=True)]
+    for rank in range(start.task.ranks):
         host = start.places[rank // start.ranks_per_host]
-        port = start.port + 2 + rank
         address = host.address if host else "127.0.0.1"
-        words = [str(start.python), "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
-        words += [f"--master-addr={address}", f"--master-port={port}", *self.program(start)]
-        variables = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(rank), "REPLICA_HOST": address}
-        return Command(words, host, variables)
+        words = [python, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+        words += [f"--master-addr={address}", f"--master-port={port + 1 + rank}", *program]
+        variables = {"TORCHFT_LIGHTHOUSE": f"http://{bind}:{port}", "REPLICA_GROUP_ID": str(rank)}
+        commands.append(Command(words, host, {**variables, "REPLICA_HOST": address}))
+    return commands
 
 
-class _Flower(_Plain):
+def _simulation_of_flower(start: Start) -> list[Command]:
     """One command, which starts Ray and the clients in it; the server leaves the steps."""
-
-    def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """Averaged weights are those of synchronous training for plain SGD alone."""
-        if reason := super().refuses(job, cluster):
-            return reason
-        if job.optimizer.name != "sgd" or job.optimizer.momentum or job.clip_norm is not None:
-            return "averaged weights are those of synchronous training only for sgd without momentum and clipping"
-        return None
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The simulation."""
-        environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
-        return [Command([str(start.python), *self.program(start)], environment=environment)]
+    environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
+    return [Command(start.program, environment=environment)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TensorFlow(System):
-    """A strategy of TensorFlow, which runs in an environment of its own."""
-
-    strategy: str
-    requirements: Sequence[str] = ("tensorflow.txt",)
-    apart: bool = True
-
-    def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """The first thing of the job that has no counterpart here."""
-        if reason := super().refuses(job, cluster):
-            return reason
-        if job.model.zoo not in _TF_MODELS:
-            return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
-        if job.loss.name != "cross_entropy" or job.loss.args:
-            return "the loss would have to be written again for TensorFlow; here that is plain cross_entropy"
-        if job.model.args.get("dropout"):
-            return "its dropout draws other numbers than torch's"
-        if job.clip_norm is not None:
-            return "Keras clips the gradient of each replica before they are summed, which is another computation"
-        if job.optimizer.name not in ("sgd", "adam", "adamw") or (
-            job.optimizer.name != "adamw" and job.optimizer.weight_decay
-        ):
-            return f"Keras has no {job.optimizer.name} of these settings"
-        return None
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The script once, on this machine."""
-        _lay_out(start)
-        return [self.command(start)]
-
-    def command(
-        self, start: Start, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
-    ) -> Command:
-        """The script in a place, with the configuration of a cluster where there is one."""
-        words = [str(start.python), str(_TF_SCRIPT), self.strategy, str(start.folder)]
-        environment = {"TF_CONFIG": json.dumps(config)} if config else {}
-        return Command(words, start.places[place], environment, serves=serves)
-
-    def steps(self, start: Start) -> Steps:
-        """Steps that the script left; losses are of the whole batch."""
-        return Steps.of_ranks(start.folder, 1)
+def _refusal_of_flower(job: Job) -> str | None:
+    if job.optimizer.name != "sgd" or job.optimizer.momentum or job.clip_norm is not None:
+        return "averaged weights are those of synchronous training only for sgd without momentum and clipping"
+    return None
 
 
-class _TensorFlowWorkers(_TensorFlow):
-    def commands(self, start: Start) -> Sequence[Command]:
-        """The script once for each worker, each with its TF_CONFIG."""
-        _lay_out(start)
-        cluster = {"worker": _addresses(start, start.task.ranks)}
-        configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
-        return [self.command(start, rank // start.ranks_per_host, config) for rank, config in enumerate(configs)]
+# TensorFlow
 
 
-class _TensorFlowServer(_TensorFlow):
-    def commands(self, start: Start) -> Sequence[Command]:
-        """Workers, a server and the coordinator; the last two are on the first host."""
-        _lay_out(start)
-        ranks = start.task.ranks
-        server, chief = (address for address in _addresses(start, ranks + 2)[ranks:])
-        host = _addresses(start, 1)[0].partition(":")[0]
-        server, chief = (f"{host}:{address.partition(':')[2]}" for address in (server, chief))
-        cluster = {"worker": _addresses(start, ranks), "ps": [server], "chief": [chief]}
-
-        def task(kind: str, number: int, place: int) -> Command:
-            config = {"cluster": cluster, "task": {"type": kind, "index": number}}
-            return self.command(start, place, config, serves=kind != "chief")
-
-        workers = [task("worker", rank, rank // start.ranks_per_host) for rank in range(ranks)]
-        return [*workers, task("ps", 0, 0), task("chief", 0, 0)]
+def _refusal_of_tensorflow(job: Job) -> str | None:
+    """The first thing of the job that has no counterpart there."""
+    if job.model.zoo not in _TF_MODELS:
+        return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
+    if job.loss.name != "cross_entropy" or job.loss.args:
+        return "the loss would have to be written again for TensorFlow; here that is plain cross_entropy"
+    if job.model.args.get("dropout"):
+        return "its dropout draws other numbers than torch's"
+    if job.clip_norm is not None:
+        return "Keras clips the gradient of each replica before they are summed, which is another computation"
+    name, decays = job.optimizer.name, bool(job.optimizer.weight_decay)
+    if name not in ("sgd", "adam", "adamw") or (name != "adamw" and decays):
+        return f"Keras has no {name} of these settings"
+    return None
 
 
-def _addresses(start: Start, ranks: int, first: int = 0) -> list[str]:
-    """An address and a port for each of so many ranks, host by host."""
-    each = start.ranks_per_host
-    hosts = [host.address if host else "127.0.0.1" for host in start.places for _ in range(each)]
-    return [f"{hosts[rank % len(hosts)]}:{start.port + first + rank}" for rank in range(ranks)]
+def _strategy(
+    start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
+) -> Command:
+    """The script in a place, with the configuration of a cluster where there is one."""
+    words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
+    return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
+
+
+def _mirrored(start: Start) -> list[Command]:
+    _lay_out(start)
+    return [_strategy(start, "mirrored")]
+
+
+def _workers(start: Start) -> list[Command]:
+    """The script once for each worker, each with its TF_CONFIG."""
+    _lay_out(start)
+    cluster = {"worker": _addresses(start, start.task.ranks)}
+    configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
+    return [
+        _strategy(start, "multiworker", rank // start.ranks_per_host, config) for rank, config in enumerate(configs)
+    ]
+
+
+def _workers_and_server(start: Start) -> list[Command]:
+    """Workers, a server and the coordinator; the last two are on the first host."""
+    _lay_out(start)
+    ranks = start.task.ranks
+    server, chief = (f"{start.address}:{start.port + ranks + number}" for number in (0, 1))
+    cluster = {"worker": _addresses(start, ranks), "ps": [server], "chief": [chief]}
+
+    def task(kind: str, number: int, place: int) -> Command:
+        config = {"cluster": cluster, "task": {"type": kind, "index": number}}
+        return _strategy(start, "server", place, config, serves=kind != "chief")
+
+    workers = [task("worker", rank, rank // start.ranks_per_host) for rank in range(ranks)]
+    return [*workers, task("ps", 0, 0), task("chief", 0, 0)]
+
+
+def _addresses(start: Start, ranks: int) -> list[str]:
+    """An address and a port for each rank, host by host."""
+    hosts = [host.address if host else "127.0.0.1" for host in start.places for _ in range(start.ranks_per_host)]
+    return [f"{hosts[rank]}:{start.port + rank}" for rank in range(ranks)]
 
 
 def _lay_out(start: Start) -> None:
@@ -252,23 +212,42 @@ def _about(start: Start, job: Job) -> dict[str, Any]:
     }
 
 
-PACELINE = _Ours(name="paceline", title="paceline", documentation="docs/tutorial.md")
-PLAIN = _Plain(
+_TF: dict[str, Any] = {
+    "requirements": ["tensorflow.txt"],
+    "apart": True,
+    "steps": steps_of_one,
+    "refusal": _refusal_of_tensorflow,
+}
+_GCC = {
+    "CXX": str(Path(__file__).with_name("cxx20")),
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "MAKEFLAGS": "-j2",
+}
+PACELINE = System(
+    name="paceline", title="paceline", documentation="docs/tutorial.md", commands=_paceline, steps=_recorded
+)
+PLAIN = System(
     name="plain",
     title="PyTorch, one process",
     documentation="https://docs.pytorch.org/tutorials/beginner/basics/optimization_tutorial.html",
     train=f"{_SCRIPTS}:plain",
+    commands=_alone,
+    steps=steps_of_one,
 )
 # Its losses are those that every system's are compared with.
 REFERENCE = replace(PLAIN, name="reference", train=f"{_SCRIPTS}:reference")
-DDP = TorchSystem(
+DDP = System(
     name="ddp",
     title="PyTorch DDP",
     documentation="https://docs.pytorch.org/docs/stable/notes/ddp.html",
     train=f"{_SCRIPTS}:ddp",
     tuned=_TUNED_DDP,
 )
-FSDP = TorchSystem(
+FSDP = System(
     name="fsdp",
     title="PyTorch FSDP2",
     documentation="https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html",
@@ -276,7 +255,7 @@ FSDP = TorchSystem(
     tuned={"reshard_after_forward": False},
     takes_channels_last=False,  # it refuses parameters that are not contiguous
 )
-ACCELERATE = TorchSystem(
+ACCELERATE = System(
     name="accelerate",
     title="Accelerate",
     documentation="https://huggingface.co/docs/accelerate/quicktour",
@@ -284,7 +263,7 @@ ACCELERATE = TorchSystem(
     requirements=["accelerate.txt"],
     tuned=_TUNED_DDP,
 )
-LIGHTNING = TorchSystem(
+LIGHTNING = System(
     name="lightning",
     title="Lightning",
     documentation="https://lightning.ai/docs/pytorch/stable/starter/introduction.html",
@@ -292,7 +271,7 @@ LIGHTNING = TorchSystem(
     requirements=["lightning.txt"],
     tuned=_TUNED_DDP,
 )
-DEEPSPEED = TorchSystem(
+DEEPSPEED = System(
     name="deepspeed",
     title="DeepSpeed",
     documentation="https://www.deepspeed.ai/getting-started/",
@@ -301,67 +280,68 @@ DEEPSPEED = TorchSystem(
     tuned={"zero_optimization": {"stage": 0}},
     takes_channels_last=False,  # it fails where it broadcasts them
 )
-HOROVOD = _Horovod(
+HOROVOD = System(
     name="horovod",
     title="Horovod",
     documentation="https://horovod.readthedocs.io/en/stable/pytorch.html",
     train=f"{_SCRIPTS}:horovod",
+    commands=_horovodrun,
     one_machine="its launcher starts ranks on other hosts by ssh, which emulated hosts lack",
     is_killed=False,  # see benchmarks/faults.py
     requirements=["build.txt", "horovod.txt"],
     takes_channels_last=False,  # it refuses tensors that are not contiguous
-    build_environment={
-        "CXX": str(Path(__file__).with_name("cxx20")),
-        "HOROVOD_WITH_PYTORCH": "1",
-        "HOROVOD_WITHOUT_TENSORFLOW": "1",
-        "HOROVOD_WITHOUT_MXNET": "1",
-        "HOROVOD_WITHOUT_MPI": "1",
-        "HOROVOD_WITH_GLOO": "1",
-        "MAKEFLAGS": "-j2",
-    },
+    build_environment=_GCC,
 )
-RAY_TRAIN = _RayTrain(
+RAY_TRAIN = System(
     name="ray-train",
     title="Ray Train",
     documentation="https://docs.ray.io/en/latest/train/getting-started-pytorch.html",
     train=f"{_SCRIPTS}:ray_train",
+    commands=_driver_of_ray,
     one_machine="its driver starts a cluster of Ray on one machine alone",
     requirements=["ray-train.txt"],
     tuned=_TUNED_DDP,
 )
-TORCHFT = _Torchft(
+TORCHFT = System(
     name="torchft",
     title="torchft",
     documentation="https://github.com/meta-pytorch/torchft",
     train=f"{_SCRIPTS}:torchft",
+    commands=_groups_of_torchft,
     one_machine="its ranks find each other by the host's name, which emulated hosts share",
     is_killed=False,  # see benchmarks/faults.py
     requirements=["torchft.txt"],
 )
-FLOWER = _Flower(
+FLOWER = System(
     name="flower",
     title="Flower",
     documentation="https://flower.ai/docs/framework/tutorial-quickstart-pytorch.html",
     train=f"{_SCRIPTS}:flower",
+    commands=_simulation_of_flower,
+    steps=steps_of_one,
+    refusal=_refusal_of_flower,
     one_machine="its simulation runs on one machine",
     requirements=["flower.txt"],
 )
-TF_MIRRORED = _TensorFlow(
+TF_MIRRORED = System(
     name="tf-mirrored",
     title="TF Mirrored",
     documentation=f"{_TF_DOCUMENTATION}#mirroredstrategy",
-    strategy="mirrored",
+    commands=_mirrored,
+    **_TF,
     one_machine="MirroredStrategy is for one host",
 )
-TF_MULTIWORKER = _TensorFlowWorkers(
+TF_MULTIWORKER = System(
     name="tf-multiworker",
     title="TF MultiWorker",
     documentation=f"{_TF_DOCUMENTATION}#multiworkermirroredstrategy",
-    strategy="multiworker",
+    commands=_workers,
+    **_TF,
 )
-TF_SERVER = _TensorFlowServer(
+TF_SERVER = System(
     name="tf-server",
     title="TF ParameterServer",
     documentation=f"{_TF_DOCUMENTATION}#parameterserverstrategy",
-    strategy="server",
+    commands=_workers_and_server,
+    **_TF,
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,7 +101,7 @@ def test_a_run_is_read_from_its_directory_and_kept_as_a_line(tmp_path: Path) -> 
     assert sum(found.ranks[0].parts_s.values()) == pytest.approx(found.step_time_s)
     assert found.ranks[0].parts_s.keys() == set(PARTS)
     assert found.curve.samples[-1] == sum(step["samples"] for step in run.steps())
-    assert FinishedRun.load(json.loads(json.dumps(found.to_json()))) == found
+    assert msgspec.convert(json.loads(json.dumps(asdict(found))), FinishedRun) == found
 
 
 def test_a_run_that_ends_within_the_warm_up_measures_nothing(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -26,26 +24,15 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_n
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Programs(System):
+def start(folder: Path, *programs: str) -> Start:
     """Programs of Python as a system; a second one serves."""
 
-    programs: Sequence[str]
-
-    def commands(self, start: Start) -> Sequence[Command]:
-        words = [[sys.executable, "-c", program, str(start.folder)] for program in self.programs]
+    def commands(start: Start) -> list[Command]:
+        words = [[sys.executable, "-c", program, str(start.folder)] for program in programs]
         return [Command(each, serves=number > 0) for number, each in enumerate(words)]
 
-    def steps(self, start: Start) -> Steps:
-        return Steps.of_ranks(start.folder, 1)
-
-
-def system(*programs: str) -> Programs:
-    return Programs(name="programs", title="Programs", documentation="", programs=programs)
-
-
-def start(folder: Path) -> Start:
-    return Start(Path(sys.executable), folder, Task(1, 1, 2), discover(), (), 0, folder)
+    system = System(name="programs", title="Programs", documentation="", commands=commands)
+    return Start(system, Path(sys.executable), folder, Task(1, 1, 2), discover(), (), 0, folder)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -60,7 +47,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def test_a_run_gives_its_steps_and_ends_what_serves_and_what_became_a_daemon(tmp_path: Path) -> None:
-    finished = run(system(LEAVES + DAEMON, "import time; time.sleep(600)"), start(tmp_path), {}, deadline_s=60)
+    finished = run(start(tmp_path, LEAVES + DAEMON, "import time; time.sleep(600)"), {}, deadline_s=60)
     assert finished.steps == Steps([2.0, 1.0], [1.0, 2.0])
     assert processes_of(tmp_path) == []
 
@@ -69,29 +56,29 @@ def test_a_failed_run_says_the_first_error_and_where_all_of_it_is(tmp_path: Path
     with pytest.raises(
         RunError, match="Programs failed with exit status 1\nZeroDivisionError: division by zero\n"
     ) as told:
-        run(system("1 / 0"), start(tmp_path), {}, deadline_s=60)
+        run(start(tmp_path, "1 / 0"), {}, deadline_s=60)
     assert str(tmp_path / "log") in str(told.value)
 
 
 def test_a_server_that_ends_while_others_train_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="failed with exit status 0"):
-        run(system("import time; time.sleep(600)", "pass"), start(tmp_path), {}, deadline_s=60)
+        run(start(tmp_path, "import time; time.sleep(600)", "pass"), {}, deadline_s=60)
     assert processes_of(tmp_path) == []
 
 
 def test_a_run_that_hangs_is_killed_with_its_children_even_if_they_ignore_sigterm(tmp_path: Path) -> None:
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + DAEMON + "time.sleep(600)"
     with pytest.raises(RunError, match="Programs hangs, and was killed"):
-        run(system(stubborn), start(tmp_path), {}, deadline_s=1.0)
+        run(start(tmp_path, stubborn), {}, deadline_s=1.0)
     assert processes_of(tmp_path) == []
 
 
 def test_a_run_that_leaves_no_record_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="Programs left no record of its steps"):
-        run(system("print('nothing')"), start(tmp_path), {}, deadline_s=60)
+        run(start(tmp_path, "print('nothing')"), {}, deadline_s=60)
 
 
 def test_a_stopped_run_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run(system("import time; time.sleep(600)"), start(tmp_path), {}, deadline_s=60, stopped=lambda: True)
+        run(start(tmp_path, "import time; time.sleep(600)"), {}, deadline_s=60, stopped=lambda: True)
     assert processes_of(tmp_path) == []

@@ -23,7 +23,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from paceline.report.run_page import RunView
+from paceline.report.run_page import view_of
 from paceline.run.record.run import Run
 
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
@@ -62,10 +62,10 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     assert events(run, "end")[-1]["reason"] == f"steps: {STEPS} done"
     told = events(run, "served")[-1]["workers"]
     assert sum(worker["pushes"] for worker in told.values()) == 2 * STEPS, "every piece once"
-    view = RunView(Run(run))
-    assert not [gap for gap in view.record.gaps if "missing" in gap]
-    assert view.cards[0].note.startswith("on 2 workers")
-    assert "the parameters; 2 workers push" in "".join(view.sync.sentences)
+    view = view_of(Run(run))
+    assert not [gap for gap in view["record"].gaps if "missing" in gap]
+    assert view["cards"][0].note.startswith("on 2 workers")
+    assert "the parameters; 2 workers push" in "".join(view["sync"]["sentences"])
     lines = Run(run).steps()
     apart_s = [b["time"] - a["time"] for a, b in itertools.pairwise(lines)]
     # times are written in milliseconds

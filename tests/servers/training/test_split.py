@@ -18,7 +18,7 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from paceline.report.run_page import RunView
+from paceline.report.run_page import view_of
 from paceline.run.record.goodput import goodput
 from paceline.run.record.run import Run
 
@@ -54,9 +54,9 @@ def test_a_worker_of_two_ranks_trains_as_one_process(tmp_path: Path) -> None:
     alone = trained(job, "dp=1 precision=fp64", "alone")
     assert trained(job, f"dp=1 tp=2 sync={ALONE}", "served") == pytest.approx(alone, rel=1e-9)
     assert [event["step"] for event in events(tmp_path / "served", "evaluation")] == [12, 24]
-    view = RunView(Run(tmp_path / "served"))
-    assert not view.record.gaps
-    assert "replay" not in {part for *_, part in goodput(view.run).spans}
+    view = view_of(Run(tmp_path / "served"))
+    assert not view["record"].gaps
+    assert "replay" not in {part for *_, part in goodput(view["run"]).spans}
 
 
 @pytest.mark.slow
