@@ -528,7 +528,7 @@ _MOST_MARKED = 30  # failures that the curve names; more would hide it
 
 
 def _goodput(goodput: Goodput, steps: int) -> dict[str, Any]:
-    """Division of a run's wall-clock as the template shows it: in a sentence, by part, over time with the failures."""
+    """Division of a run's wall-clock as the template shows it."""
     sentence, wall_s = f"Goodput is {goodput.sentence()}.", goodput.wall_s
     if not wall_s:
         return {"chart": None}

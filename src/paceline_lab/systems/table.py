@@ -64,7 +64,7 @@ def _driver_of_ray(start: Start) -> list[Command]:
 
 
 def _groups_of_torchft(start: Start) -> list[Command]:
-    """A lighthouse on the first host, and torchrun for every replica group, which is one rank."""
+    """A lighthouse on the first host, and torchrun for every replica group of one rank."""
     python, *program = start.program
     port, bind = start.port + 1, start.address
     binary = str(start.python.with_name("torchft_lighthouse"))
