@@ -134,6 +134,8 @@ def _paceline(run: Path) -> tuple[float, float, float]:
 def rank_start() -> float:
     """Seconds from a launch to a rank's first line / seconds of importing torch."""
     from paceline.elastic.attempt import launch
+    from paceline.elastic.place import on_this_machine
+    from paceline.elastic.ranks import Setting
     from paceline.stats import median_interval
 
     code = "import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"
@@ -145,7 +147,7 @@ def rank_start() -> float:
                 float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
             )
             started = time.time()
-            launch([f"{Path(__file__).resolve()}:arrive", str(file)], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+            launch(Setting([f"{Path(__file__).resolve()}:arrive", str(file)], on_this_machine(1)))
             # the first one waits for the forkserver's imports
             starts += [float(file.read_text()) - started] if number >= 0 else []
     ratio = median_interval(starts).middle / median_interval(imports).middle
@@ -179,6 +181,8 @@ def _memory_bytes(*, fork: bool) -> int:
     import psutil
 
     from paceline.elastic.attempt import launch
+    from paceline.elastic.place import on_this_machine
+    from paceline.elastic.ranks import Setting
 
     measured: list[int] = []
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
@@ -198,7 +202,7 @@ def _memory_bytes(*, fork: bool) -> int:
 
         os.environ["PACELINE_FORK"] = str(int(fork))
         target = [f"{Path(__file__).resolve()}:hold", folder]
-        launch(target, ranks=RANKS_APART, threads=1, pin_cores=None, deadline_s=600, on_tick=look)
+        launch(Setting(target, on_this_machine(RANKS_APART), deadline_s=600), on_tick=look)
         del os.environ["PACELINE_FORK"]
     return measured[0]
 

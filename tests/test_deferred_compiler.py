@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from small_jobs import new_run, small_job
 
 BEFORE = """
@@ -90,7 +92,7 @@ def train_and_tell(arguments: list[str]) -> None:
 def test_a_run_that_compiles_nothing_imports_no_compiler(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", small_job(stop={"steps": 3}), "dp=1").path
     arguments, own_seed = [f"{__file__}:train_and_tell", str(run), str(tmp_path / "told")], {"OF_THIS_TEST": "1"}
-    launch(arguments, ranks=1, threads=1, pin_cores=None, deadline_s=60, env=own_seed)
+    launch(Setting(arguments, on_this_machine(1), env=own_seed))
     imported = (tmp_path / "told").read_text().split()
     assert "torch._dynamo" in imported
     assert not {"torch._dynamo.eval_frame", "sympy", "torch.distributed.fsdp", "transformers"} & set(imported)

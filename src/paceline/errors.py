@@ -97,12 +97,26 @@ class LaunchError(PacelineError):
     """The ranks could not be started, or one of them raised, hung or was killed.
 
     Attributes:
+        rank: the one to blame, where one failed.
+        final: the same would happen again, so no restart is worth its time.
         rank_error: the name of the class of what the rank raised, if it raised.
-        explained: True if that was a PacelineError.
+        explained: that was a PacelineError.
     """
 
-    rank_error: str | None = None
-    explained: bool = False
+    def __init__(
+        self,
+        text: str,
+        rank: int = 0,
+        *,
+        final: bool = False,
+        rank_error: str | None = None,
+        explained: bool = False,
+        exit_code: int = 1,
+        traceback: str = "",
+    ) -> None:
+        super().__init__(text)
+        self.rank, self.final, self.rank_error, self.explained = rank, final, rank_error, explained
+        self.exit_code, self.traceback = exit_code, traceback
 
 
 class ChannelError(PacelineError):

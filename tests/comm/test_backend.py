@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from paceline.comm.backend import join, joined, leave
 from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 from ranks import Ranks
 
@@ -49,7 +51,7 @@ def test_ranks_listen_on_loopback_only(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "ranks_that_listen.py"
     script.write_text(SOCKETS)
     arguments = [f"{script}:show", str(tmp_path), transport]
-    launch(arguments, ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting(arguments, on_this_machine(2)))
     found = [(tmp_path / f"sockets-{rank}").read_text().split() for rank in range(2)]
     assert set(found[0] + found[1]) <= LOOPBACK
     assert bool(found[0] + found[1]) == (transport == "gloo"), "shared memory and the store need no port"
@@ -78,7 +80,7 @@ def meet(arguments):
 def test_a_rank_may_join_again_after_it_has_left(tmp_path: Path) -> None:
     script = tmp_path / "ranks_that_meet_again.py"
     script.write_text(AGAIN)
-    launch([f"{script}:meet", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting([f"{script}:meet", str(tmp_path)], on_this_machine(2)))
     for rank in range(2):
         assert (tmp_path / f"transports-{rank}").read_text() == str([("shm", None)] * 3)
 
@@ -113,7 +115,7 @@ def meet(arguments):
 def test_ranks_meet_though_one_of_them_could_not_make_its_group_before(tmp_path: Path) -> None:
     script = tmp_path / "ranks_that_meet_late.py"
     script.write_text(BROKEN_OFF)
-    launch([f"{script}:meet", str(tmp_path)], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting([f"{script}:meet", str(tmp_path)], on_this_machine(2)))
     assert "Error" in (tmp_path / "broken-off").read_text()
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["3.0", "3.0"]
 

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-import paceline.elastic.attempt
 from paceline.comm import Group
 from paceline.comm.agree import CheckedGroup
 from paceline.comm.backend import joined
+from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from paceline.errors import SyncError
 from ranks import Backend, Ranks
 
@@ -133,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path, 
     script.write_text(ABSENT)
     started = time.monotonic()
     arguments = [f"{script}:meet", str(tmp_path), behaviour, transport]
-    paceline.elastic.attempt.launch(arguments, ranks=3, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting(arguments, on_this_machine(3)))
     assert time.monotonic() - started < 60
     for rank in (0, 2):
         waited_s, text = (tmp_path / f"error-{rank}").read_text().split("\n", 1)

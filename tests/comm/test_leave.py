@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import paceline.elastic.attempt
+from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 
 RANK = """
 import gc
@@ -50,9 +52,7 @@ def train(arguments):
 def test_leaving_ends_the_threads_and_the_memory_of_the_transport(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "rank_that_trains.py"
     script.write_text(RANK)
-    paceline.elastic.attempt.launch(
-        [f"{script}:train", str(tmp_path), transport], ranks=2, threads=1, pin_cores=None, deadline_s=60
-    )
+    launch(Setting([f"{script}:train", str(tmp_path), transport], on_this_machine(2)))
     for rank in range(2):
         during, after = (tmp_path / f"threads-{rank}").read_text().splitlines()
         assert transport.replace("shm", "memfd:paceline-tensor") in during

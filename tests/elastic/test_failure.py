@@ -62,7 +62,7 @@ def test_an_abort_is_only_the_echo_of_an_error() -> None:
 
 def test_a_stopped_rank_is_blamed_when_the_others_only_lost_patience() -> None:
     ends = [end(0, 1, record=record(0, at=10.0, secondary=True), phase="sync"), end(1, None, stopped=True)]
-    assert root_cause(ends, None).text.startswith("rank 1 ")
+    assert root_cause(ends, None).rank == 1
 
 
 def test_where_every_rank_lost_a_peer_the_first_is_shown() -> None:
@@ -75,7 +75,7 @@ def test_where_every_rank_lost_a_peer_the_first_is_shown() -> None:
     [(None, "maybe out of memory"), (0, "from outside"), (2, "use a smaller global_batch")],
 )
 def test_a_kill_is_explained_as_far_as_the_kernel_tells(oom_kills: int | None, words: str) -> None:
-    assert words in root_cause([end(0, -signal.SIGKILL)], oom_kills).text
+    assert words in str(root_cause([end(0, -signal.SIGKILL)], oom_kills))
 
 
 def test_of_a_rank_that_is_replaced_it_is_told_that_memory_ran_out_and_no_guess() -> None:
@@ -117,7 +117,7 @@ def test_only_an_error_that_explains_itself_is_final() -> None:
 
 def test_a_hang_names_all_that_wait() -> None:
     ends = [end(0, None, phase="sync"), end(1, None), end(2, None, phase="sync"), end(3, 0, phase="done")]
-    text = hang([ends[1]], ends, now_ns=60 * 10**9).text
+    text = str(hang([ends[1]], ends, now_ns=60 * 10**9))
     assert "has been in compute of step 7 for 60 s while ranks 0 and 2 wait for it" in text
 
 

@@ -13,6 +13,8 @@ import pytest
 from paceline.device import VISIBLE
 from paceline.elastic.attempt import launch
 from paceline.elastic.forkserver import Forkserver, forkserver_for, shared_pids, warm_up, why_not
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
 
@@ -21,7 +23,7 @@ WHAT = Path(__file__).with_name("what_ranks_do.py")
 
 def run(what: str, folder: Path, ranks: int = 2, threads: int = 1, **settings: Any) -> dict[str, dict[str, Any]]:
     """Launch a function of what_ranks_do.py; what the ranks wrote, by attempt and rank."""
-    launch([f"{WHAT}:{what}", str(folder)], ranks=ranks, threads=threads, pin_cores=None, deadline_s=60, **settings)
+    launch(Setting([f"{WHAT}:{what}", str(folder)], on_this_machine(ranks), threads=threads), **settings)
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("fork-*"))}
 
 
@@ -155,5 +157,5 @@ def test_a_signal_while_the_forkserver_imports_ends_the_launch(monkeypatch: pyte
 
     settings: dict[str, Any] = {"on_tick": interrupt, "on_event": lambda kind, _: events.append(kind)}
     with pytest.raises(LaunchError, match="SIGTERM stopped the run before rank 0 was ready to train"):
-        launch(["os:getpid"], ranks=1, threads=1, pin_cores=None, deadline_s=60, **settings)
+        launch(Setting(["os:getpid"], on_this_machine(1)), **settings)
     assert events == ["stop"]

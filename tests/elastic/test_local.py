@@ -22,7 +22,9 @@ from forked import python
 from paceline.elastic import membership
 from paceline.elastic.attempt import Launched, launch
 from paceline.elastic.failure import state_of
+from paceline.elastic.place import on_this_machine
 from paceline.elastic.rank import _Launcher
+from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 
 WHAT = Path(__file__).with_name("what_ranks_do.py")
@@ -30,8 +32,11 @@ WHAT = Path(__file__).with_name("what_ranks_do.py")
 
 def run(what: str, *arguments: object, ranks: int = 2, deadline_s: float = 60, **settings: Any) -> Launched:
     """Launch a function of what_ranks_do.py."""
-    settings = {"threads": 1, "pin_cores": None, **settings}
-    return launch([f"{WHAT}:{what}", *map(str, arguments)], ranks=ranks, deadline_s=deadline_s, **settings)
+    watched = {name: settings.pop(name) for name in ("restarts", "on_tick", "on_event") if name in settings}
+    places = on_this_machine(ranks)
+    return launch(
+        Setting([f"{WHAT}:{what}", *map(str, arguments)], places, deadline_s=deadline_s, **settings), **watched
+    )
 
 
 def failure(what: str, *arguments: object, **settings: Any) -> str:
@@ -45,6 +50,8 @@ LAUNCHER = """
 import sys
 from paceline.errors import LaunchError
 from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 try:
     {call}
 except LaunchError as error:
@@ -58,7 +65,7 @@ def launcher(
     what: str, folder: Path, stderr: int = subprocess.PIPE, *, fork: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that launches two ranks of the function, once both have said that they are ready."""
-    call = f"launch([{f'{WHAT}:{what}'!r}, {str(folder)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60)"
+    call = f"launch(Setting([{f'{WHAT}:{what}'!r}, {str(folder)!r}], on_this_machine(2)))"
     code = LAUNCHER.format(call=call)
     environment = {"TMPDIR": str(folder), "PACELINE_FORK": str(int(fork))}
     with python(code, environment, stderr=stderr) as process:

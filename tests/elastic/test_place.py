@@ -16,6 +16,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.host import Emulate
 from paceline.elastic.attempt import launch, places_on
+from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
@@ -28,7 +29,7 @@ def run(
 ) -> list[Any]:
     """Launch a function of what_ranks_do.py on a cluster's hosts; returns what the ranks wrote."""
     with places_on(cluster, ranks, on_end) as places:
-        launch([f"{WHAT}:{what}", str(folder)], ranks=ranks, threads=1, pin_cores=None, deadline_s=60, places=places)
+        launch(Setting([f"{WHAT}:{what}", str(folder)], places))
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -78,11 +79,11 @@ def test_ranks_whose_launcher_is_killed_save_while_their_network_is_still_there(
 from forked import python
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
-from paceline.elastic.attempt import launch
-from paceline.elastic.attempt import places_on
+from paceline.elastic.attempt import launch, places_on
+from paceline.elastic.ranks import Setting
 with places_on(Cluster(emulate=Emulate(hosts=2, cpu={cpu})), 2) as places:
-    launch([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], ranks=2, threads=1, pin_cores=None, deadline_s=60, places=places)
-"""  # noqa: E501
+    launch(Setting([{f"{WHAT}:meet_after_sigterm"!r}, {str(tmp_path)!r}], places))
+"""
     until = time.monotonic() + 60
     with python(code, {"TMPDIR": str(tmp_path)}) as process:
         try:

@@ -8,6 +8,8 @@ import pytest
 
 from commands import paceline, write_job
 from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 
 FAULTY = """
@@ -93,7 +95,7 @@ SLOW = [(plan, where) for plan in ("dp=2 transport=tcp", "fsdp=2") for where in 
 )
 def test_a_loop_of_ones_own_reports_the_rank_that_raised(tmp_path: Path, plan: str, where: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch([f"{written(tmp_path, where)}:loop", plan], ranks=2, threads=1, pin_cores=None, deadline_s=60)
+        launch(Setting([f"{written(tmp_path, where)}:loop", plan], on_this_machine(2)))
     assert_blames(str(caught.value), where)
 
 

@@ -43,32 +43,6 @@ OWN_FILES = tuple(
 
 
 @dataclass(frozen=True)
-class LaunchFailure:
-    """Reason why an attempt failed.
-
-    `traceback`: the part of the text that is one.
-
-    `final`: it would fail in the same way again, so no restart is worth its time. `error`: the name of the class that
-    the rank raised. `explained`: that is a PacelineError. `exit_code`: of the command.
-    """
-
-    text: str
-    rank: int
-    final: bool = False
-    error: str | None = None
-    explained: bool = False
-    exit_code: int = 1
-    traceback: str = ""
-
-    def as_error(self) -> LaunchError:
-        """The error to raise for it."""
-        error = LaunchError(self.text)
-        error.rank_error, error.explained, error.exit_code = self.error, self.explained, self.exit_code
-        error.traceback = self.traceback
-        return error
-
-
-@dataclass(frozen=True)
 class ErrorRecord:
     """Record that a rank leaves behind when it raises.
 
@@ -164,7 +138,7 @@ class RankEnd:
         return self.record.time if self.record else self.alive_at
 
 
-def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
+def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
     """Rank to blame: the first that failed by itself, else the one others waited for.
 
     Args:
@@ -180,8 +154,8 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchFailure:
     failure = _describe(lost, len(ends), oom_kills)
     left = [e for e in ends if e.code == 0]
     if left:
-        text = f"{ended_early(left[0])}\n{failure.text}"
-        return LaunchFailure(text, left[0].status.rank, traceback=failure.traceback)
+        text = f"{ended_early(left[0])}\n{failure}"
+        return LaunchError(text, left[0].status.rank, traceback=failure.traceback)
     return failure
 
 
@@ -191,7 +165,7 @@ def ended_early(end: RankEnd) -> str:
     return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
 
 
-def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchFailure:
+def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchError:
     """The failure of ranks that changed nothing for longer than allowed.
 
     Stopped ones come first, then those idle longest.
@@ -215,22 +189,29 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     )
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
-    return LaunchFailure(f"{head}; {_others(len(ends))}{advice}.{more}{stacks}", first.status.rank)
+    return LaunchError(f"{head}; {_others(len(ends))}{advice}.{more}{stacks}", first.status.rank)
 
 
-def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchFailure:
+def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
     rank = end.status.rank
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
         text = f"{record.cause(ranks)}\n\n{record.traceback}".rstrip()
-        return LaunchFailure(text, rank, final, record.type, record.explained, traceback=record.traceback.rstrip())
+        return LaunchError(
+            text,
+            rank,
+            final=final,
+            rank_error=record.type,
+            explained=record.explained,
+            traceback=record.traceback.rstrip(),
+        )
     others = _others(ranks)
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
-        return LaunchFailure(f"{_killed(end)}{why}; {others}.{stack}", rank)
-    return LaunchFailure(
+        return LaunchError(f"{_killed(end)}{why}; {others}.{stack}", rank)
+    return LaunchError(
         f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
         rank,
     )
@@ -296,7 +277,7 @@ def shortened(stack: str) -> str:
     """
     threads = [thread for thread in stack.split("\n\n") if "hread 0x" in thread and "_kill_when_orphaned" not in thread]
     threads.sort(key=lambda thread: "Current thread" not in thread)
-    around = ("elastic/rank.py", "elastic/rank.py", "<frozen runpy>")
+    around = ("elastic/rank.py", "<frozen runpy>")
     lines = [line for line in "\n\n".join(threads).splitlines() if not any(place in line for place in around)]
     return "\n".join(lines[:_STACK_LINES])
 
@@ -472,9 +453,7 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 def stopped_before(what: str, name: str) -> LaunchError:
     """The error of a run that a signal stopped before something happened."""
-    error = LaunchError(f"{name} stopped the run before {what}.")
-    error.exit_code = 128 + signal.Signals[name]
-    return error
+    return LaunchError(f"{name} stopped the run before {what}.", exit_code=128 + signal.Signals[name])
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -13,18 +13,24 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from typing import Any
 
 from paceline.elastic.failure import ended_early, shortened
 from paceline.elastic.membership import announce, noted
 from paceline.elastic.ranks import Rank, Ranks
-from paceline.elastic.recovery import Losses, about_to_leave, all_take_part, cannot_shrink, most_losses, named
+from paceline.elastic.recovery import Losses, Recovery, about_to_leave, all_take_part, cannot_shrink, most_losses, named
 from paceline.errors import LaunchError
 from paceline.wire.status import Generation
 
 LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
 # time for the other ranks of a lost worker to end by SIGKILL, and for other workers to end after the first has ended
 _ENDED_WITHIN_S = 5.0
+
+
+def losses_of(ranks: Ranks) -> Losses:
+    """What an attempt with these ranks does about lost ones."""
+    if ranks.setting.workers is not None:
+        return Independent(ranks)
+    return Recovery(ranks) if ranks.setting.recovers or ranks.adopts else Losses(ranks)
 
 
 class Independent(Losses):
@@ -35,7 +41,7 @@ class Independent(Losses):
     all processes of a server. The run is done when the first worker has ended. After a signal to end the run, no rank
     is started again.
 
-    Args:
+    Attributes:
         workers: how many end by themselves; the others serve them.
         size: ranks of a worker.
         copies: processes of a server.
@@ -44,9 +50,12 @@ class Independent(Losses):
         LaunchError: a host has not come yet, without which the run cannot begin.
     """
 
-    def __init__(self, ranks: Ranks, workers: int, size: int, copies: int) -> None:
+    replaces = True
+
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self.workers, self.size, self.copies = workers, size, copies
+        setting = ranks.setting
+        self.workers, self.size, self.copies = setting.workers or 0, setting.replica_ranks, setting.server_copies
         self._most = most_losses()
         # by the first rank of a worker, or a server's only one
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
@@ -275,10 +284,6 @@ class Independent(Losses):
 
     def _tell_scaled(self, by: int, first: int) -> None:
         self.tell("scaled", by=by, ranks=self._numbers_of(first), host=None)
-
-    def tell(self, event: str, **details: Any) -> None:
-        """See `Losses`. The record counts one generation."""
-        self.ranks.tell(event, {**details, "generation": 0})
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again, with the other ranks of its worker.

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from paceline.files import scratch_folder
 from paceline.rank_environment import RankEnvironment
 from paceline.wire.status import StatusBoard
 
+COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
 MEETING_S = 0.02  # from look to look while others wait for ranks
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -33,24 +34,47 @@ _STOPPED_S = 5.0  # a rank that SIGSTOP holds longer counts as lost
 Rank = StartedRank | RemoteRank
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
-    """Ranks that one attempt is to start, as `launch` was asked.
+    """Ranks that are to be started.
 
-    `number` counts the attempts from 0.
+    Attributes:
+        module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
+        places: of the ranks, in their order.
+        deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
+        start_deadline_s: the same for the start-up.
+        collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
+        threads: of each rank's torch operations.
+        pin_cores: the cores of each rank, or None to leave that to the kernel.
+        port: of the rendezvous between hosts, at rank 0's address; on one machine, of torch's own store, where
+            accelerators need that. None takes a free one.
+        saves: whether ranks that are told to stop save a checkpoint first, for the message then.
+        env: variables for the ranks, over those of this process.
+        inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
+        folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
+        recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
+            out and started again, while the others go on.
+        follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
+            steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
+        replica_ranks: ranks of a replica, which go on together or not at all.
+        workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
+            Each that is killed or hangs is started again, while the others go on.
+        server_copies: processes of each server, any of which may be lost while another is there.
+        number: of the attempt, from 0.
     """
 
     module_args: list[str]
     places: Sequence[RankPlace]
-    threads: int
-    pin_cores: list[list[int]] | None
-    deadline_s: float
-    start_deadline_s: float
-    collect_s: float
-    port: int | None
-    saves: bool
-    env: Mapping[str, str]
-    inherited: tuple[int, ...]
+    _: KW_ONLY
+    deadline_s: float = 60.0
+    start_deadline_s: float = 300.0
+    collect_s: float = COLLECT_S
+    threads: int = 1
+    pin_cores: list[list[int]] | None = None
+    port: int | None = None
+    saves: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    inherited: Sequence[int] = ()
     folder: RunFolder | None = None
     recovers: bool = False
     follows_steps: bool = False
@@ -242,7 +266,7 @@ class Ranks:
         ends = self.ends()
         self[number].kill()
         # after the semicolon come the advice, which is for runs that end, and the stack
-        return hang([ends[number]], ends, time.monotonic_ns()).text.partition(";")[0]
+        return str(hang([ends[number]], ends, time.monotonic_ns())).partition(";")[0]
 
     def obey_signals(self) -> None:
         """Forward a signal that came to the launcher.
@@ -363,7 +387,7 @@ class Ranks:
             store=self._rendezvous.store,
             key_fd=self._rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
-            inherited_fds=setting.inherited,
+            inherited_fds=tuple(setting.inherited),
             # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
             grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
         )

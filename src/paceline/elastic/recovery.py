@@ -12,11 +12,10 @@ import math
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -37,8 +36,16 @@ _NAME, _LIMIT = "scale-", 4096  # of the files of a request
 _LOOK_S = 0.1
 
 
-class Losses(ABC):
-    """What an attempt does about lost ranks. `Recovery` and `Independent` differ in who goes on without whom."""
+class Losses:
+    """What an attempt does about lost ranks: nothing, so the loss of one ends all.
+
+    `Recovery` and `Independent` replace them. They differ in who goes on without whom.
+
+    Attributes:
+        replaces: lost ranks are started again.
+    """
+
+    replaces: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -46,49 +53,53 @@ class Losses(ABC):
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
 
     @property
-    @abstractmethod
     def hurries(self) -> bool:
         """True while others wait for ranks that are on their way."""
+        return False
 
     @property
-    @abstractmethod
     def too_few(self) -> str | None:
         """Sentence that ends the run; None while it can go on."""
+        return None
 
     @property
-    @abstractmethod
     def counted(self) -> Sequence[int]:
         """Ranks whose failure is the attempt's."""
+        return range(self.ranks.setting.ranks)
 
-    @abstractmethod
     def turn(self) -> bool:
         """Act on what has happened since the last turn; True once all is done.
 
         A rank that raised is no loss: the others would raise the same.
         """
+        return False
 
-    @abstractmethod
     def shrink(self) -> str:
         """Have a part of the run leave after a step.
 
         Raises:
             LaunchError: none can.
         """
+        raise LaunchError(
+            f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
+            "saves), and go on with --resume and another --plan."
+        )
 
-    @abstractmethod
     def grow(self) -> str:
         """Start a part of the run that was left out, or expect its host.
 
         Raises:
             LaunchError: all take part or are awaited, or a rank could not be started.
         """
+        return self.shrink()
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
         """Kill ranks that hang, for others to start in their place; True if killed."""
-        self.ranks.ask_for_stacks({status.rank for status in hung})
-        for status in hung:
-            self._why[status.rank] = self.ranks.kill_hung(status.rank)
-        return True
+        if self.replaces:
+            self.ranks.ask_for_stacks({status.rank for status in hung})
+            for status in hung:
+                self._why[status.rank] = self.ranks.kill_hung(status.rank)
+        return self.replaces
 
     @property
     def ending(self) -> bool:
@@ -112,9 +123,9 @@ class Losses(ABC):
         revived = again and returns is not None and returns.revives
         self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
 
-    @abstractmethod
     def tell(self, event: str, **details: Any) -> None:
-        """Tell of an event, with the generation."""
+        """Tell of an event. The record of ranks that no group joins counts one generation."""
+        self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:
         """Raise LaunchError where a host that can make the run larger may come by itself."""
@@ -123,13 +134,11 @@ class Losses(ABC):
 
 
 class Recovery(Losses):
-    """Generations of one attempt.
+    """Generations of one attempt. It begins with all ranks, or with those that other hosts have kept."""
 
-    Args:
-        generation: that ranks have begun already that other hosts have kept; None begins with all ranks.
-    """
+    replaces = True
 
-    def __init__(self, ranks: Ranks, generation: Generation | None = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self.membership = Membership(ranks.setting.ranks, most_losses(), ranks.setting.replica_ranks)
         self._meets = True  # some ranks are on their way to the newest generation
@@ -138,10 +147,10 @@ class Recovery(Losses):
         self._nobody_since = math.inf
         self._leaving: set[int] = set()  # ranks that take part until the end of a step
         self._leaving_host: int | None = None  # of theirs, which leaves with them
-        if generation is None:
+        if ranks.adopts is None:
             self._begin_without_absent()
         else:
-            self._go_on_in(generation)
+            self._go_on_in(ranks.adopts.generation)
         self._hold_if_too_few()
         self._announce()
 
@@ -467,7 +476,7 @@ def ask(run: Path, by: int, wait_s: float) -> Answer | None:
     return None
 
 
-def answer_requests(run: Path, recovery: Losses | None) -> None:
+def answer_requests(run: Path, losses: Losses) -> None:
     """Do what is asked for in a run's directory."""
     for path in run.glob(f"{_NAME}*.request"):
         try:
@@ -477,7 +486,7 @@ def answer_requests(run: Path, recovery: Losses | None) -> None:
                 path.unlink(missing_ok=True)
             continue
         try:
-            answer = Answer(_done(request, recovery), refused=False)
+            answer = Answer(_done(request, losses), refused=False)
         except LaunchError as error:
             answer = Answer(str(error), refused=True)
         with suppress(OSError):
@@ -485,17 +494,12 @@ def answer_requests(run: Path, recovery: Losses | None) -> None:
             write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
-def _done(request: Request, recovery: Losses | None) -> str:
-    if recovery is None:
-        raise LaunchError(
-            f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
-            "saves), and go on with --resume and another --plan."
-        )
+def _done(request: Request, losses: Losses) -> str:
     if request.by not in (1, -1):
         raise LaunchError(f"a run grows by 1 or shrinks by 1 at a time, not by {request.by}")
-    if recovery.ending:
+    if losses.ending:
         raise LaunchError("this run is about to end")
-    return recovery.grow() if request.by > 0 else recovery.shrink()
+    return losses.grow() if request.by > 0 else losses.shrink()
 
 
 def about_to_leave(ranks: set[int]) -> LaunchError:

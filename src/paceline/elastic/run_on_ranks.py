@@ -24,11 +24,12 @@ from pydantic import TypeAdapter
 
 from paceline.cluster.cluster import Cluster
 from paceline.deferred_compiler import COMPILER
-from paceline.elastic.attempt import COLLECT_S, launch, places_on
+from paceline.elastic.attempt import launch, places_on
 from paceline.elastic.forkserver import warm_up
 from paceline.elastic.hosts.hosts import RunFolder
 from paceline.elastic.hosts.over_hosts import must_agree
 from paceline.elastic.place import RankPlace
+from paceline.elastic.ranks import COLLECT_S, Setting
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import Job
@@ -61,7 +62,7 @@ def run_on_ranks(
     Args:
         function: at the top level of a module, with the types of its parameter and result annotated.
         places: of the ranks; see `on_this_machine` and `places_on`.
-        threads, deadline_s, start_deadline_s, collect_s, env: as for `launch`.
+        threads, deadline_s, start_deadline_s, collect_s, env: as of `Setting`.
         on_partial: gets the results so far of rank 0: then the function is called with the request and a function that
             takes such a result. Called in this thread, for the newest one, before an error is raised as well.
         folder: private, that the function is called with beside the request. On another host it is a copy, which
@@ -85,21 +86,18 @@ def run_on_ranks(
         (where / _REQUEST).write_text(_encoded(request_type, request))
         partial = _Partial(where / _PARTIAL, result_type, on_partial)
         try:
-            launch(
+            setting = Setting(
                 [f"{__name__}:be_rank", import_path_of(function), str(where), *more],
-                ranks=len(places),
-                places=places,
+                places,
                 threads=threads,
-                pin_cores=None,
                 deadline_s=deadline_s,
                 start_deadline_s=start_deadline_s,
                 collect_s=collect_s,
                 saves=False,
-                on_tick=partial.look,
-                on_event=note,
                 env=env,
                 folder=RunFolder(where, (_REQUEST,)),
             )
+            launch(setting, on_tick=partial.look, on_event=note)
         finally:
             if signals:
                 raise SystemExit(128 + signal.Signals[signals[0]])

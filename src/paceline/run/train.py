@@ -21,11 +21,12 @@ from paceline.console import Console as SafeConsole
 from paceline.deferred_compiler import defer_compiler
 from paceline.elastic.attempt import launch, places_on
 from paceline.elastic.forkserver import warm_up
-from paceline.elastic.hosts.hosts import Hosts, RunFolder, Takeover, current_hosts
+from paceline.elastic.hosts.hosts import Hosts, NextGeneration, RunFolder, Takeover, current_hosts
 from paceline.elastic.hosts.over_hosts import must_agree, over_hosts
 from paceline.elastic.hosts.takeover import tell_successors
 from paceline.elastic.leadership import RunLock
 from paceline.elastic.place import RankPlace, cores_on, recovers_in_place, recovery_is_on, with_servers
+from paceline.elastic.ranks import Setting
 from paceline.elastic.run_on_ranks import warm_up_for
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
@@ -162,7 +163,7 @@ def _train_here(
         # From here to the end the directory is this process's; of a new run, once it is known where.
         note = partial(_note, console)
         lock = held.enter_context(_lock_on(before, takeover, note)) if before else None
-        if lock and before and _goes_on_in_place(hosts):
+        if lock and before and _kept_ranks(hosts):
             _launch_ranks(before, lock, console, port, restarts, remote)
             return before
         if takeover and before:
@@ -258,17 +259,13 @@ def _launch_ranks(
         function = "paceline.run.recovery.run:run_rank" if recovers else "paceline.run.loop:run_rank"
         if sync.served:
             function = sync.run_rank
-        launch(
+        setting = Setting(
             [function, str(record.path.resolve())],
-            ranks=len(places) or plan.ranks,
+            places,
             threads=threads_on(cluster, plan),
             pin_cores=None if sync.served else cores_on(cluster, plan),
             deadline_s=job.deadline_s,
-            places=places,
             port=port,
-            restarts=restarts,
-            on_tick=tick,
-            on_event=note,
             inherited=[lock.fd],
             env=job.fetch(),
             folder=RunFolder(record.path.resolve(), DESCRIPTION, FOLDERS),
@@ -277,14 +274,15 @@ def _launch_ranks(
             replica_ranks=plan.ranks // plan.dp,
             workers=plan.dp if sync.served else None,
             server_copies=ServerProcesses.of(plan.sync).each if sync.served else 1,
-            adopts=hosts.takeover.next_generation if hosts and hosts.takeover else None,
         )
+        adopts = _kept_ranks(hosts)
+        launch(setting, restarts=restarts, on_tick=tick, on_event=note, adopts=adopts)
 
 
 @contextmanager
 def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iterator[list[RankPlace]]:
-    if _goes_on_in_place(current_hosts()):
-        yield []
+    if kept := _kept_ranks(current_hosts()):
+        yield kept.places
         return
     plan, cluster = record.plan, record.cluster
     beside = ServerProcesses.of(plan.sync).processes if sync_info(plan.sync).served else 0
@@ -293,9 +291,9 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
         yield with_servers(places, plan) if beside and not apart else places
 
 
-def _goes_on_in_place(hosts: Hosts | None) -> bool:
-    """True if the ranks are those that hosts have kept since another was lost."""
-    return hosts is not None and hosts.takeover is not None and hosts.takeover.next_generation is not None
+def _kept_ranks(hosts: Hosts | None) -> NextGeneration | None:
+    """The ranks that hosts have kept since another was lost, with which the run goes on in place."""
+    return hosts.takeover.next_generation if hosts and hosts.takeover else None
 
 
 def choice_of(

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.cluster.discover import discover
 from paceline.elastic.attempt import launch
+from paceline.elastic.place import on_this_machine
+from paceline.elastic.ranks import Setting
 from paceline.stats import Interval
 from paceline_lab.scaling.summary import NOISE_CORES, OtherLoad, _own_cpu_s, stolen_share, undisturbed
 
@@ -38,9 +40,9 @@ def burn(arguments: list[str]) -> None:
 
 
 def test_ranks_are_our_own_load() -> None:
-    launch([f"{__file__}:burn", "0.01"], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting([f"{__file__}:burn", "0.01"], on_this_machine(1)))
     own_s, ended_s = _own_cpu_s(), 0.6
-    launch([f"{__file__}:burn", str(ended_s)], ranks=1, threads=1, pin_cores=None, deadline_s=60)
+    launch(Setting([f"{__file__}:burn", str(ended_s)], on_this_machine(1)))
     assert _own_cpu_s() - own_s >= 0.9 * ended_s
 
 

@@ -183,9 +183,8 @@ def taken_in(
     if isinstance(answer, Elsewhere):
         raise GoesOnElsewhere(answer)
     refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
-    refused = LaunchError(f"host {place.name} (number {place.number}) was refused by host 0: {refusal.reason}")
-    refused.exit_code = refusal.code
-    raise refused
+    who = f"host {place.name} (number {place.number})"
+    raise LaunchError(f"{who} was refused by host 0: {refusal.reason}", exit_code=refusal.code)
 
 
 def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
