@@ -99,7 +99,7 @@ def _shut(connection: socket.socket) -> None:
 def group_through(change: Change) -> Iterator[tuple[TcpProcessGroup, Between | None]]:
     """A new group of two ranks whose rank 1 reaches rank 0 through a proxy, which rank 1 gets."""
     proxies: list[Between] = []
-    meet = mesh_module._meet
+    meet = mesh_module.meet
 
     def meet_the_proxy(*arguments: object) -> list[RankAddress]:
         places = meet(*arguments)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def group_through(change: Change) -> Iterator[tuple[TcpProcessGroup, Between | N
         return places
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "_meet", meet_the_proxy)
+        patch.setattr(mesh_module, "meet", meet_the_proxy)
         group = dist.new_group(backend="tcp")
     assert isinstance(group, TcpProcessGroup)
     try:

@@ -5,9 +5,12 @@ A check that it left nothing behind, real ranks, and a word on what cannot run o
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import sysconfig
@@ -15,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -169,19 +173,24 @@ def pytest_report_header() -> list[str]:
     return [f"not installed, so that their tests are skipped: {', '.join(absent)}"] if absent else []
 
 
+@functools.cache
+def shared_fixtures(module: ModuleType) -> set[str]:
+    """Names of the fixtures that all tests of a module share."""
+    return set(re.findall(r'@pytest\.fixture\([^)]*scope="module"[^)]*\)\s+def (\w+)', inspect.getsource(module)))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     in_browser = {item.nodeid.partition("::")[0] for item in items if "chromium" in getattr(item, "fixturenames", ())}
     for item in items:
         # With several workers, one runs all tests that share a module's fixture, so that it is made once. One runs all
         # files with tests in a browser, so that there is one browser.
-        file = item.nodeid.partition("::")[0]
-        used = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
-        if "chromium" in getattr(item, "fixturenames", ()):
+        file, used = item.nodeid.partition("::")[0], set(getattr(item, "fixturenames", ()))
+        if "chromium" in used:
             item.add_marker(pytest.mark.xdist_group("chromium"))
-        elif any(found and found[-1].scope == "module" for found in used):
+        elif isinstance(item, pytest.Function) and shared_fixtures(item.module) & used:
             item.add_marker(pytest.mark.xdist_group("chromium" if file in in_browser else file))
-        for fixture in NEEDED_BY.keys() & set(getattr(item, "fixturenames", ())):
+        for fixture in NEEDED_BY.keys() & used:
             item.add_marker(NEEDED_BY[fixture])
         own = item.get_closest_marker("timeout")
         if item.get_closest_marker("slow") and (own is None or own.args[0] < SLOW_S):

@@ -16,10 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +31,6 @@ _IMPORTS = (
     "ranks",
     "paceline.cli",
     "paceline.elastic.hosts.over_hosts",
-    "paceline.elastic.hosts.over_hosts",
     "paceline.run.train",
     "paceline.report.run_page",
 )
@@ -42,7 +39,7 @@ _AFTER_FORK = (
     *("TMPDIR", "XDG_CACHE_HOME", "OMP_NUM_THREADS", "COLUMNS"),
     *("AWS_", "OMPI_", "PACELINE_", "SLURM_"),
     *RankEnvironment.names(),
-    *forkservers._AFTER_FORK,
+    *forkservers.AFTER_FORK,
 )
 _CLONE_NEWNS = 0x00020000
 _SIMULATED = "PACELINE_SIMULATED"
@@ -101,9 +98,7 @@ def share_forkserver() -> None:
     It is there at once, for the environment of now; a forkserver that was displaced by others comes back so.
     """
     variables = {**forkservers.DEFAULTS, **os.environ}
-    wanted = forkservers.made_for(variables)
-    there = any(forkserver.made_for == wanted and not forkserver.lost for forkserver in forkservers._shared)
-    if not there and forkservers.why_not() is None and can_be_forked(os.environ):
+    if forkservers.shared_for(variables) is None and forkservers.why_not() is None and can_be_forked(os.environ):
         forkservers.share(forkservers.Forkserver(variables, _start_forkserver))
 
 
@@ -126,7 +121,7 @@ class _Template:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())],
                 cwd="/",
-                env={**environment, **forkservers._ONE_THREAD},
+                env={**environment, **forkservers.ONE_THREAD},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
@@ -164,7 +159,7 @@ def _serve(channel: socket.socket) -> None:
 
     defer_compiler()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from the terminal, for the tests
-    unfit = rank._imported(rank._IMPORTS, needed=True) or rank._imported(_modules())
+    unfit = rank.imported(rank.IMPORTS, needed=True) or rank.imported(_modules())
     assert unfit is None, unfit
     while True:
         order, descriptors = receive(channel)
@@ -204,7 +199,7 @@ def _be(
     descriptors: list[int],
 ) -> NoReturn:
     """Be the command, or the forkserver of a parent process, to the end of this process."""
-    from paceline.elastic import rank as forkserver_process
+    from paceline.elastic import rank
 
     code = 1
     try:
@@ -216,7 +211,7 @@ def _be(
             channel, *others = descriptors
             for descriptor in others:
                 os.close(descriptor)
-            forkserver_process.be_a_copy(socket.socket(fileno=channel), parent)
+            rank.be_a_copy(socket.socket(fileno=channel), parent)
         _enter(network, hidden)
         for standard, descriptor in enumerate(descriptors):
             os.dup2(descriptor, standard)
@@ -229,8 +224,8 @@ def _be(
         importlib.invalidate_caches()
         sys.argv[:] = arguments
         if forkservers.why_not() is None:
-            forkserver_process.split_off()  # before anything here starts a thread
-        forkserver_process._call_the_process("paceline command")
+            rank.split_off()  # before anything here starts a thread
+        rank.call_the_process("paceline command")
         if arguments[0] == "-c":
             sys.path[0] = ""
             exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
@@ -245,12 +240,7 @@ def _be(
     except BaseException:  # noqa: BLE001 - as an interpreter shows it
         sys.excepthook(*sys.exc_info())
     finally:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
+        rank.end(code)
 
 
 def _enter(network: str | None, hidden: str | None) -> None:

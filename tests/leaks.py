@@ -51,6 +51,7 @@ _TORCH_SETTINGS = {  # what reads it: what sets it
 def adopt_orphans() -> None:
     """Have processes whose parent died become children of this one, where `children` sees them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    resource_tracker.ensure_running()  # so that it has its command line long before it is looked for
 
 
 class Snapshot:
@@ -127,10 +128,9 @@ def _descendants() -> list[psutil.Process]:
     Python's resource tracker, the forkservers and what commands are forked from belong to the whole session, and stay.
     """
     living = []
-    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # known before it has its command line
     for child in _children_of(os.getpid(), recursive=True):
         with suppress(psutil.NoSuchProcess):
-            stays = child.pid in (*shared_pids(), *template_pids(), tracker) or any(
+            stays = child.pid in (*shared_pids(), *template_pids()) or any(
                 "resource_tracker" in word for word in child.cmdline()
             )
             if child.status() != psutil.STATUS_ZOMBIE and not stays:

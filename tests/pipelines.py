@@ -279,11 +279,9 @@ def on_meta(model: nn.Module) -> nn.Module:
     """A copy whose parameters have no memory; what is tied stays so."""
     model, made = copy.deepcopy(model), dict[int, nn.Parameter]()
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = made.setdefault(
-                    id(p), nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-                )
+        for name, p in own_parameters(module):
+            empty = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            setattr(module, name, made.setdefault(id(p), empty))
     return model
 
 
@@ -294,11 +292,15 @@ def fill(pipeline: Pipeline, parts: Parts, model: nn.Module) -> None:
     made: dict[str, nn.Parameter] = {}
     for stage in pipeline.stages:
         for module in stage.modules():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    full = names.get(id(p)) or next(n for n, q in pipeline.named_parameters().items() if q is p)
-                    own = parts[full].layout.take(whole[full].detach()).clone()
-                    module._parameters[name] = made.setdefault(full, nn.Parameter(own, requires_grad=p.requires_grad))
+            for name, p in own_parameters(module):
+                full = names.get(id(p)) or next(n for n, q in pipeline.named_parameters().items() if q is p)
+                own = parts[full].layout.take(whole[full].detach()).clone()
+                setattr(module, name, made.setdefault(full, nn.Parameter(own, requires_grad=p.requires_grad)))
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of a module itself, by every name that one has."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def alone(case: Case, microbatches: int = 4, sizes: tuple[int, ...] = (ROWS,) * STEPS) -> dict[str, Any]:

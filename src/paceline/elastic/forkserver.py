@@ -41,7 +41,7 @@ OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
 # Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the forkserver.
 _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # Not read by the imports, as nothing is that `RankEnvironment` names.
-_AFTER_FORK = {
+AFTER_FORK = {
     *VISIBLE,
     DEVICE_VARIABLE,
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
@@ -51,7 +51,7 @@ _AFTER_FORK = {
     "TRITON_CACHE_DIR",
 }
 # no thread may be there when it forks
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # that one process keeps: an environment that is changed for a while, and changed back, costs no imports
 _MOST_FORKSERVERS = 2
 FORKSERVER = "--forkserver"  # first argument of `rank.py` that makes it a forkserver
@@ -249,7 +249,7 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.elastic.rank", FORKSERVER, *numbers],
         # asked whether there is a GPU, it does not start CUDA
-        env={**variables, **_ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        env={**variables, **ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.DEVNULL,
         stdout=_open_or_null(2),
         start_new_session=True,
@@ -280,19 +280,26 @@ def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
     the others. Of these the one that was used last is kept.
     """
     with _sharing:
-        wanted = made_for(variables)
-        usable = [forkserver for forkserver in _shared if forkserver.owner == os.getpid() and not forkserver.lost]
-        found = [forkserver for forkserver in usable if forkserver.made_for == wanted] or [
-            Forkserver(_without_ranks(variables))
-        ]
-        if found[0] not in usable:
-            atexit.register(found[0].end)
-        others = [forkserver for forkserver in usable if forkserver is not found[0]]
+        found = shared_for(variables)
+        if found is None:
+            found = Forkserver(_without_ranks(variables))
+            atexit.register(found.end)
+        others = [forkserver for forkserver in _usable() if forkserver is not found][1 - _MOST_FORKSERVERS :]
         for forkserver in _shared:
-            if forkserver is not found[0] and forkserver not in others[1 - _MOST_FORKSERVERS :]:
+            if forkserver is not found and forkserver not in others:
                 forkserver.end()
-        _shared[:] = [*others[1 - _MOST_FORKSERVERS :], found[0]]
-        return found[0]
+        _shared[:] = [*others, found]
+        return found
+
+
+def shared_for(variables: Mapping[str, str]) -> Forkserver | None:
+    """The shared forkserver for ranks with this environment, if there is one."""
+    wanted = made_for(variables)
+    return next((forkserver for forkserver in _usable() if forkserver.made_for == wanted), None)
+
+
+def _usable() -> list[Forkserver]:
+    return [forkserver for forkserver in _shared if forkserver.owner == os.getpid() and not forkserver.lost]
 
 
 def share(forkserver: Forkserver) -> None:
@@ -337,7 +344,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
     """Inherited state of a fork: what a forkserver's ranks must have in common."""
     return {
-        "environment": {name: value for name, value in _without_ranks(variables).items() if name not in _AFTER_FORK},
+        "environment": {name: value for name, value in _without_ranks(variables).items() if name not in AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
         "priority": os.getpriority(os.PRIO_PROCESS, 0),
         "places": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "pid")]

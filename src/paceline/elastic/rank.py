@@ -168,7 +168,7 @@ def _leave(error: BaseException, path: Path, launcher: _Launcher, code: int) -> 
     os._exit(code)
 
 
-_IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # what every rank needs
+IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # what every rank needs
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def be_forkserver(arguments: list[str]) -> None:
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
     defer_compiler()
-    _serve(channel, launcher, watch, lambda: _imported(_IMPORTS, needed=True))
+    _serve(channel, launcher, watch, lambda: imported(IMPORTS, needed=True))
 
 
 def split_off() -> None:
@@ -217,7 +217,7 @@ def split_off() -> None:
 
     It was forked from a forkserver itself, and has started no thread that a fork could disturb.
     """
-    _call_the_process("paceline host process")
+    call_the_process("paceline host process")
     share(Forkserver({**DEFAULTS, **os.environ}, _copy))
 
 
@@ -237,7 +237,7 @@ def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch = os.pidfd_open(launcher)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _call_the_process("paceline forkserver")
+        call_the_process("paceline forkserver")
         _serve(channel, launcher, watch, _unfit)
     except BaseException:  # noqa: BLE001 - nothing of it is for the code that was forked
         traceback.print_exc()
@@ -267,7 +267,7 @@ class _Child:
         return self._code
 
 
-def _imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
+def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
     """Import what ranks need. Returns why no rank may be forked from this process.
 
     The ranks raise and show import errors themselves. If `needed`, an import error is a reason not to fork, and ranks
@@ -326,7 +326,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             return None
         do = message.pop("do")
         if do == "import":
-            send(channel, {"unfit": _imported(message["modules"])})
+            send(channel, {"unfit": imported(message["modules"])})
             continue
         if do == "wait":
             send(channel, _end_of(message["pid"]))
@@ -373,7 +373,7 @@ def _become(order: _Order, watch: int) -> None:
     os.environ.update({name: value for name, value in order.environment.items() if name not in environment.names()})
     os.environ.update(environment.to_env())
     sys.argv[1:] = order.arguments
-    _call_the_process(f"paceline rank {environment.rank} of {environment.world_size}")
+    call_the_process(f"paceline rank {environment.rank} of {environment.world_size}")
     for name, limit in order.limits.items():
         resource.setrlimit(getattr(resource, name), limit)
     os.sched_setaffinity(0, order.cores)
@@ -384,10 +384,10 @@ def _become(order: _Order, watch: int) -> None:
         watch,
         prepare=lambda: _settle(order.folder, environment.threads),
     )
-    _end()
+    end()
 
 
-def _end() -> NoReturn:
+def end(code: int = 0) -> NoReturn:
     """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
     atexit._run_exitfuncs()  # as multiprocessing does in its forks
@@ -395,10 +395,10 @@ def _end() -> NoReturn:
         if issubclass(type(file), io.IOBase):
             with suppress(OSError, ValueError):  # closed, not to be written, or whoever read it has gone
                 file.flush()
-    os._exit(0)
+    os._exit(code)
 
 
-def _call_the_process(title: str) -> None:
+def call_the_process(title: str) -> None:
     """Show a title in `ps` and `top`, instead of the forkserver's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # of the arguments; fields 48 and 49 of the file, counted from 1

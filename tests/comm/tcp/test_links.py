@@ -320,7 +320,7 @@ def test_a_group_of_one_host_is_shared_memory_underneath(hosts: Hosts) -> None:
 
 def first_connections() -> int:
     """Attempts of rank 1 to connect in a new group, whose rank 0 knows its peers a while later than rank 1."""
-    meets, tries, attempts = mesh._meet, PeerLink._try, list[float]()
+    meets, tries, attempts = mesh.meet, PeerLink._try, list[float]()
 
     def late(*arguments: Any) -> Any:
         places = meets(*arguments)
@@ -332,7 +332,7 @@ def first_connections() -> int:
         attempts.append(now)
         tries(link, now)
 
-    with patch.object(mesh, "_meet", late), patch.object(PeerLink, "_try", counted):
+    with patch.object(mesh, "meet", late), patch.object(PeerLink, "_try", counted):
         group = dist.new_group(backend="tcp")
         dist.barrier(group)
     return len(attempts)

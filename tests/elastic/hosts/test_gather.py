@@ -70,7 +70,7 @@ def refused(place: HostPlace, **changes: Any) -> str:
     """What a host is told that joins with other values than its own."""
     connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
     try:
-        joining = gather._joining(other(place), connection)
+        joining = gather.joining_of(other(place), connection)
         connection.send(msgspec.structs.replace(joining, **changes))
         return str(connection.receive(20).reason)
     finally:
@@ -147,9 +147,9 @@ def test_two_hosts_with_one_number_are_refused(place: HostPlace) -> None:
     three = replace(place, count=3)
     with coordinator(three) as error:
         first = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-        first.send(gather._joining(other(three, name="first"), first))
+        first.send(gather.joining_of(other(three, name="first"), first))
         second = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-        second.send(gather._joining(other(three, name="second"), second))
+        second.send(gather.joining_of(other(three, name="second"), second))
         told = [connection.receive(20).reason for connection in (first, second)]
         assert told[0] == told[1] == error()
         assert "two hosts have the number 1" in told[0]

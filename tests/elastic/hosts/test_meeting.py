@@ -57,7 +57,7 @@ def successors(ports: list[int], address: str) -> list[Successor]:
 def coming(meeting: Meeting, number: int, *, again: bool) -> Connection:
     """A connection on which a host has said who it is."""
     connection = connect(meeting.address, KEY, ToHost, deadline_s=DEADLINE_S)
-    joining = gather._joining(place_of(meeting, number), connection)
+    joining = gather.joining_of(place_of(meeting, number), connection)
     connection.send(msgspec.structs.replace(joining, host=OWN.model_dump_json(), again=again))
     return connection
 
@@ -77,7 +77,7 @@ def test_hosts_that_have_ended_with_the_coordinator_are_not_waited_for(
     address, links = meeting.address[0], dict[int, Link]()
     hosts = successors([0, meeting.address[1], closed_port(address), closed_port(address)], address)
     with closing(coming(meeting, 3, again=True)):  # it came before it ended
-        takeover._await_others(place_of(meeting, 1), KEY, meeting, links, before, hosts)
+        takeover.await_others(place_of(meeting, 1), KEY, meeting, links, before, hosts)
     assert sorted(links) == [3]
     links[3].lose("the test is over")
 
@@ -88,17 +88,17 @@ def test_a_coordinator_that_may_be_coordinated_by_another_is_not_waited_for_once
     monkeypatch.setattr(takeover, "MEET_S", 1e6)
     address = own_address()
     place = HostPlace(2, len(NAMES), address, closed_port(address), "c", "hosts", "run 7")
-    assert takeover._at(place, KEY, before) is None
+    assert takeover.coordinator_at(place, KEY, before) is None
 
 
 def test_the_coordinator_is_known_to_have_ended_where_its_kernel_says_so(meeting: Meeting, before: Coordinator) -> None:
     address, port = meeting.address
     for ports, ended in (([closed_port(address), 0, 0, 0], True), ([port, 0, 0, 0], False), ([0, 0, 0, 0], False)):
         before.succession = Succession("run", "", successors(ports, address))
-        assert takeover._is_known_to_have_ended(before, KEY) is ended
+        assert takeover.is_known_to_have_ended(before, KEY) is ended
     before.succession = Succession("run", "", successors([closed_port(address), 0, 0, 0], address))
     before.fall_silent(1.0)
-    assert not takeover._is_known_to_have_ended(before, KEY), "it may be behind a network that is cut"
+    assert not takeover.is_known_to_have_ended(before, KEY), "it may be behind a network that is cut"
 
 
 def test_a_host_that_was_started_again_and_takes_another_for_its_coordinator_is_told_where_that_is(

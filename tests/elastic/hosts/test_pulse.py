@@ -7,8 +7,8 @@ import queue
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from commands import events, paceline, write_job
 from paceline.elastic.hosts.link import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
 from paceline.errors import LaunchError
+from paceline.wire.connection import Connection
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 from paceline.wire.silence import is_heard
@@ -28,25 +29,19 @@ def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SILENCE, str(LIMIT_S))
 
 
-@contextmanager
-def coordinator(silent: queue.Queue[int]) -> Iterator[Pulses]:
-    pulses = Pulses(
-        lambda messages, take: Listener(("127.0.0.1", 0), KEY, messages, lambda _: None, on_message=take),
-        lambda host, _: silent.put(host),
-    )
-    try:
-        yield pulses
-    finally:
-        pulses.close()
-
-
 def test_a_host_that_beats_no_more_is_told_with_its_number() -> None:
-    silent: queue.Queue[int] = queue.Queue()
-    with coordinator(silent) as pulses:
+    beats, silent = queue.Queue[Beat](), queue.Queue[int]()
+
+    def listener(messages: type[Beat], take: Callable[[Connection, Beat], None]) -> Listener:
+        def note(connection: Connection, beat: Beat) -> None:
+            take(connection, beat)
+            beats.put(beat)
+
+        return Listener(("127.0.0.1", 0), KEY, messages, lambda _: None, on_message=note)
+
+    with closing(Pulses(listener, lambda host, _: silent.put(host))) as pulses:
         pulse = Pulse(("127.0.0.1", pulses.port), KEY, 8, LIMIT_S, lambda _: None)
-        until = time.monotonic() + DEADLINE_S
-        while not pulses._silent_rounds and silent.empty() and time.monotonic() < until:
-            time.sleep(0.01)
+        assert beats.get(timeout=DEADLINE_S) == Beat(8)
         pulse.close()
         assert silent.get(timeout=DEADLINE_S) == 8
 

@@ -28,6 +28,7 @@ from paceline.elastic.hosts.messages import (
     ToHost,
 )
 from paceline.wire.connection import Connection, connect
+from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 from paceline.wire.status import StatusBoard
 
@@ -36,7 +37,7 @@ class BackHost:
     """A link to a host that has come back."""
 
     lost = None
-    is_known_lost = False
+    is_known_lost = True
 
     def __init__(self, number: int) -> None:
         self.number, self.sent, self.received = number, list[Any](), list[Any]()
@@ -49,6 +50,12 @@ class BackHost:
         return received
 
     def watch(self, _: select.poll) -> None:
+        return
+
+    def receive(self, _: float) -> None:
+        return
+
+    def unwatch(self) -> None:
         return
 
 
@@ -65,6 +72,9 @@ class HostsAround:
     def replace(self, _: BackHost) -> None:
         return
 
+    def listener(self, messages: Any, on_message: Any) -> Listener:
+        return Listener(("127.0.0.1", 0), RunKey.make(), messages, lambda _: None, on_message=on_message)
+
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_hosts_that_come_back_at_once_all_see_that_they_share_the_folder(
@@ -74,17 +84,17 @@ def test_hosts_that_come_back_at_once_all_see_that_they_share_the_folder(
     around: Any = HostsAround(back)
     (tmp_path / "run").mkdir()
     board = StatusBoard.create(tmp_path / "status", 3, 0)
-    remote = RemoteRanks(back, board, tmp_path, RunFolder(tmp_path / "run"), StopSignals(), select.poll(), around)
-    remote._begin = Begin(0, [], {}, 1.0, True, spares_hosts=True, replica_ranks=1, places=["a", "b", "c"])
-    remote._pulses = type("Silent", (), {"forget": lambda self, host: None})()
-    assert remote.returned() == []
-    tokens = [tmp_path / "run" / link.sent[0].token for link in back]
-    for number in order:
-        assert tokens[number].is_file(), "it would take the folder for another one"
-        back[number].received.append(Ready())
-        remote.turn()
-    assert remote.returned() == [back[number] for number in order]
-    assert not any((tmp_path / "run").iterdir())
+    folder = RunFolder(tmp_path / "run")
+    with RemoteRanks(back, board, tmp_path, folder, StopSignals(), select.poll(), around) as remote:
+        remote.begin(Begin(0, [], {}, 1.0, True, spares_hosts=True, replica_ranks=1, places=["a", "b", "c"]))
+        assert remote.returned() == []
+        tokens = [tmp_path / "run" / link.sent[0].token for link in back]
+        for number in order:
+            assert tokens[number].is_file(), "it would take the folder for another one"
+            back[number].received.append(Ready())
+            remote.turn()
+        assert remote.returned() == [back[number] for number in order]
+        assert not any((tmp_path / "run").iterdir())
     board.close()
 
 

@@ -54,7 +54,7 @@ def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def coming(place: HostPlace, **changes: Any) -> Connection:
     """A connection on which host 1 has said who it is, with other values than its own."""
     connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=DEADLINE_S)
-    joining = gather._joining(replace(place, number=1, name="b"), connection)
+    joining = gather.joining_of(replace(place, number=1, name="b"), connection)
     connection.send(msgspec.structs.replace(joining, **{"host": OWN.model_dump_json(), **changes}))
     return connection
 
@@ -132,7 +132,7 @@ def test_a_host_that_came_when_the_others_had_just_met_is_taken_in(place: HostPl
     where = Meeting(place.coordinator, PORT, KEY)
     connection = coming(place)
     where.came.put(where.came.get(timeout=DEADLINE_S))  # it is there
-    with Readmission(meeting._hosts, place, where) as again:
+    with Readmission(meeting.hosts, place, where) as again:
         again.returns.expect(1)
         assert connection.receive(DEADLINE_S) == Welcome(["a", "b"])
     connection.close()
@@ -150,10 +150,10 @@ def test_a_host_that_was_lost_too_often_is_refused(place: HostPlace, meeting: Re
 def test_a_silent_peer_with_the_key_keeps_nobody_waiting_at_the_end(place: HostPlace, meeting: Readmission) -> None:
     connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=DEADLINE_S)
     until = time.monotonic() + DEADLINE_S
-    while meeting._at_work is None:
+    while meeting.at_work is None:
         assert time.monotonic() < until
         time.sleep(0.005)
     began = time.monotonic()
     meeting.__exit__()
-    assert time.monotonic() - began < gather._MESSAGE_S
+    assert time.monotonic() - began < gather.MESSAGE_S
     connection.close()

@@ -72,7 +72,7 @@ class LinkMesh:
         self.address, self.admission = self._listen(member)
         try:
             own = RankAddress(rank, own_host(), *self.address, os.getpid())
-            places = _meet(store, own, size, timeout_s)
+            places = meet(store, own, size, timeout_s)
             with loop.lock:
                 for peer in places:
                     if peer.rank != rank:
@@ -305,7 +305,7 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
     return Membership(bytes.fromhex(offers[0]["group"]), key, sealed)
 
 
-def _meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:
+def meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:
     """The listening address of every rank, by rank."""
     keys = [f"tcp/{rank}" for rank in range(size)]
     store.set(keys[own.rank], json.dumps(asdict(own)))

@@ -35,7 +35,7 @@ from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
-_TELL_S, _MESSAGE_S = 10.0, 20.0
+_TELL_S, MESSAGE_S = 10.0, 20.0
 _FEW_S = 10.0  # from the start, for more hosts to come than the least
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
 _CLOCKS_S = 60.0  # may hosts' clocks be apart
@@ -140,7 +140,7 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
     with ExitStack() as unless_taken_in:
         standby = unless_taken_in.enter_context(closing(_standby(place, key, connection))) if succeeds else None
         try:
-            coordinator = taken_in(place, connection, hosts_wait_s() + _MESSAGE_S, standby)
+            coordinator = taken_in(place, connection, hosts_wait_s() + MESSAGE_S, standby)
         except (OSError, ChannelError) as error:
             raise LaunchError(
                 f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
@@ -172,7 +172,7 @@ def taken_in(
     """
     connection.end_when_silent(KERNEL_SILENT_S)
     try:
-        connection.send(msgspec.structs.replace(_joining(place, connection, standby), again=again, held=held))
+        connection.send(msgspec.structs.replace(joining_of(place, connection, standby), again=again, held=held))
         answer = connection.receive(wait_s)
         if isinstance(answer, Welcome):
             return Coordinator(connection, answer.names[0], place.run_name, standby)
@@ -267,7 +267,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
         LaunchError: it cannot take part.
     """
     try:
-        joining = connection.receive(_MESSAGE_S)
+        joining = connection.receive(MESSAGE_S)
         if isinstance(joining, Elsewhere) and joining.run_name == place.run_name:
             connection.close()
             raise GoesOnElsewhere(joining)
@@ -336,7 +336,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _joining(place: HostPlace, connection: Connection, standby: Meeting | None = None) -> Joining:
+def joining_of(place: HostPlace, connection: Connection, standby: Meeting | None = None) -> Joining:
     return Joining(
         number=place.number,
         count=place.count,

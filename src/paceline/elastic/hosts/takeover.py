@@ -94,7 +94,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     place = replace(place, number=numbers[0], count=len(succession.hosts))
     for number, host in enumerate(succession.hosts[1 : place.number], 1):
         if host.port and not host.lost:
-            found = _at(replace(place, coordinator=host.address, port=host.port), key, before)
+            found = coordinator_at(replace(place, coordinator=host.address, port=host.port), key, before)
             if found is not None:
                 _say(f"host {host.name} (number {number}) coordinates now")
                 return found
@@ -102,7 +102,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     return _coordinated(place, key, before, succession, before.standby)
 
 
-def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
+def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
     """The host that may coordinate, once it does; None where it is lost, too."""
     try:
         connection = _reached((place.coordinator, place.port), key)
@@ -116,7 +116,7 @@ def _at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | Non
     return found
 
 
-def _is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
+def is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
     """True if the coordinating process has ended, and is not behind a cut network."""
     assert before.succession is not None
     first = before.succession.hosts[0]
@@ -143,7 +143,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
     there = succession.hosts[place.number]
     links: dict[int, Link] = {}
     try:
-        _await_others(place, key, meeting, links, before, succession.hosts)
+        await_others(place, key, meeting, links, before, succession.hosts)
         _must_be_enough(place, links, before, succession)
         _must_have(succession, before, there.name)
     except BaseException as error:
@@ -160,7 +160,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
     if attempt is not None:
         hosts.past = _older(succession.past, time.monotonic() - before.told_at)
         _add_lost(hosts, succession, before)
-        has_ended = partial(_is_known_to_have_ended, before, key)
+        has_ended = partial(is_known_to_have_ended, before, key)
         try:
             next_generation = begin_next_generation(hosts, Path(succession.run), attempt, has_ended)
         except BaseException as error:  # another trains in that directory
@@ -208,7 +208,7 @@ def _older(past: Past, by_s: float) -> Past:
     return Past(losses, past.left_out, past.released)
 
 
-def _await_others(
+def await_others(
     place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
 ) -> None:
     """Take hosts in until all of higher numbers are there, or for a while.
@@ -404,6 +404,9 @@ class Readmission:
         meeting: where they come; it is closed at the end.
         revive: starts the host process of a host again; None where somebody else does.
         calls: whether hosts that are started again have to be told that this one coordinates.
+
+    Attributes:
+        at_work: the connection of the host that is looked at; None between two.
     """
 
     def __init__(
@@ -415,32 +418,32 @@ class Readmission:
         *,
         calls: bool = False,
     ) -> None:
-        self._hosts, self._place, self._meeting = hosts, place, meeting
+        self.hosts, self._place, self._meeting = hosts, place, meeting
         self.returns = Returns(revive)
         self._call_s = _CALL_S if calls else None
         self._closing = threading.Event()
-        self._at_work: Connection | None = None
+        self.at_work: Connection | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-returns", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._hosts.returns = self.returns
+        self.hosts.returns = self.returns
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hosts.returns = None
+        self.hosts.returns = None
         self._closing.set()
         self._meeting.came.put(None)
-        if (connection := self._at_work) is not None:
+        if (connection := self.at_work) is not None:
             connection.end()
         self._thread.join()
         self._meeting.close()
         for link in self.returns.back():  # too late: they are dismissed with the others
-            self._hosts.replace(link)
+            self.hosts.replace(link)
 
     def _run(self) -> None:
         while (connection := self._next()) is not None:
-            self._at_work = connection
+            self.at_work = connection
             try:
                 if self._closing.is_set():
                     raise ChannelError("the run has ended")
@@ -463,19 +466,19 @@ class Readmission:
             except queue.Empty:
                 # hosts that were left out are called as well, and learn here that they may not join
                 for number in sorted({*self.returns.expected.copy(), *self.returns.left_out.copy()}):
-                    if (link := self._hosts.links[number - 1]).address:
+                    if (link := self.hosts.links[number - 1]).address:
                         self._call(link)
 
     def _call(self, link: Link) -> None:
         """Tell a lost host, should it have been started again, where the run goes on."""
         with suppress(OSError, PacelineError):  # it is not there
             where = link.address, self._place.port
-            with closing(connect(where, self._hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
+            with closing(connect(where, self.hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
                 connection.send(self._elsewhere())
                 connection.receive(_CALL_S)  # it hangs up
 
     def _elsewhere(self) -> Elsewhere:
-        names = [host.name for host in self._hosts.cluster.hosts]
+        names = [host.name for host in self.hosts.cluster.hosts]
         return Elsewhere(self._place.run_name, *self._meeting.address, names)
 
     def _take(self, connection: Connection) -> None:
@@ -493,15 +496,15 @@ class Readmission:
                 return
             if reason := self._unexpected(link) or self._other(link):
                 _refuse(link, reason)
-            link.send(Welcome([host.name for host in self._hosts.cluster.hosts]))
-            for look in self._hosts.agreed:
+            link.send(Welcome([host.name for host in self.hosts.cluster.hosts]))
+            for look in self.hosts.agreed:
                 link.send(look)
                 answer = link.answer(Looked, _LOOKED_S)
                 if answer is None:
                     raise LaunchError(f"{link.who} is lost: {link.lost}")
                 if reason := "; ".join(differences(look, link, answer)):
                     _refuse(link, reason)
-            self._at_work = None
+            self.at_work = None
             self.returns.take_in(link)
 
     def _unexpected(self, link: Link) -> str:
@@ -523,15 +526,15 @@ class Readmission:
             before = link
         if before.name not in (link.name, f"{link.name}-{link.number}"):
             return f"host {link.name} has come as number {link.number}, which is that of {before.name}."
-        known = self._hosts.cluster.hosts[link.number]
+        known = self.hosts.cluster.hosts[link.number]
         count, had = len(link.host.devices), len(known.devices)
-        if self._hosts.cluster.emulate is None and count < had:
+        if self.hosts.cluster.emulate is None and count < had:
             return f"{link.who} has come back with {count} of its {had} devices."
         link.name, link.host = before.name, known
         return ""
 
     def _before(self, link: Link) -> Link:
-        return self._hosts.links[link.number - 1]
+        return self.hosts.links[link.number - 1]
 
 
 def _refuse(link: Link, reason: str) -> None:
