@@ -50,23 +50,22 @@ def test_the_first_rank_that_failed_by_itself_is_blamed_in_any_order_of_ends(
     assert root_cause(ends, None).rank == min(own, key=own.__getitem__)
 
 
-def test_a_killed_rank_is_blamed_before_an_error_that_came_after_its_last_sign_of_life() -> None:
-    ends = [end(0, 1, record=record(0, at=10.1)), end(1, -signal.SIGKILL, alive_at=10.0)]
-    assert root_cause(ends, None).rank == 1
-
-
-def test_an_abort_is_only_the_echo_of_an_error() -> None:
-    ends = [end(0, -signal.SIGABRT, alive_at=9.9), end(1, 1, record=record(1, at=10.0))]
-    assert root_cause(ends, None).rank == 1
-
-
-def test_a_stopped_rank_is_blamed_when_the_others_only_lost_patience() -> None:
-    ends = [end(0, 1, record=record(0, at=10.0, secondary=True), phase="sync"), end(1, None, stopped=True)]
-    assert root_cause(ends, None).rank == 1
-
-
-def test_where_every_rank_lost_a_peer_the_first_is_shown() -> None:
-    ends = [end(rank, 1, record=record(rank, at, secondary=True)) for rank, at in enumerate([3.0, 2.0])]
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [end(0, 1, record=record(0, at=10.1)), end(1, -signal.SIGKILL, alive_at=10.0)],
+        [end(0, -signal.SIGABRT, alive_at=9.9), end(1, 1, record=record(1, at=10.0))],
+        [end(0, 1, record=record(0, at=10.0, secondary=True), phase="sync"), end(1, None, stopped=True)],
+        [end(rank, 1, record=record(rank, at, secondary=True)) for rank, at in enumerate([3.0, 2.0])],
+    ],
+    ids=[
+        "killed before an error that came after its last sign of life",
+        "an abort is only the echo of an error",
+        "stopped, when the others only lost patience",
+        "the first, where every rank lost a peer",
+    ],
+)
+def test_rank_1_is_blamed(ends: list[RankEnd]) -> None:
     assert root_cause(ends, None).rank == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,33 +79,44 @@ class Ranks:
         return taken_s
 
 
+def with_rank_2_in_step_31() -> Ranks:
+    """Ranks after 30 short steps, of which two wait for rank 2."""
+    ranks = Ranks()
+    ranks.steps(30, TICK_S)
+    ranks.rank_2_stays("compute", 31)
+    return ranks
+
+
 def about(limit_s: float) -> tuple[float, float]:
     return limit_s, limit_s + 3 * TICK_S
 
 
-def test_a_rank_that_others_wait_for_has_a_multiple_of_the_slowest_recent_step() -> None:
+@pytest.mark.parametrize(
+    ("steps", "step_s", "follows_steps", "limit_s"),
+    [
+        (30, 2.0, True, FACTOR * 2.0),
+        (30, TICK_S, True, LEAST_S),
+        (10, 20.0, True, DEADLINE_S),
+        (30, 1.0, False, DEADLINE_S),
+    ],
+    ids=["a multiple of the slowest recent step", "at least ten seconds", "the deadline at most", "or always"],
+)
+def test_a_rank_that_others_wait_for_has_a_limit_of_its_own(
+    steps: int, step_s: float, follows_steps: bool, limit_s: float
+) -> None:
+    ranks = Ranks(follows_steps=follows_steps)
+    ranks.steps(steps, step_s)
+    ranks.rank_2_stays("compute", steps + 1)
+    low, high = about(limit_s)
+    assert low <= ranks.until_hung() <= high + FACTOR * 2 * TICK_S
+
+
+def test_one_slow_step_is_enough_for_a_longer_limit() -> None:
     ranks = Ranks()
     ranks.steps(30, 1.0)
     ranks.step(31, 2.0)
     ranks.rank_2_stays("compute", 32)
-    low, high = about(FACTOR * 2.0)
-    assert low <= ranks.until_hung() <= high + FACTOR * 2 * TICK_S
-
-
-def test_where_steps_are_short_it_has_ten_seconds() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
-    low, high = about(LEAST_S)
-    assert low <= ranks.until_hung() <= high
-
-
-def test_the_deadline_stays_the_longest() -> None:
-    ranks = Ranks()
-    ranks.steps(10, 20.0)
-    ranks.rank_2_stays("compute", 11)
-    low, high = about(DEADLINE_S)
-    assert low <= ranks.until_hung() <= high
+    assert ranks.until_hung() >= FACTOR * 2.0
 
 
 def test_the_first_steps_of_a_process_have_the_deadline() -> None:
@@ -125,13 +137,12 @@ def test_so_has_one_that_took_the_place_of_a_lost_rank() -> None:
     assert ranks.until_hung() > DEADLINE_S
 
 
-def test_data_from_a_slow_disk_evaluations_and_checkpoints_have_the_deadline() -> None:
-    phases: tuple[Phase, ...] = ("data", "evaluate", "checkpoint", "optimizer")
-    for phase in phases:
-        ranks = Ranks()
-        ranks.steps(30, 1.0)
-        ranks.rank_2_stays(phase, 31)
-        assert ranks.until_hung() > DEADLINE_S
+@pytest.mark.parametrize("phase", ["data", "evaluate", "checkpoint", "optimizer"])
+def test_data_from_a_slow_disk_evaluations_and_checkpoints_have_the_deadline(phase: Phase) -> None:
+    ranks = Ranks()
+    ranks.steps(30, 1.0)
+    ranks.rank_2_stays(phase, 31)
+    assert ranks.until_hung() > DEADLINE_S
 
 
 def test_an_evaluation_is_no_slow_step() -> None:
@@ -174,9 +185,7 @@ def test_a_machine_that_sleeps_for_an_hour_loses_no_rank() -> None:
 
 
 def test_a_rank_that_waits_for_its_memory_is_only_slow() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     ranks.paging = {2}
     ranks.passes(LEAST_S * 5)
     assert not ranks.hung
@@ -185,9 +194,7 @@ def test_a_rank_that_waits_for_its_memory_is_only_slow() -> None:
 
 
 def test_a_rank_behind_a_cut_link_is_not_taken_for_hung() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     phase, step, _ = ranks.marks[2]
     for _ in range(1000):
         ranks.now_s += TICK_S
@@ -196,9 +203,7 @@ def test_a_rank_behind_a_cut_link_is_not_taken_for_hung() -> None:
 
 
 def test_words_that_come_late_from_another_host_do_not_begin_the_wait_anew() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     _, _, since_s = ranks.marks[2]
     taken_s = 0.0
     for look in range(1000):
@@ -210,9 +215,7 @@ def test_words_that_come_late_from_another_host_do_not_begin_the_wait_anew() -> 
 
 
 def test_what_a_survivor_did_when_its_generation_ended_is_no_computing_in_the_next() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     ranks.passes(LEAST_S / 2)
     ranks.generation += 1
     ranks.passes(DEADLINE_S * 0.9)
@@ -223,18 +226,14 @@ def test_what_a_survivor_did_when_its_generation_ended_is_no_computing_in_the_ne
 
 
 def test_a_rank_that_hangs_is_found_although_who_waited_for_it_is_gone() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     ranks.passes(LEAST_S / 2)
     del ranks.marks[0], ranks.marks[1]
     assert ranks.until_hung() < 2 * DEADLINE_S
 
 
 def test_a_step_that_cost_one_rank_its_place_is_a_slow_one_for_who_takes_over_its_samples() -> None:
-    ranks = Ranks()
-    ranks.steps(30, TICK_S)
-    ranks.rank_2_stays("compute", 31)
+    ranks = with_rank_2_in_step_31()
     ranks.until_hung()
     del ranks.marks[2]
     ranks.hung.clear()
@@ -252,14 +251,6 @@ def test_the_first_steps_after_a_checkpoint_is_resumed_are_first_ones() -> None:
         ranks.step(step, 1.0)
     ranks.rank_2_stays("compute", 500 + FIRST_STEPS)
     assert ranks.until_hung() > DEADLINE_S
-
-
-def test_where_ranks_are_not_replaced_all_have_the_deadline() -> None:
-    ranks = Ranks(follows_steps=False)
-    ranks.steps(30, 1.0)
-    ranks.rank_2_stays("compute", 31)
-    low, high = about(DEADLINE_S)
-    assert low <= ranks.until_hung() <= high
 
 
 @given(
