@@ -292,7 +292,7 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
 
 
 def _kept_ranks(hosts: Hosts | None) -> NextGeneration | None:
-    """The ranks that hosts have kept since another was lost, with which the run goes on in place."""
+    """The ranks that hosts have kept since another was lost."""
     return hosts.takeover.next_generation if hosts and hosts.takeover else None
 
 
