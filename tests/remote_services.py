@@ -120,7 +120,7 @@ class State:
 def service(where: Any, key: RunKey | None, state: State | None = None, **settings: Any) -> Iterator[Service]:
     """A service in this process."""
     state = state or State()
-    with Service(where, key, state.functions(), on_leave=state.leave, **settings) as serving:
+    with Service(where, key, state.functions(), on_lost=state.leave, **settings) as serving:
         yield serving
 
 

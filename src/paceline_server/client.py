@@ -35,7 +35,7 @@ from paceline_server.talk import (
     Welcome,
     frame_limits,
 )
-from paceline_server.values import pack
+from paceline_server.values import pack, unpack
 
 ANSWER_BYTES = 2**34  # of the tensors in one answer, at most
 STREAM_AHEAD = 8  # results of a stream that may be under way
@@ -55,6 +55,8 @@ class Client:
     Attributes:
         talk: messages with the service.
         error: why the connection has ended.
+        service: identity of the service; another one has not the state that this client left there.
+        known: the service knew this client from an earlier connection.
 
     Raises:
         DeadlineError: nobody of the run answers there.
@@ -96,6 +98,7 @@ class Client:
             raise
         self.talk = Talk(connection, ANSWER_BYTES)
         self._attached_bytes, self._calls_at_once = answer.attached_bytes, answer.calls_at_once
+        self.service, self.known = answer.service, answer.known
 
     @property
     def lost(self) -> bool:
@@ -112,9 +115,14 @@ class Client:
         """
         return self.begin(function, *args, deadline_s=deadline_s).result()
 
-    def begin(self, function: str, *args: Any, deadline_s: float | None = None) -> Pending:
-        """Send a call, and return without its answer. Raises as `call`."""
-        return self._begin(function, args, self.deadline_s if deadline_s is None else deadline_s, stream=False)
+    def begin(self, function: str, *args: Any, deadline_s: float | None = None, lane: str = "") -> Pending:
+        """Send a call, and return without its answer. Raises as `call`.
+
+        Args:
+            lane: the service runs calls of one lane one after the other, in the order sent.
+        """
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        return self._begin(function, args, deadline_s, stream=False, lane=lane)
 
     def stream(self, function: str, *args: Any, deadline_s: float | None = None) -> Iterator[Any]:
         """Results of a function that yields, as they come. It is called when the first is asked for.
@@ -130,7 +138,7 @@ class Client:
                 message, block = pending.next(deadline_s)
                 if isinstance(message, End):
                     return
-                value = self.talk.value(message.value, block)
+                value = unpack(message.value, block)
                 del message, block
                 yield value
                 del value
@@ -196,7 +204,9 @@ class Client:
         finally:
             self._hand_over()
 
-    def _begin(self, function: str, args: tuple[Any, ...], deadline_s: float, stream: bool) -> Pending:
+    def _begin(
+        self, function: str, args: tuple[Any, ...], deadline_s: float, *, stream: bool, lane: str = ""
+    ) -> Pending:
         until = time.monotonic() + deadline_s
         packed = pack(list(args))
         if packed.nbytes > self._attached_bytes:
@@ -208,7 +218,7 @@ class Client:
         pending = Pending(self, next(self._numbers), function, deadline_s, stream)
         self._expect(pending, until)
         try:
-            message = Call(pending.number, [], function, packed.tree, None, stream)
+            message = Call(pending.number, [], function, packed.tree, None, stream, lane)
             self._send(message, max(0.0, until - time.monotonic()), packed)
         except BaseException:
             self.drop(pending)
@@ -316,7 +326,7 @@ class Pending:
         if deadline_s is not None:
             self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
         message, block = self._arrival(self._until)
-        return self._client.talk.value(message.value, block)
+        return unpack(message.value, block)
 
     def next(self, deadline_s: float) -> tuple[Any, memoryview | None]:
         """The next message on this call: an Answer, or the End. Raises as `Client.call`."""

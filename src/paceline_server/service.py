@@ -6,14 +6,16 @@ that is marked `quick`, or `at_once` and waits for nobody: no other thread has t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import queue
+import secrets
 import socket
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +43,7 @@ from paceline_server.talk import (
     Welcome,
     frame_limits,
 )
-from paceline_server.values import pack
+from paceline_server.values import pack, unpack
 
 _MOST_NAME = 200  # characters
 _MOST_TRACEBACK = 2**16
@@ -91,10 +93,12 @@ class Service:
         where: address and port, over TLS with the run's key; the path of a Unix socket to make in a private folder,
             without; or a socket that listens.
         threads: of the pool. Where all wait, further calls wait for them.
-        on_leave: called when a client's connection has ended, in its thread; its calls may still run.
+        grace_s: how long a client may be without a connection until it is lost.
+        on_lost: called once with each client that is lost; its calls may still run.
 
     Attributes:
         address: of the service, as `Client` takes it.
+        presence: the connected clients.
     """
 
     def __init__(
@@ -105,14 +109,16 @@ class Service:
         *,
         threads: int = 8,
         limits: Limits = Limits(),  # noqa: B008 - nothing changes it
-        on_leave: Callable[[Caller], object] = lambda _: None,
+        grace_s: float = 0.0,
+        on_lost: Callable[[Caller], object] = lambda _: None,
     ) -> None:
-        self.functions, self.limits, self.on_leave = dict(functions), limits, on_leave
-        self.pool = Pool(threads)
+        self.functions, self.limits = dict(functions), limits
+        self.pool, self._identity = Pool(threads), secrets.token_hex(8)
         self._served: dict[Connection, threading.Thread] = {}
         self._refused: deque[Connection] = deque()
         self._lock = threading.Lock()
         self._closed = False
+        self.presence = Presence(grace_s, on_lost)
         within = frame_limits(limits.attached_bytes, limits.message_bytes, within_host=_is_within_host(where))
         self._listener = Listener(where, key, FromClient, self._welcome, limits=within)
         self.address = self._listener.address
@@ -133,6 +139,7 @@ class Service:
             if self._closed:
                 return
             self._closed = True
+        self.presence.close()
         self._listener.close()
         with self._lock:
             served = dict(self._served)
@@ -170,7 +177,9 @@ class Service:
         served = None
         try:
             caller = self._met(connection)
+            known = self.presence.came(caller)
             served = _Served(self, caller, connection)
+            connection.send(Welcome(self.limits.attached_bytes, self.limits.calls_at_once, self._identity, known))
             served.run()
         except ChannelError:  # its other end is told by its own
             pass
@@ -181,10 +190,9 @@ class Service:
             with self._lock:
                 del self._served[connection]
             if served is not None:
-                self.on_leave(served.caller)
+                self.presence.left(served.caller)
 
     def _met(self, connection: Connection) -> Caller:
-        """The client at the other end, which is told what it may send."""
         hello = connection.receive(HANDSHAKE_S)
         problem = None
         if not isinstance(hello, Hello):
@@ -197,7 +205,6 @@ class Service:
             connection.send(Refused(problem))
             connection.receive(HANDSHAKE_S)  # until it has read that and closes
             raise ChannelError(problem)
-        connection.send(Welcome(self.limits.attached_bytes, self.limits.calls_at_once))
         return Caller(hello.name, hello.identity, connection.peer)
 
 
@@ -273,7 +280,8 @@ class _Served:
         if mark == "at once" and not call.stream and self._run(task, is_trial=True):
             return
         self._admit(task)
-        self._pool.put(lambda: self._run_admitted(task))
+        lane = (self.caller.identity, call.lane) if call.lane else None
+        self._pool.put(lambda: self._run_admitted(task), lane)
 
     def _admit(self, task: _Task) -> None:
         """Note a call, once the limits allow for it. Its client waits meanwhile, as nothing of it is read."""
@@ -326,7 +334,7 @@ class _Served:
 
     def _unpacked(self, task: _Task) -> list[Any]:
         if task.arguments is None:
-            task.arguments = self._talk.value(task.call.arguments, task.block)
+            task.arguments = unpack(task.call.arguments, task.block)
             task.block = task.call.arguments = None
         if not isinstance(task.arguments, list):
             raise RemoteError("the arguments of a call are a list")
@@ -389,6 +397,79 @@ def _is_within_host(where: Where) -> bool:
     return where.family == socket.AF_UNIX if isinstance(where, socket.socket) else isinstance(where, Path)
 
 
+class Presence:
+    """Clients with a connection, and those that have had none for less than the grace time.
+
+    Args:
+        on_lost: called once with each client that has been away for longer, in a thread of this object.
+    """
+
+    def __init__(self, grace_s: float, on_lost: Callable[[Caller], object]) -> None:
+        self._grace_s, self._on_lost = grace_s, on_lost
+        self._changed = threading.Condition()
+        self._here: dict[str, set[Caller]] = {}  # connections by client
+        self._away: dict[str, tuple[float, Caller]] = {}  # until when, by client
+        self._closed = False
+        self._thread: threading.Thread | None = None  # once somebody was away
+
+    def came(self, caller: Caller) -> bool:
+        """Note a connection; True if the client was here before and is not lost."""
+        with self._changed:
+            known = caller.identity in self._here
+            self._here.setdefault(caller.identity, set()).add(caller)
+            self._away.pop(caller.identity, None)
+            return known
+
+    def left(self, caller: Caller) -> None:
+        """Note that a connection has ended."""
+        with self._changed:
+            connections = self._here.get(caller.identity, set())
+            if caller in connections:  # else the client was forgotten
+                connections.remove(caller)
+                self.expect(caller)
+
+    def expect(self, caller: Caller) -> None:
+        """Have a client without a connection lost after the grace time."""
+        with self._changed:
+            if not self._here.setdefault(caller.identity, set()):
+                self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)
+                self._changed.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._watch, name="paceline-presence", daemon=True)
+                    self._thread.start()
+
+    def forget(self, caller: Caller) -> None:
+        """Have a client lost now."""
+        with self._changed:
+            self._away.pop(caller.identity, None)
+            known = self._here.pop(caller.identity, None) is not None
+        if known:
+            self._on_lost(caller)
+
+    def close(self) -> None:
+        """Stop; no client is lost any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while (caller := self._next_lost()) is not None:
+            self._on_lost(caller)
+
+    def _next_lost(self) -> Caller | None:
+        with self._changed:
+            while not self._closed:
+                until, caller = min(self._away.values(), key=lambda entry: entry[0], default=(0.0, None))
+                left_s = until - time.monotonic()
+                if caller is not None and left_s <= 0:
+                    del self._away[caller.identity], self._here[caller.identity]
+                    return caller
+                self._changed.wait(None if caller is None else left_s)
+        return None
+
+
 class Pool:
     """At most so many threads, each started when no other is idle."""
 
@@ -398,11 +479,22 @@ class Pool:
         self._most = threads
         self._threads: list[threading.Thread] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the one that runs
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
 
-    def put(self, task: Callable[[], None]) -> None:
-        """Run a task, which raises nothing, in one of the threads. Tasks begin in their order."""
+    def put(self, task: Callable[[], None], lane: Hashable = None) -> None:
+        """Run a task, which raises nothing, in one of the threads. Tasks begin in their order.
+
+        A task of a lane begins when the one before it in that lane has ended.
+        """
+        if lane is not None:
+            with self._lock:
+                if lane in self._lanes:
+                    self._lanes[lane].append(task)
+                    return
+                self._lanes[lane] = deque()
+            task = functools.partial(self._run_in_lane, lane, task)
         self._tasks.put(task)
         if self._idle.acquire(blocking=False):
             return
@@ -411,6 +503,16 @@ class Pool:
                 thread = threading.Thread(target=self._run, name="paceline-remote-call", daemon=True)
                 self._threads.append(thread)
                 thread.start()
+
+    def _run_in_lane(self, lane: Hashable, task: Callable[[], None] | None) -> None:
+        while task is not None:
+            task()
+            task = None
+            with self._lock:
+                if self._lanes[lane]:
+                    task = self._lanes[lane].popleft()
+                else:
+                    del self._lanes[lane]
 
     def close(self, deadline_s: float) -> None:
         """End the threads, and wait for them as long as that. What hangs stays, without holding up the process."""

@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.comm.shm.segment import _TOKEN_BYTES, Segment
+from paceline.comm.shm.segment import TOKEN_BYTES, Segment
 from paceline.errors import ChannelError, DeadlineError
 from paceline.wire.connection import LIMIT_BYTES, Connection, FrameLimits
-from paceline_server.values import Packed, unpack
+from paceline_server.values import Packed
 
 SILENT_S = 20  # of a host that was cut off, until its connections are lost
 _DESCRIPTORS = 4  # that came, and whose message was not read yet
@@ -122,14 +122,10 @@ class Talk:
         with self._lock:
             self._own, self._peers = None, PeersMemory()
 
-    def value(self, tree: Any, block: memoryview | None) -> Any:
-        """The value of a message. Raises RemoteError as `unpack`."""
-        return unpack(tree, block)
-
     def _place(self, message: Any, packed: Packed | None) -> list[memoryview]:
         """Put large tensors into shared memory, or return them to go through the socket."""
         placed = None
-        if packed and self._own and packed.nbytes >= SHARED_BYTES:
+        if packed and self._own is not None and packed.nbytes >= SHARED_BYTES:
             with self._lock:
                 placed = self._own.place(packed.parts, packed.nbytes)
         if placed and packed:  # they may lie in the peer's memory, which returns to it now
@@ -177,7 +173,7 @@ class Talk:
             return self._peers.block(block.memory, block.nbytes)
 
 
-VERSION = 1
+VERSION = 2
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -189,10 +185,18 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome", forbid_unknown_fields=True):
-    """First message of a service: its limits, of calls at once and memory beside each."""
+    """First message of a service.
+
+    Attributes:
+        attached_bytes, calls_at_once: the service's limits.
+        service: random, of this one service.
+        known: the service knows this client from an earlier connection.
+    """
 
     attached_bytes: int
     calls_at_once: int
+    service: str
+    known: bool
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", forbid_unknown_fields=True):
@@ -230,12 +234,18 @@ class _Numbered(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Call(_Numbered, tag="call"):
-    """Call a function; `stream` asks for its results one by one."""
+    """Call a function.
+
+    Attributes:
+        stream: asks for the results one by one.
+        lane: calls of one client in one lane run one after the other, in their order; those without a lane at any time.
+    """
 
     function: str
     arguments: Any
     block: Block | None
     stream: bool
+    lane: str = ""
 
 
 class Forget(_Numbered, tag="forget"):
@@ -291,10 +301,10 @@ def at_once(function: F, trial: Callable[..., Any]) -> F:
 
 
 SHARED_BYTES = 2**16  # in all of a message's large tensors; shorter ones go through the socket
-_MOST_BLOCKS = 32
-_LEAST_BYTES = 2**20
+MOST_BLOCKS = 32
+LEAST_BYTES = 2**20
 _MOST_BYTES = 2**33  # of all blocks of one end of a connection; they take memory where they were written
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Placed(NamedTuple):
@@ -315,6 +325,9 @@ class OwnMemory:
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._free: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._segments)
 
     def place(self, parts: Collection[memoryview], nbytes: int) -> Placed | None:
         """Copy parts into free memory, one behind the other; None where there is none. The caller closes `descriptor`.
@@ -351,10 +364,10 @@ class OwnMemory:
 
     def _make(self, nbytes: int) -> tuple[int, int] | None:
         """New memory for so many bytes. It replaces free one that is too small where there is too much."""
-        size = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+        size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
         held = sum(segment.size for segment in self._segments.values())
         number = len(self._segments)
-        if number >= _MOST_BLOCKS or held + size > _MOST_BYTES:
+        if number >= MOST_BLOCKS or held + size > _MOST_BYTES:
             number = min(self._free, key=lambda number: self._segments[number].size, default=-1)
             if number < 0 or held - self._segments[number].size + size > _MOST_BYTES:
                 return None
@@ -364,8 +377,8 @@ class OwnMemory:
             return None
         try:
             os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, size + _TOKEN_BYTES)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            os.ftruncate(descriptor, size + TOKEN_BYTES)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self._segments[number] = Segment(descriptor, size)
         except OSError:
             os.close(descriptor)
@@ -388,14 +401,14 @@ class PeersMemory:
             ChannelError: it is not what a peer of ours would send.
         """
         try:
-            if not 0 <= number < _MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
+            if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
                 raise ChannelError(f"the peer sent shared memory {number} of {nbytes:,} bytes, which cannot be")
             held = sum(segment.size for other, segment in self._segments.items() if other != number)
             if held + nbytes > _MOST_BYTES:
                 raise ChannelError(f"the peer sent more than {_MOST_BYTES:,} bytes of shared memory")
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise ChannelError("the peer sent shared memory that it may still shrink")
-            if os.fstat(descriptor).st_size != nbytes + _TOKEN_BYTES:
+            if os.fstat(descriptor).st_size != nbytes + TOKEN_BYTES:
                 raise ChannelError(f"the peer sent shared memory of another size than the {nbytes:,} bytes it says")
             self._segments[number] = Segment(descriptor, nbytes)
         except OSError as error:

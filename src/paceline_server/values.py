@@ -26,7 +26,7 @@ T = TypeVar("T")
 INLINE_BYTES = 2**14  # of a tensor or of bytes; longer ones go beside the message
 _MOST_INLINE = 2**20  # bytes of all that is inline
 _ALIGNMENT = 64  # bytes, of a tensor beside a message
-_TUPLE, _OBJECT, _TENSOR, _LARGE_TENSOR, _LARGE_BYTES = range(1, 6)  # extension types of msgpack
+TUPLE, OBJECT, TENSOR, LARGE_TENSOR, LARGE_BYTES = range(1, 6)  # extension types of msgpack
 _PADDING = memoryview(bytes(_ALIGNMENT))
 _LENGTH = struct.Struct("<Q")
 _HEADER_BYTES = 8  # of a tensor's header, and as many for each dimension
@@ -143,21 +143,21 @@ class _Packer:
                 f"numbers, str, bytes, None, list, tuple and dict can ({hint})"
             )
         fields = [getattr(value, field) for field in kind.fields]
-        return [msgspec.msgpack.Ext(_OBJECT, kind.name.encode()), self.pack(fields, depth + 1)]
+        return [msgspec.msgpack.Ext(OBJECT, kind.name.encode()), self.pack(fields, depth + 1)]
 
     def _bytes(self, value: bytes) -> Any:
         if self._fits_inline(len(value)):
             return value
         self._attach(memoryview(value))
-        return msgspec.msgpack.Ext(_LARGE_BYTES, _LENGTH.pack(len(value)))
+        return msgspec.msgpack.Ext(LARGE_BYTES, _LENGTH.pack(len(value)))
 
     def _tensor(self, tensor: Tensor) -> Any:
         data = _bytes_of(tensor)
-        header = _header_of(tensor.dtype, tensor.shape)
+        header = header_of(tensor.dtype, tensor.shape)
         if self._fits_inline(len(data)):
-            return msgspec.msgpack.Ext(_TENSOR, header + data)
+            return msgspec.msgpack.Ext(TENSOR, header + data)
         self._attach(data)
-        return msgspec.msgpack.Ext(_LARGE_TENSOR, header)
+        return msgspec.msgpack.Ext(LARGE_TENSOR, header)
 
     def _fits_inline(self, nbytes: int) -> bool:
         fits = nbytes <= INLINE_BYTES and self._inline + nbytes <= _MOST_INLINE
@@ -171,7 +171,7 @@ class _Packer:
         self.nbytes += len(data) + padding
 
 
-_MARK_TUPLE = msgspec.msgpack.Ext(_TUPLE, b"")
+_MARK_TUPLE = msgspec.msgpack.Ext(TUPLE, b"")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -202,7 +202,7 @@ def _bytes_of_any(tensor: Tensor) -> memoryview:
 
 
 @functools.lru_cache(maxsize=4096)
-def _header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Dtype and shape of a tensor; a multiple of 8 bytes."""
     return struct.pack(f"<BB6x{len(shape)}Q", len(shape), _DTYPE_NUMBERS[dtype], *shape)
 
@@ -235,9 +235,9 @@ class _Unpacker:
             return self._extension(tree.code, bytes(tree.data))
         if kind is list:
             if tree and type(tree[0]) is msgspec.msgpack.Ext:
-                if tree[0].code == _TUPLE:
+                if tree[0].code == TUPLE:
                     return tuple([self.unpack(item, depth + 1) for item in tree[1:]])
-                if tree[0].code == _OBJECT:
+                if tree[0].code == OBJECT:
                     return self._object(tree, depth)
             return [self.unpack(item, depth + 1) for item in tree]
         if kind is dict:
@@ -255,18 +255,18 @@ class _Unpacker:
         return kind(**dict(zip(fields, plain, strict=True)))
 
     def _extension(self, code: int, data: bytes) -> Any:
-        if code == _LARGE_BYTES and len(data) == _LENGTH.size:
+        if code == LARGE_BYTES and len(data) == _LENGTH.size:
             begin, end = self._part(_LENGTH.unpack(data)[0])
             assert self._block is not None
             return bytes(self._block[begin:end])
-        if code not in (_TENSOR, _LARGE_TENSOR):
+        if code not in (TENSOR, LARGE_TENSOR):
             raise RemoteError(f"the peer sent an extension {code}, which no peer sends here")
         begin = _HEADER_BYTES * (1 + data[0]) if data else _HEADER_BYTES
         if len(data) < begin:
             raise RemoteError("the peer sent a tensor without a header")
         dtype, shape, count = _read_header(data[:begin])
         nbytes = count * dtype.itemsize
-        if code == _TENSOR:
+        if code == TENSOR:
             if len(data) - begin != nbytes:
                 raise RemoteError(f"the peer sent {len(data) - begin:,} bytes for a tensor of {nbytes:,}")
             return _tensor_of(bytearray(data), dtype, shape, count, begin)

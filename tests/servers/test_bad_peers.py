@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,8 +146,9 @@ def test_changed_frames_end_a_connection_and_nothing_else(
     for place, value in edits:
         stream[place % len(stream)] = value
     connection = raw(within_host, HELLO)
-    connection._link.setblocking(True)
-    connection._link.sendall(stream[: len(stream) - cut])
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.setblocking(True)
+        link.sendall(stream[: len(stream) - cut])
     connection.close()
     assert still_serves(within_host)
 

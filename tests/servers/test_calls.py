@@ -14,8 +14,8 @@ import torch
 from paceline.errors import ChannelError, DeadlineError, RemoteError
 from paceline.wire.key import RunKey
 from paceline_server.client import Client
-from paceline_server.service import Limits
-from remote_services import DEADLINE_S, Point, ends, service, service_process
+from paceline_server.service import Caller, Limits, Service
+from remote_services import DEADLINE_S, Point, State, ends, service, service_process
 
 Served = tuple[Client, "subprocess.Popen[str]"]
 
@@ -105,6 +105,26 @@ def test_calls_are_pipelined_and_answers_are_waited_for_in_any_order(served: Ser
     assert not waits.done
     client.call("release")
     assert waits.result() == "released"
+
+
+def test_calls_of_a_lane_run_in_the_order_sent_and_others_meanwhile(place: Any) -> None:
+    where, key = place
+    ran: list[str] = []
+
+    def held(caller: Caller, name: str) -> None:
+        ran.append(f"{name} begins")
+        assert state.open.wait(DEADLINE_S)
+        ran.append(f"{name} ends")
+
+    state = State()
+    functions = {**state.functions(), "held": held}
+    with Service(where, key, functions) as serving, Client(serving.address, key, deadline_s=DEADLINE_S) as client:
+        pending = [client.begin("held", f"call {number}", lane="one") for number in range(5)]
+        assert client.begin("doubled", torch.ones(1), lane="another").result() == 2
+        client.call("release")
+        for call in pending:
+            call.result()
+    assert ran == [f"call {number} {what}" for number in range(5) for what in ("begins", "ends")]
 
 
 def test_large_calls_that_nobody_reads_the_answers_of_do_not_lock_both_ends(served: Served) -> None:

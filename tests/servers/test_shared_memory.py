@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.shm.segment import _TOKEN_BYTES
+from paceline.comm.shm.segment import TOKEN_BYTES
 from paceline.errors import ChannelError
-from paceline_server.talk import _LEAST_BYTES, _MOST_BLOCKS, _SEALS, OwnMemory, PeersMemory
+from paceline_server.talk import LEAST_BYTES, MOST_BLOCKS, SEALS, OwnMemory, PeersMemory
 
 
 def sent(own: OwnMemory, peers: PeersMemory, value: int, nbytes: int) -> torch.Tensor:
@@ -38,12 +38,12 @@ def test_memory_is_used_again_once_its_last_tensor_is_gone() -> None:
     assert numbers == [0]
     own.returned(numbers)
     third = sent(own, peers, 3, 500)
-    assert len(own._segments) == 2
+    assert len(own) == 2
     assert second.tolist() == [2] * 1000
     assert third.tolist() == [3] * 500
 
 
-@given(st.lists(st.tuples(st.integers(1, 3 * _LEAST_BYTES), st.integers(0, 5)), max_size=20))
+@given(st.lists(st.tuples(st.integers(1, 3 * LEAST_BYTES), st.integers(0, 5)), max_size=20))
 def test_what_is_held_stays_as_it_was_whatever_comes_and_goes(steps: list[tuple[int, int]]) -> None:
     own, peers = OwnMemory(), PeersMemory()
     held: list[tuple[int, torch.Tensor]] = []
@@ -56,12 +56,12 @@ def test_what_is_held_stays_as_it_was_whatever_comes_and_goes(steps: list[tuple[
 
 def test_memory_has_an_end_after_which_the_socket_is_taken() -> None:
     own, peers = OwnMemory(), PeersMemory()
-    held = [sent(own, peers, number, 100) for number in range(_MOST_BLOCKS)]
+    held = [sent(own, peers, number, 100) for number in range(MOST_BLOCKS)]
     assert own.place([memoryview(b"more")], 4) is None
     held.pop()
     own.returned(peers.returned())
-    larger = sent(own, peers, 77, 2 * _LEAST_BYTES)  # in the place of what is free
-    assert len(own._segments) == _MOST_BLOCKS
+    larger = sent(own, peers, 77, 2 * LEAST_BYTES)  # in the place of what is free
+    assert len(own) == MOST_BLOCKS
     assert bool((larger == 77).all())
     assert held[3].tolist() == [3] * 100
 
@@ -86,12 +86,12 @@ def memory(size: int, seals: int) -> int:
 @pytest.mark.parametrize(
     ("number", "nbytes", "size", "seals"),
     [
-        (0, 4096, 4096 + _TOKEN_BYTES, fcntl.F_SEAL_GROW),
-        (0, 8192, 4096 + _TOKEN_BYTES, _SEALS),
-        (-1, 4096, 4096 + _TOKEN_BYTES, _SEALS),
-        (_MOST_BLOCKS, 4096, 4096 + _TOKEN_BYTES, _SEALS),
-        (0, 0, _TOKEN_BYTES, _SEALS),
-        (0, 2**60, 4096, _SEALS),
+        (0, 4096, 4096 + TOKEN_BYTES, fcntl.F_SEAL_GROW),
+        (0, 8192, 4096 + TOKEN_BYTES, SEALS),
+        (-1, 4096, 4096 + TOKEN_BYTES, SEALS),
+        (MOST_BLOCKS, 4096, 4096 + TOKEN_BYTES, SEALS),
+        (0, 0, TOKEN_BYTES, SEALS),
+        (0, 2**60, 4096, SEALS),
     ],
     ids=["may shrink", "shorter than said", "number below", "number above", "empty", "more than is let"],
 )
@@ -118,6 +118,6 @@ def test_bytes_outside_of_the_memory_or_still_in_use_are_refused() -> None:
             peers.block(number, nbytes)
     del kept
     own.returned(peers.returned())
-    for nbytes in (0, -1, _LEAST_BYTES + 1, 2**62):
+    for nbytes in (0, -1, LEAST_BYTES + 1, 2**62):
         with pytest.raises(ChannelError, match="where they cannot be"):
             peers.block(0, nbytes)

@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import RemoteError
-from paceline_server import values
-from paceline_server.values import INLINE_BYTES, Packed, pack, sendable, unpack
+from paceline_server.values import (
+    INLINE_BYTES,
+    LARGE_BYTES,
+    LARGE_TENSOR,
+    OBJECT,
+    TENSOR,
+    Packed,
+    header_of,
+    pack,
+    sendable,
+    unpack,
+)
 from remote_services import Point
 
 KEYS = st.one_of(st.text(max_size=5), st.integers(-(2**63), 2**64 - 1))
@@ -133,30 +143,30 @@ def extension(code: int, data: bytes) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, data)
 
 
-HEADER = values._header_of(torch.float32, (4,))
+HEADER = header_of(torch.float32, (4,))
 
 
 @pytest.mark.parametrize(
     ("tree", "block"),
     [
-        (extension(values._TENSOR, b""), b""),
-        (extension(values._TENSOR, HEADER), b""),
-        (extension(values._TENSOR, HEADER + bytes(17)), b""),
-        (extension(values._TENSOR, HEADER[:9]), b""),
-        (extension(values._TENSOR, b"\0\xff" + bytes(10)), b""),
-        (extension(values._LARGE_TENSOR, HEADER), b""),
-        (extension(values._LARGE_TENSOR, HEADER), bytes(15)),
-        (extension(values._LARGE_TENSOR, HEADER + b"more"), bytes(64)),
-        (extension(values._LARGE_TENSOR, values._header_of(torch.float32, (2**40, 2**40))), bytes(64)),
-        (extension(values._LARGE_TENSOR, values._header_of(torch.float32, (0,))), bytes(64)),
-        (extension(values._TENSOR, values._header_of(torch.float32, (0, 0, 2**24, 2**40))), b""),
-        (extension(values._LARGE_BYTES, (2**63).to_bytes(8, "little")), bytes(64)),
-        (extension(values._LARGE_BYTES, b"short"), bytes(64)),
+        (extension(TENSOR, b""), b""),
+        (extension(TENSOR, HEADER), b""),
+        (extension(TENSOR, HEADER + bytes(17)), b""),
+        (extension(TENSOR, HEADER[:9]), b""),
+        (extension(TENSOR, b"\0\xff" + bytes(10)), b""),
+        (extension(LARGE_TENSOR, HEADER), b""),
+        (extension(LARGE_TENSOR, HEADER), bytes(15)),
+        (extension(LARGE_TENSOR, HEADER + b"more"), bytes(64)),
+        (extension(LARGE_TENSOR, header_of(torch.float32, (2**40, 2**40))), bytes(64)),
+        (extension(LARGE_TENSOR, header_of(torch.float32, (0,))), bytes(64)),
+        (extension(TENSOR, header_of(torch.float32, (0, 0, 2**24, 2**40))), b""),
+        (extension(LARGE_BYTES, (2**63).to_bytes(8, "little")), bytes(64)),
+        (extension(LARGE_BYTES, b"short"), bytes(64)),
         (extension(99, b""), b""),
         (extension(-1, bytes(4)), b""),
-        ([extension(values._OBJECT, b"os:system"), ["ls"]], b""),
-        ([extension(values._OBJECT, b"remote_services:Point")], b""),
-        ([extension(values._OBJECT, b"remote_services:Point"), [1]], b""),
+        ([extension(OBJECT, b"os:system"), ["ls"]], b""),
+        ([extension(OBJECT, b"remote_services:Point")], b""),
+        ([extension(OBJECT, b"remote_services:Point"), [1]], b""),
         ({1.5: 2}, b""),
         (nested(500), b""),
         (1, bytes(64)),

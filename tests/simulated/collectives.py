@@ -27,6 +27,7 @@ from simulated.signature import agree, check_message, header
 from simulated.work import Batch, SimulatedWork
 
 BACKEND = "simccl"
+GATHER, SCATTER = "_allgather_base", "_reduce_scatter_base"  # torch's names in groups of C++
 Options = Any  # torch's options of a collective; each kind is a class of its own
 Tensors = Any  # a tensor, or sequences of such
 
@@ -91,7 +92,7 @@ class SimulatedGroup(dist.ProcessGroup):
         _check_ratio("all_gather", outputs, inputs, self.size())
 
         def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
-            return [self._inner._allgather_base(o, i, opts) for o, i in zip(outs, ins, strict=True)]
+            return [getattr(self._inner, GATHER)(o, i, opts) for o, i in zip(outs, ins, strict=True)]
 
         return self._start("all_gather_single", outputs, inputs, call, inputs)
 
@@ -103,7 +104,7 @@ class SimulatedGroup(dist.ProcessGroup):
         _check_ratio("reduce_scatter", inputs, outputs, self.size())
 
         def call(outs: list[Tensor], ins: list[Tensor]) -> list[Any]:
-            return [self._inner._reduce_scatter_base(o, i, options) for o, i in zip(outs, ins, strict=True)]
+            return [getattr(self._inner, SCATTER)(o, i, options) for o, i in zip(outs, ins, strict=True)]
 
         return self._start("reduce_scatter_single", outputs, inputs, call, outputs)
 

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _register_device_module
+from torch._C._autograd import DeviceType
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from simulated.build import NAME, built
@@ -41,7 +42,7 @@ def register() -> None:
         return
     _C.set_device_count(int(os.environ.get(DEVICES, 2)))
     rename_privateuse1_backend(TYPE)
-    torch._register_device_module(TYPE, sys.modules[__name__])
+    _register_device_module(TYPE, sys.modules[__name__])
     generate_methods_for_privateuse1_backend(for_storage=True)
     # torch 2.13 does not count PrivateUse1 among the backends whose tensors may take one another's place: `Module.to`
     # would make new Parameters, and an optimizer that holds the old ones would train nothing.
@@ -265,7 +266,7 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
-    kind: Any = torch._C._autograd.DeviceType.PrivateUse1
+    kind: Any = DeviceType.PrivateUse1
     return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(kind))
 
 

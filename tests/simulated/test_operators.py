@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, _chunk_cat, _foreach_add, _foreach_add_, _foreach_lerp_, _foreach_mul_, _foreach_norm, nn
 
 from simulated.environment import Order, Simulated
 
@@ -95,13 +95,9 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
 
     def flash_attention(device: torch.device) -> list[Tensor]:
         query, key, value = ((numbers(2, 2, 6, 8) + i).to(device, torch.bfloat16) for i in range(3))
-        kernels = torch.ops.aten
-        if device.type == "cpu":
-            mixed, sums = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
-            backward = kernels._scaled_dot_product_flash_attention_for_cpu_backward
-            return [mixed, sums, *backward(mixed, query, key, value, mixed, sums, 0.0, True)]
-        mixed, sums, *others = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
-        backward = kernels._scaled_dot_product_flash_attention_backward
+        name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device.type == "cpu" else "")
+        forward, backward = (getattr(torch.ops.aten, name + pass_) for pass_ in ("", "_backward"))
+        mixed, sums, *others = forward(query, key, value, 0.0, True)
         gradients = backward(mixed, query, key, value, mixed, sums, *others[:4], 0.0, True, *others[4:6])
         return [mixed, sums, *gradients]
 
@@ -110,7 +106,7 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         out = torch.empty(2, 11, device=device)
         # the CPU's kernel does not change the dtype
         same = chunked if device.type == DEVICE else [tensor.float() for tensor in chunked]
-        return torch._chunk_cat(same, dim=0, num_chunks=2, out=out)
+        return _chunk_cat(same, dim=0, num_chunks=2, out=out)
 
     def half_layer_norm(device: torch.device) -> list[Tensor]:
         x, weight = (numbers(*shape, dtype=torch.bfloat16).to(device).requires_grad_() for shape in ((3, 4), (4,)))
@@ -121,8 +117,8 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
 
     def foreach_in_place(device: torch.device) -> list[Tensor]:
         tensors = [numbers(2).to(device), numbers(3).to(device)]
-        torch._foreach_mul_(tensors, torch.tensor(2.0))
-        torch._foreach_lerp_(tensors, [tensor + 1 for tensor in tensors], 0.25)
+        _foreach_mul_(tensors, torch.tensor(2.0))
+        _foreach_lerp_(tensors, [tensor + 1 for tensor in tensors], 0.25)
         return tensors
 
     words = torch.tensor([[1, 2, 2], [5, 1, 0]])
@@ -139,8 +135,8 @@ def computations() -> dict[str, Callable[[torch.device], Any]]:
         "bincount": lambda d: torch.bincount(words.to(d).flatten()),
         "topk": lambda d: numbers(9).to(d).topk(3),
         "sort": lambda d: numbers(4, 3).to(d).sort(0),
-        "foreach": lambda d: torch._foreach_add([numbers(2).to(d), numbers(3).to(d)], 1.5),
-        "foreach norm": lambda d: torch._foreach_norm([numbers(2).to(d), numbers(3).to(d)]),
+        "foreach": lambda d: _foreach_add([numbers(2).to(d), numbers(3).to(d)], 1.5),
+        "foreach norm": lambda d: _foreach_norm([numbers(2).to(d), numbers(3).to(d)]),
         "foreach in place": foreach_in_place,
         "chunks put together as another dtype": chunks_put_together,
         "linalg": lambda d: torch.linalg.qr(numbers(3, 3).to(d)),
@@ -268,7 +264,7 @@ def accepted_mixtures() -> list[str]:
         "sim + cpu": lambda: one + torch.randn(3, 3),
         "sim:0 @ sim:1": lambda: one @ torch.randn(3, 3, device="sim:1"),
         "a module's input on the CPU": lambda: nn.Linear(3, 3).to("sim:0")(torch.randn(2, 3)),
-        "an optimizer over both": lambda: torch._foreach_add_([one], [torch.randn(3, 3)]),
+        "an optimizer over both": lambda: _foreach_add_([one], [torch.randn(3, 3)]),
         "a device's index into the CPU's": lambda: torch.randn(3)[torch.tensor([0], device="sim:0")],
         "numpy": one.numpy,
         "sim:7": lambda: torch.randn(3, device="sim:7"),

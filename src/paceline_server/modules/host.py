@@ -94,6 +94,9 @@ class _Sent:
     connection: int = 0  # of the host, that carried it last
 
 
+_Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and first arguments
+
+
 class _Lost(Exception):
     """The connection went before the answer came."""
 
@@ -139,9 +142,10 @@ class Host:
         self._numbers: dict[str, int] = defaultdict(int)  # of the next call, by lane
         self._sent: dict[str, dict[int, _Sent]] = defaultdict(dict)  # by lane, in the order sent
         self._error: ChannelError | None = None
-        self._connection, self._server = 0, ""
+        self._connection = 0
         self._client = self._connected(deadline_s)
-        self._released: SimpleQueue[tuple[str, str, tuple[Any, ...], Any] | None] = SimpleQueue()
+        self._service = self._client.service
+        self._released: SimpleQueue[tuple[_Release, Any] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._release_all, name=f"paceline-release-{name}", daemon=True)
         self._thread.start()
 
@@ -177,15 +181,12 @@ class Host:
                 with suppress(_Lost):
                     return self._result(sent, pending)
                 self._reconnect(connection)
-        except BaseException:  # it may never have begun, and later ones of its lane are not to wait for it
-            self._released.put(("skip", sent.lane, (), sent.number))
-            raise
         finally:
             self._sent[sent.lane].pop(sent.number, None)
 
     def release(self, function: str, lane: str, first: tuple[Any, ...], what: Any) -> None:
         """Have the other end let go of something, soon, by `function(*first, [what, …])`. For finalizers."""
-        self._released.put((function, lane, first, what))  # takes no lock
+        self._released.put(((function, lane, first), what))  # takes no lock
 
     def close(self) -> None:
         """Close the connection, and let go of everything that this process holds there."""
@@ -243,7 +244,7 @@ class Host:
         floor = min(list(lane), default=sent.number)
         sent.pending, sent.connection = None, self._connection
         sent.pending = self._client.begin(
-            sent.function, sent.lane, sent.number, floor, *sent.args, deadline_s=sent.deadline_s
+            sent.function, sent.lane, sent.number, floor, *sent.args, deadline_s=sent.deadline_s, lane=sent.lane
         )
 
     def _connected(self, deadline_s: float) -> Client:
@@ -254,18 +255,6 @@ class Host:
             identity=self._identity,
             deadline_s=deadline_s,
         )
-        try:
-            server, known = client.call("hello")
-            if self._server not in ("", server):
-                raise ChannelError(f"{self.name} was started again; what this process held there is lost")
-            if self._server and not known:
-                raise ChannelError(
-                    f"{self.name} had let go of what this process held there before it could be reached again"
-                )
-        except BaseException:
-            client.close()
-            raise
-        self._server = server
         self._connection += 1
         return client
 
@@ -279,6 +268,7 @@ class Host:
             self._client.close()
             try:
                 self._client = self._connected(RECONNECT_S)
+                self._must_hold_what_it_held()
             except ChannelError as error:
                 self._error = ChannelError(f"the connection to {self.name} is lost: {error}")
                 raise self._error from error
@@ -287,25 +277,28 @@ class Host:
                     with suppress(ChannelError):  # lost again, as who waits for it will find
                         self._send(lane[number])
 
+    def _must_hold_what_it_held(self) -> None:
+        if self._client.service != self._service:
+            raise ChannelError(f"{self.name} was started again; what this process held there is lost")
+        if not self._client.known:
+            raise ChannelError(
+                f"{self.name} had let go of what this process held there before it could be reached again"
+            )
+
     def _release_all(self) -> None:
-        """Carry out `release`, in a thread of its own."""
-        while (first := self._released.get()) is not None:
-            waiting: dict[tuple[str, str, tuple[Any, ...]], list[Any]] = defaultdict(list)
-            last: tuple[str, str, tuple[Any, ...], Any] | None = first
-            while last is not None:
-                function, lane, arguments, what = last
-                waiting[function, lane, arguments].append(what)
-                if self._released.empty():
-                    break
-                last = self._released.get()
-            for (function, lane, arguments), entries in waiting.items():
+        """Carry out `release`, in a thread of its own, until None comes."""
+        goes_on = True
+        while goes_on:
+            entries = [self._released.get()]
+            while not self._released.empty():
+                entries.append(self._released.get())
+            goes_on = None not in entries
+            waiting: dict[_Release, list[Any]] = defaultdict(list)
+            for call, what in filter(None, entries):
+                waiting[call].append(what)
+            for (function, lane, first), released in waiting.items():
                 with suppress(PacelineError):  # the other end does it when this client has left
-                    if function == "skip":
-                        self._client.call("skip", lane, entries)
-                    else:
-                        self.call(function, lane, *arguments, entries)
-            if last is None:
-                return
+                    self.call(function, lane, *first, released)
 
 
 _hosts: dict[str, Host] = {}
@@ -325,18 +318,23 @@ class Reference:
         token: by which another process can hold the object, too, with `remote.attach`.
     """
 
-    def __init__(self, host: Host, made: dict[str, Any], what: str) -> None:
-        self.host, self.token, self.what = host, str(made["object"]), what
-        self._lease: str | None = made["lease"]
+    def __init__(self, host: Host, token: str, what: str) -> None:
+        self.host, self.token, self.what = host, token, what
+        self._released = False
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """The result of a public method of the object. Calls of one object run in the order sent."""
         return self.begin(method, *args, **kwargs).result()
 
-    def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Answer:
         """Send a call of a method, and wait for it by the answer's `result()`."""
         given = sent_to(self.host, (args, kwargs))
         return self.host.begin("method", self.token, self.number, method, *given, what=f"{self.what}.{method}")
+
+    def ask(self, function: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Answer:
+        """Send a call of a function that a served module or optimizer has besides its object's own methods."""
+        what = f"{what or function} of {self.what}"
+        return self.host.begin("of", self.token, self.number, function, args, what=what, deadline_s=deadline_s)
 
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Results of a method that is a generator, as they come."""
@@ -351,19 +349,18 @@ class Reference:
         Raises:
             PacelineError: it was released.
         """
-        if self._lease is None:
+        if self._released:
             raise PacelineError(f"{self.what} on {self.host.name} was released by this process")
         return self.token
 
     def release(self) -> None:
         """Let go of the object; it cannot be used through this reference any more."""
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            self.host.release("release", "release", (), lease)
+        if not self._released:
+            self._released = True
+            self.host.release("release", "release", (), self.token)
 
     def __del__(self) -> None:
-        if getattr(self, "_lease", None) is not None:
-            self.release()
+        self.release()
 
     def __repr__(self) -> str:
         return f"<{self.what} on {self.host.name}>"
@@ -398,7 +395,8 @@ def attach(host: str | Host, token: str) -> Reference:
         RemoteError: it has ended.
     """
     at = host_of(host)
-    return Reference(at, at.call("attach", "make", token), "object")
+    at.call("attach", "make", token)
+    return Reference(at, token, "object")
 
 
 def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:

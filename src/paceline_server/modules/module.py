@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline_server.modules.host import Answer, HasReference, Host, Named, Reference, host_of, path_of, sent_to
-from paceline_server.modules.served_module import HasAnchor
+from paceline_server.modules.served_module import ForwardCall, HasAnchor
 from paceline_server.values import tensors_of, with_tensors
 
 _PIECE_BYTES = 2**26  # of a state, in a call
@@ -42,21 +42,28 @@ def module(
     at = host_of(host)
     what = path_of(factory)
     made = at.call("make", "make", what, *sent_to(at, (args, kwargs)), name, seed, True, what=what)
-    return RemoteModule(Reference(at, made, what), made)
+    number, training, state = made
+    return RemoteModule(Reference(at, number, what), training, state)
 
 
 class PendingOutput:
-    """Output of a forward pass under way."""
+    """Output of a forward pass under way.
+
+    Args:
+        anchor: stands for the module's parameters; None if no graph is wanted.
+        inputs: those that need a gradient.
+    """
 
     def __init__(self, forward: ForwardPass, anchor: Tensor | None, inputs: list[Tensor], device: torch.device) -> None:
         self._forward, self._anchor, self._inputs, self._device = forward, anchor, inputs, device
 
     def result(self) -> Any:
         """Wait for the output. Once: autograd goes through it."""
-        output = attach(self._forward, self._anchor, self._inputs)
-        if self._device.type == "cpu":
-            return output
-        return with_tensors(output, [tensor.to(self._device) for tensor in tensors_of(output)])
+        result, differentiable = self._forward.result()
+        outputs = tensors_of(result)
+        if self._anchor is not None and differentiable:
+            outputs = list(_Remote.apply(self._forward, outputs, differentiable, self._anchor, *self._inputs))
+        return with_tensors(result, [output.to(self._device) for output in outputs])
 
 
 class RemoteModule(nn.Module, HasReference, HasAnchor):
@@ -68,12 +75,11 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
     parameters and buffers.
     """
 
-    def __init__(self, reference: Reference, about: Mapping[str, Any]) -> None:
+    def __init__(self, reference: Reference, training: bool, state: dict[str, tuple[list[int], int]]) -> None:
         super().__init__()
         self.reference = reference
         self.anchor = torch.zeros((), requires_grad=True)
-        self.training = bool(about["training"])
-        self._state: dict[str, tuple[list[int], str, int]] = about["state"]  # shape, dtype, bytes by name
+        self.training, self._state = training, state  # of each entry: shape and bytes
 
     @property
     def host(self) -> Host:
@@ -98,13 +104,10 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         graphs = torch.is_grad_enabled()
         needs = [n for n, tensor in enumerate(given) if graphs and tensor.requires_grad]
         args, kwargs = sent_to(self.host, with_tensors((args, kwargs), [tensor.detach() for tensor in given]))
-        number = next(_graphs)
         device = given[0].device if given else torch.device("cpu")
-        how = (number, current_context(), self.training, graphs, _autocast(device), tuple(needs))
-        module = self.reference.number
-        what = self.reference.what
-        answer = self.host.begin("forward", module, module, how, args, kwargs, what=f"the forward pass of {what}")
-        forward = ForwardPass(self.host, module, what, number, answer)
+        how = ForwardCall(next(_graphs), current_context(), self.training, graphs, _autocast(device), tuple(needs))
+        answer = self.reference.ask("forward", how, args, kwargs, what="the forward pass")
+        forward = ForwardPass(self.reference, how.graph, answer)
         return PendingOutput(forward, self.anchor if graphs else None, [given[n] for n in needs], device)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -133,14 +136,14 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         missing_keys += [prefix + name for name in self._state if name not in given]
         unexpected_keys += [prefix + name for name in given if name not in self._state]
         fitting = {}
-        for name, (shape, _, _) in self._state.items():
+        for name, (shape, _) in self._state.items():
             if name in given and list(given[name].shape) != list(shape):
                 error_msgs.append(f"size mismatch for {prefix}{name}: {list(given[name].shape)} is not {list(shape)}")
             elif name in given:
                 fitting[name] = given[name].detach()
         if not error_msgs and not (strict and (missing_keys or unexpected_keys)):
             for names in self._pieces(fitting):
-                self._call("load", {name: fitting[name] for name in names})
+                self.reference.ask("load", {name: fitting[name] for name in names}).result()
 
     def _fetch_state(self) -> dict[str, Tensor]:
         """The whole state, all of one version."""
@@ -148,7 +151,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
             state: dict[str, Tensor] = {}
             versions = set()
             for names in self._pieces(self._state):
-                version, piece = self._call("state", names)
+                version, piece = self.reference.ask("state", names).result()
                 versions.add(version)
                 state |= piece
             if len(versions) <= 1:
@@ -160,16 +163,12 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         groups: list[list[str]] = []
         size = _PIECE_BYTES
         for name in names:
-            size += self._state[name][2]
+            size += self._state[name][1]
             if size > _PIECE_BYTES:
                 groups.append([])
-                size = self._state[name][2]
+                size = self._state[name][1]
             groups[-1].append(name)
         return groups
-
-    def _call(self, function: str, *args: Any) -> Any:
-        number = self.reference.number
-        return self.host.call(function, number, number, *args, what=f"{function} of {self.reference.what}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = torch.zeros(1)
@@ -255,8 +254,8 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
 class ForwardPass:
     """A forward pass that was sent. Its graph is freed there when nothing here can go back through it."""
 
-    def __init__(self, host: Host, module: str, what: str, number: int, answer: Answer) -> None:
-        self.host, self.module, self.what, self.number, self._answer = host, module, what, number, answer
+    def __init__(self, module: Reference, graph: int, answer: Answer) -> None:
+        self.module, self.graph, self._answer = module, graph, answer
         self.kept = True
 
     def result(self) -> tuple[Any, list[int]]:
@@ -268,29 +267,11 @@ class ForwardPass:
     def begin_backward(self, gradients: list[Tensor | None], *, accumulate: bool, keep: bool) -> Answer:
         """Send the gradients of the outputs; the answer is those of the inputs."""
         self.kept = keep
-        what = f"the backward pass of {self.what}"
-        return self.host.begin(
-            "backward", self.module, self.module, self.number, gradients, accumulate, keep, what=what
-        )
+        return self.module.ask("backward", self.graph, gradients, accumulate, keep, what="the backward pass")
 
     def __del__(self) -> None:
         if self.kept:
-            self.host.release("free", self.module, (self.module,), self.number)
-
-
-def attach(forward: ForwardPass, anchor: Tensor | None, inputs: list[Tensor]) -> Any:
-    """Outputs of a forward pass, as functions of its inputs.
-
-    Args:
-        anchor: stands for the module's parameters; None where no graph is wanted.
-        inputs: those that need a gradient.
-    """
-    result, differentiable = forward.result()
-    outputs = tensors_of(result)
-    if anchor is None or not differentiable:
-        return result
-    joined = _Remote.apply(forward, outputs, differentiable, anchor, *inputs)
-    return with_tensors(result, list(joined))
+            self.module.host.release("of", self.module.token, (self.module.token, "free"), self.graph)
 
 
 class _Remote(torch.autograd.Function):
@@ -309,8 +290,8 @@ class _Remote(torch.autograd.Function):
         forward: ForwardPass = ctx.pass_
         if torch.is_grad_enabled():
             raise PacelineError(
-                f"{forward.what}: create_graph=True cannot go through a remote module, whose graph is in another "
-                "process. Compute what needs second derivatives on one side."
+                f"{forward.module.what}: create_graph=True cannot go through a remote module, whose graph is in "
+                "another process. Compute what needs second derivatives on one side."
             )
         _ = ctx.saved_tensors  # raises torch's own error where a backward pass without retain_graph has run
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -394,12 +375,8 @@ class RemoteOptimizer:
         answers = []
         for part in self._parts:
             patience_s = deadline_s or part.host.deadline_s
-            given = (part.number, current_context(), float(scale), patience_s)
-            answers.append(
-                part.host.begin(
-                    "step", part.number, *given, what=f"step of {part.what}", deadline_s=patience_s + _SLACK_S
-                )
-            )
+            given = (current_context(), float(scale), patience_s)
+            answers.append(part.ask("step", *given, deadline_s=patience_s + _SLACK_S))
         for answer in answers:
             answer.result()
 
@@ -417,7 +394,7 @@ class RemoteOptimizer:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The optimizer's own state, by host."""
-        return self._ask("state", None)
+        return self._ask("state")
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Take what `state_dict` gave.
@@ -430,13 +407,10 @@ class RemoteOptimizer:
                 f"this is the state over {len(states)} hosts, and the modules are on {len(self._parts)}"
             )
         for part, state in zip(self._parts, states, strict=True):
-            part.host.call("of_optimizer", part.number, part.number, "load", state)
+            part.ask("load", state).result()
 
-    def _ask(self, what: str, value: Any) -> list[Any]:
-        answers = [
-            part.host.begin("of_optimizer", part.number, part.number, what, value, what=f"{what} of {part.what}")
-            for part in self._parts
-        ]
+    def _ask(self, function: str, *args: Any) -> list[Any]:
+        answers = [part.ask(function, *args) for part in self._parts]
         return [answer.result() for answer in answers]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +17,10 @@ from paceline.errors import PacelineError, RemoteError
 from paceline.job.spec import import_path_of, load_object, resolve_import_path
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
-from paceline_server.modules.held import HeldObjects, Lane, Leases
+from paceline_server.modules.held import Answers, HeldObjects
 from paceline_server.modules.host import place_of
-from paceline_server.modules.served_module import ForwardCall, ServedModule, ServedOptimizer
+from paceline_server.modules.served_module import ServedModule, ServedOptimizer
 from paceline_server.service import Caller, Limits, Service
-from paceline_server.talk import quick
 from paceline_server.values import Held, mapped
 
 THREADS = 32
@@ -85,22 +84,15 @@ class Serving:
     ) -> None:
         self._allowed, self._most_together = allowed, threads - 1
         self._held = HeldObjects()
-        self._process = secrets.token_hex(8)
-        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._answers: dict[str, defaultdict[str, Answers]] = {}  # by client and lane
         self._lock = threading.Lock()
-        self._leases = Leases(grace_s, self._forget)
         # those that change anything run once, in the order of their lane
-        once = (
-            self.make, self.attach, self.release, self.call, self.method, self.forward, self.backward, self.free,
-            self.state, self.load, self.optimizer, self.step, self.of_optimizer,
-        )  # fmt: skip
+        once = (self.make, self.attach, self.release, self.call, self.method, self.optimizer, self.of)
         functions = {function.__name__: self._once(function) for function in once}
-        functions |= {"hello": self.hello, "leave": self.leave, "skip": self.skip, "stream": self.stream}
-        try:
-            self._service = Service(where, key, functions, threads=threads, limits=limits, on_leave=self._leases.left)
-        except BaseException:
-            self._leases.close()
-            raise
+        functions |= {"leave": self.leave, "stream": self.stream}
+        self._service = Service(
+            where, key, functions, threads=threads, limits=limits, grace_s=grace_s, on_lost=self._forget
+        )
         self.address = self._service.address
 
     @property
@@ -115,11 +107,6 @@ class Serving:
 
     def close(self) -> None:
         """End the service; calls under way get an error."""
-        self._leases.close()
-        with self._lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.end()
         self._service.close()
 
     def __enter__(self) -> Self:
@@ -130,23 +117,14 @@ class Serving:
 
     # Functions by the names that calls carry
 
-    @quick
-    def hello(self, caller: Caller) -> tuple[str, bool]:
-        """Name of this process, and True if the client was here before."""
-        return self._process, self._leases.came(caller)
-
     def leave(self, caller: Caller) -> None:
         """Forget a client, as it wishes."""
-        self._leases.forget(caller.identity)
-
-    def skip(self, caller: Caller, lane: str, numbers: list[int]) -> None:
-        """Wait no more for calls that a client has given up."""
-        self._lane(caller, lane).skip(numbers)
+        self._service.presence.forget(caller)
 
     def make(
         self, caller: Caller, path: str, args: Any, kwargs: Any, name: str | None, seed: int | None, module: bool
-    ) -> dict[str, Any]:
-        """Make an object by what `path` names; for a module, also describe it."""
+    ) -> Any:
+        """Make an object by what `path` names: its number, and of a module also its mode and the form of its state."""
         factory = self._named(path)
 
         def made() -> Any:
@@ -155,23 +133,26 @@ class Serving:
                     torch.manual_seed(seed)
                 what = factory(*self._received(caller, args), **self._received(caller, kwargs))
             if not isinstance(what, nn.Module):
+                if module:
+                    raise RemoteError(f"{path} made a {type(what).__name__}, and no nn.Module; use `remote.create`")
                 return what
             return ServedModule(what, None if seed is None else torch.Generator().manual_seed(seed))
 
         recipe = f"{path}, arguments {args!r} {kwargs!r}" if name is not None else path
-        number, lease = self._held.make(caller.identity, recipe[:1000], name, made)
-        answer = {"object": number, "lease": lease}
-        if module:
-            answer |= self._about(caller, number, path)
-        return answer
+        number = self._held.make(caller.identity, recipe[:1000], name, made)
+        if not module:
+            return number
+        made_module = self._module(caller, number).module
+        state = {name: (list(t.shape), t.nbytes) for name, t in made_module.state_dict().items()}
+        return number, made_module.training, state
 
-    def attach(self, caller: Caller, number: str) -> dict[str, Any]:
+    def attach(self, caller: Caller, number: str) -> None:
         """Have a client hold an object that another one has told it of."""
-        return {"object": number, "lease": self._held.attach(caller.identity, number)}
+        self._held.attach(caller.identity, number)
 
-    def release(self, caller: Caller, leases: list[str]) -> None:
-        """End leases."""
-        self._held.release(caller.identity, leases)
+    def release(self, caller: Caller, numbers: list[str]) -> None:
+        """Let go of objects."""
+        self._held.release(caller.identity, numbers)
 
     def call(self, caller: Caller, path: str, args: Any, kwargs: Any) -> Any:
         """Call a function by its import path."""
@@ -188,36 +169,16 @@ class Serving:
         for result in function(*self._received(caller, args), **self._received(caller, kwargs)):
             yield self._sent(result)
 
-    def forward(self, caller: Caller, number: str, how: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        """Run a module's forward pass."""
-        graph, context, training, gradients, autocast, needs = how
-        asked = ForwardCall(graph, context, training, gradients, autocast, tuple(needs))
-        module = self._module(caller, number)
-        args, kwargs = self._received(caller, args), self._received(caller, kwargs)
-        return module.forward(caller.identity, asked, args, kwargs)
-
-    def backward(
-        self, caller: Caller, number: str, graph: int, gradients: list[Tensor | None], accumulate: bool, keep: bool
-    ) -> list[Tensor | None]:
-        """Run the backward pass of a forward pass."""
-        module = self._module(caller, number)
-        return module.backward(caller.identity, graph, gradients, accumulate=accumulate, keep=keep)
-
-    def free(self, caller: Caller, number: str, graphs: list[int]) -> None:
-        """Free graphs of a module."""
-        self._module(caller, number).release(caller.identity, graphs)
-
-    def state(self, caller: Caller, number: str, names: list[str]) -> tuple[int, dict[str, Tensor]]:
-        """Part of a module's state."""
-        return self._module(caller, number).state(names)
-
-    def load(self, caller: Caller, number: str, state: dict[str, Tensor]) -> None:
-        """Load part of a module's state."""
-        self._module(caller, number).load(state)
+    def of(self, caller: Caller, number: str, function: str, args: Any) -> Any:
+        """Call what a served module or optimizer has besides its object's own methods."""
+        what = self._held.get(caller.identity, number)
+        if not isinstance(what, ServedModule | ServedOptimizer) or function not in what.CALLED:
+            raise RemoteError(f"object {number} is a {type(what).__name__}, of which {function!r} cannot be asked")
+        return getattr(what, function)(caller, *self._received(caller, args))
 
     def optimizer(
         self, caller: Caller, numbers: list[str], path: str, settings: dict[str, Any], together: int, name: str | None
-    ) -> dict[str, Any]:
+    ) -> str:
         """Make an optimizer over modules."""
         make = OPTIMIZERS.get(path) or self._named(path, OPTIMIZERS)
         if together > self._most_together:
@@ -227,46 +188,22 @@ class Serving:
             )
         modules = [self._module(caller, number) for number in numbers]
         recipe = f"{path} {settings!r} over {', '.join(numbers)}, together={together}"
-        number, lease = self._held.make(
+        return self._held.make(
             caller.identity, recipe, name, lambda: ServedOptimizer(modules, make, settings, together)
         )
-        return {"object": number, "lease": lease}
-
-    def step(self, caller: Caller, number: str, context: str, scale: float, deadline_s: float) -> None:
-        """Step an optimizer."""
-        self._optimizer(caller, number).step(caller.identity, caller.name, context, scale, deadline_s)
-
-    def of_optimizer(self, caller: Caller, number: str, what: str, value: Any) -> Any:
-        """Everything else that is asked of an optimizer."""
-        optimizer = self._optimizer(caller, number)
-        match what:
-            case "set":
-                return optimizer.set(value)
-            case "squared_norm":
-                return optimizer.squared_norm((caller.identity, value))
-            case "zero_grad":
-                return optimizer.zero_grad((caller.identity, value))
-            case "state":
-                return optimizer.state()
-            case "load":
-                return optimizer.load(value)
-        raise RemoteError(f"nothing of an optimizer is called {what!r}")
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(caller: Caller, lane: str, number: int, floor: int, *args: Any) -> Any:
-            return self._lane(caller, lane).run(number, floor, lambda: function(caller, *args))
+            with self._lock:
+                answers = self._answers.setdefault(caller.identity, defaultdict(Answers))[lane]
+            return answers.once(number, floor, lambda: function(caller, *args))
 
         return run
 
-    def _lane(self, caller: Caller, lane: str) -> Lane:
+    def _forget(self, caller: Caller) -> None:
+        client = caller.identity
         with self._lock:
-            return self._lanes.setdefault((caller.identity, lane), Lane())
-
-    def _forget(self, client: str) -> None:
-        with self._lock:
-            lanes = [self._lanes.pop(key) for key in list(self._lanes) if key[0] == client]
-        for lane in lanes:
-            lane.end()
+            self._answers.pop(client, None)
         for what in self._held.all():
             if isinstance(what, ServedModule):
                 what.leave(client)
@@ -290,22 +227,6 @@ class Serving:
         if not isinstance(what, ServedModule):
             raise RemoteError(f"object {number} is a {type(what).__name__}, and no module")
         return what
-
-    def _optimizer(self, caller: Caller, number: str) -> ServedOptimizer:
-        what = self._held.get(caller.identity, number)
-        if not isinstance(what, ServedOptimizer):
-            raise RemoteError(f"object {number} is a {type(what).__name__}, and no optimizer")
-        return what
-
-    def _about(self, caller: Caller, number: str, path: str) -> dict[str, Any]:
-        what = self._held.get(caller.identity, number)
-        if not isinstance(what, ServedModule):
-            raise RemoteError(f"{path} made a {type(what).__name__}, and no nn.Module; `remote.create` is for others")
-        return {
-            "training": what.module.training,
-            "state": {name: (list(t.shape), str(t.dtype), t.nbytes) for name, t in what.module.state_dict().items()},
-            "parameters": [name for name, _ in what.module.named_parameters()],
-        }
 
     def _received(self, caller: Caller, value: Any) -> Any:
         """Arguments with the objects that they name."""

@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import RemoteError
-from paceline_server.values import tensors_of, with_tensors
+from paceline_server.service import Caller
+from paceline_server.values import sendable, tensors_of, with_tensors
 
 MOST_GRAPHS = 4096  # forward passes of a client whose backward pass has yet to come
 
@@ -28,7 +29,9 @@ class HasAnchor:
 Context = tuple[str, str]  # client, and its name for one accumulation of gradients
 
 
-class ForwardCall(NamedTuple):
+@sendable
+@dataclass(frozen=True)
+class ForwardCall:
     """Settings of one forward pass."""
 
     graph: int  # number that its backward pass names
@@ -56,6 +59,8 @@ class ServedModule:
     (`make_writable`), so that a backward pass sees those of its forward pass.
     """
 
+    CALLED: ClassVar = {"forward", "backward", "free", "state", "load"}  # by clients
+
     def __init__(self, module: nn.Module, seeds: torch.Generator | None) -> None:
         self.module, self._seeds = module, seeds
         self.lock = threading.RLock()  # forward passes, steps, state
@@ -66,7 +71,7 @@ class ServedModule:
         self._graphs: dict[tuple[str, int], _Graph] = {}
         self._gradients: dict[Context, dict[str, Tensor]] = {}
 
-    def forward(self, client: str, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
+    def forward(self, caller: Caller, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
         """Outputs without their graph, and positions of those that gradients may be given for."""
         given = tensors_of((args, kwargs))
         device = self._device()
@@ -79,16 +84,15 @@ class ServedModule:
             outputs = tensors_of(result)
             differentiable = [position for position, output in enumerate(outputs) if output.requires_grad]
             if differentiable:
-                self._keep(client, how, [inputs[position] for position in how.needs], outputs)
+                self._keep(caller.identity, how, [inputs[position] for position in how.needs], outputs)
         return with_tensors(result, [output.detach() for output in outputs]), differentiable
 
     def backward(
-        self, client: str, number: int, gradients: list[Tensor | None], *, accumulate: bool, keep: bool
+        self, caller: Caller, number: int, gradients: list[Tensor | None], accumulate: bool, keep: bool
     ) -> list[Tensor | None]:
         """Gradients of the inputs that need one.
 
         Those of the parameters are added to the graph's context.
-
 
         Args:
             number: of the forward pass.
@@ -96,7 +100,7 @@ class ServedModule:
             accumulate: also compute the gradients of parameters.
             keep: the graph, for another backward pass.
         """
-        graph = self._graphs.get((client, number))
+        graph = self._graphs.get((caller.identity, number))
         if graph is None:
             raise RemoteError(
                 "the graph of this forward pass has been freed: a backward pass without retain_graph has run through "
@@ -113,16 +117,16 @@ class ServedModule:
                 found = torch.autograd.grad(outputs, wanted, weights, retain_graph=keep, allow_unused=True)
         finally:
             if not keep:
-                self._graphs.pop((client, number), None)
+                self._graphs.pop((caller.identity, number), None)
         of_inputs, of_parameters = found[: len(graph.inputs)], found[len(graph.inputs) :]
         named = zip(trained, of_parameters, strict=False)
         self.add_gradients(graph.context, {name: gradient for (name, _), gradient in named if gradient is not None})
         return list(of_inputs)
 
-    def release(self, client: str, graphs: list[int]) -> None:
+    def free(self, caller: Caller, *graphs: int) -> None:
         """Free graphs of a client, through which no backward pass will come."""
         for number in graphs:
-            self._graphs.pop((client, number), None)
+            self._graphs.pop((caller.identity, number), None)
 
     def take_gradients(self, context: Context) -> dict[str, Tensor]:
         """Gradients of a context by parameter, which has none afterwards."""
@@ -147,11 +151,6 @@ class ServedModule:
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != client}
             self._gradients = {context: sums for context, sums in self._gradients.items() if context[0] != client}
 
-    def drop(self, context: Context) -> None:
-        """Forget the gradients of a context."""
-        with self._books:
-            self._gradients.pop(context, None)
-
     def make_writable(self) -> None:
         """Replace parameters that a graph may have kept by copies, which may be written.
 
@@ -173,13 +172,13 @@ class ServedModule:
         for optimizer in self.optimizers:
             optimizer.follow(new)
 
-    def state(self, names: list[str]) -> tuple[int, dict[str, Tensor]]:
+    def state(self, caller: Caller, names: list[str]) -> tuple[int, dict[str, Tensor]]:
         """The version, and a copy of these entries of the module's state."""
         with self.lock:
             state = self.module.state_dict()
             return self.version, {name: state[name].detach().cpu().clone() for name in names}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
+    def load(self, caller: Caller, state: Mapping[str, Tensor]) -> None:
         """Take these entries of a state."""
         with self.lock:
             self.version += 1
@@ -222,6 +221,8 @@ class ServedOptimizer:
         together: number of clients whose gradients one step sums; each calls `step` once for it.
     """
 
+    CALLED: ClassVar = {"step", "set", "squared_norm", "zero_grad", "state", "load"}  # by clients
+
     def __init__(
         self,
         modules: list[ServedModule],
@@ -243,7 +244,7 @@ class ServedOptimizer:
         self._arrived: dict[str, tuple[str, Gradients, float]] = {}  # by client: its name, gradients, scale
         self._round, self._problem = 0, ""
 
-    def step(self, client: str, name: str, context: str, scale: float, deadline_s: float) -> None:
+    def step(self, caller: Caller, context: str, scale: float, deadline_s: float) -> None:
         """Apply the gradients of a context, times `scale`, once. They are gone afterwards.
 
         With `together`, the sum over that many clients, when all have come.
@@ -251,6 +252,7 @@ class ServedOptimizer:
         Raises:
             RemoteError: not all came in time. The gradients are those of the context again.
         """
+        client = caller.identity
         key = (client, context)
         gradients = [module.take_gradients(key) for module in self.modules]
         if self.together == 1:
@@ -260,7 +262,7 @@ class ServedOptimizer:
             if client in self._arrived:
                 self._give_back(key, gradients)
                 raise RemoteError("this client has asked for this step already, in another thread or context")
-            self._arrived[client] = (name, gradients, scale)
+            self._arrived[client] = (caller.name, gradients, scale)
             mine = self._round
             if len(self._arrived) == self.together:
                 self._end_round()
@@ -274,7 +276,7 @@ class ServedOptimizer:
             if self._problem:
                 raise RemoteError(self._problem)
 
-    def set(self, settings: Mapping[str, Any]) -> None:
+    def set(self, caller: Caller, settings: Mapping[str, Any]) -> None:
         """Change settings of all groups, e.g. the learning rate."""
         with self._lock:
             for group in self.optimizer.param_groups:
@@ -283,21 +285,21 @@ class ServedOptimizer:
                     raise RemoteError(f"the optimizer has no setting {unknown[0]!r}. Known: {known}")
                 group.update(settings)
 
-    def squared_norm(self, context: Context) -> float:
+    def squared_norm(self, caller: Caller, context: str) -> float:
         """Sum of squares of a context's gradients of the parameters that this optimizer steps."""
-        return sum(module.squared_norm(context) for module in self.modules)
+        return sum(module.squared_norm((caller.identity, context)) for module in self.modules)
 
-    def zero_grad(self, context: Context) -> None:
+    def zero_grad(self, caller: Caller, context: str) -> None:
         """Drop the gradients of a context."""
         for module in self.modules:
-            module.drop(context)
+            module.take_gradients((caller.identity, context))
 
-    def state(self) -> dict[str, Any]:
+    def state(self, caller: Caller) -> dict[str, Any]:
         """State, as the optimizer's own `state_dict` gives it, on the CPU."""
         with self._lock:
             return dict(self.optimizer.state_dict())
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, caller: Caller, state: dict[str, Any]) -> None:
         """Take a state that `state` gave."""
         with self._lock:
             self.optimizer.load_state_dict(state)

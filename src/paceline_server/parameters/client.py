@@ -70,8 +70,8 @@ class ServerClient:
     """A client of all servers of a run. One thread at a time calls it, but for sums.
 
     Args:
-        servers: for each server the addresses of its processes, in any order; more are learnt.
-        views: of each server, to find processes that were started later. Without, they are learnt from the servers.
+        servers: for each server the addresses of its processes, in any order; more are learnt at each connection.
+        views: of each server, to find processes that were started later.
         name: unique among living clients; one that comes again under it takes the place of the former.
         deadline_s: longest time of each call without an answer from the server.
         patience_s: longest time of each call that waits for other clients; None: the deadline.
@@ -235,7 +235,6 @@ class ServerClient:
 
     def begin_sum(
         self,
-        space: tuple[int, str],
         number: int,
         tensor: Tensor,
         *,
@@ -247,18 +246,17 @@ class ServerClient:
         """Begin a sum over all members; call the result for it. The tensor holds the sum then.
 
         Args:
-            space: a generation of the run by its number and name; a newer one ends the sums of those before.
             number, bucket: which sum: that of a step, and of a part of the gradients.
             coded: what is sent in the place of the tensor.
             index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
 
         Raises:
             DeadlineError: some members have given nothing; it names their indices.
-            ServerRefused: the space is over, or the tensors do not fit.
+            ServerRefused: the tensors do not fit.
         """
         line = self.lines[bucket % len(self.lines)]
         sent, numel = (tensor, 0) if coded is None else (coded, tensor.numel())
-        asked = line.ask("sum", list(space), [number, bucket], index, members, sent, numel, waits_s=self.deadline_s)
+        asked = line.ask("sum", [number, bucket], index, members, sent, numel, waits_s=self.deadline_s)
 
         def result() -> Tensor:
             tensor.copy_(asked.result())
@@ -419,7 +417,7 @@ class Line:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
-        self._at, self._generation = "", -1
+        self._at = ""
         self.connected(time.monotonic() + deadline_s)
 
     def ask(self, function: str, *args: Any, waits_s: float | None = None, more: Sequence[Any] = ()) -> Asked:
@@ -465,20 +463,6 @@ class Line:
                 self.addresses.append(self.addresses.pop(self.addresses.index(self._at)))
             self._learn(addresses)
 
-    def note(self, client: Client, generation: int) -> None:
-        """Ask for the addresses of a generation that is new to this client."""
-        if generation == self._generation:
-            return
-        with self._lock:
-            self._generation = generation
-        try:
-            status, value = client.call("hello", self._settings.fingerprint, self._settings.digest)[:2]
-        except ChannelError:
-            return
-        if status == "ok":
-            with self._lock:
-                self._learn(value)
-
     def close(self) -> None:
         """Hang up."""
         self._closed = True  # before the lock, which a thread holds that looks for the primary
@@ -490,14 +474,13 @@ class Line:
     def _tried(self, text: str, attempt_s: float) -> bool:
         client = Client(as_address(text), self._key, name=self.name, identity=self._identity, deadline_s=attempt_s)
         try:
-            status, value, *generation = client.call("hello", self._settings.fingerprint, self._settings.digest)
+            status, value = client.call("hello", self._settings.fingerprint, self._settings.digest)
             if status == "refused":
                 raise ServerRefused(str(value))
             if status in ("ok", "elsewhere"):
                 self._learn(value)
             if status == "ok":
                 self._client, self._at = client, text
-                self._generation = generation[0]
             return bool(status == "ok")
         finally:
             if self._client is not client:
@@ -534,11 +517,9 @@ class Asked:
             ServerLost: no process of the server answers.
         """
         while True:
-            status, value, *generation = self._answer()
+            status, value = self._answer()
             match status:
                 case "ok":
-                    assert self._client is not None
-                    self.line.note(self._client, generation[0])
                     return value
                 case "refused":
                     raise (NoMember if _NO_MEMBER in value else ServerRefused)(value)

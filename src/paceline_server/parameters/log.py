@@ -285,10 +285,10 @@ class Log:
     def _attend(self, address: Address) -> None:
         """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S) as primary:
-            status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)[:2]
+            status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)
             if status != "ok":
                 raise ServerRefused(str(generation))
-            while not self._closing and primary.call("beat", generation)[:2] == ["ok", True]:
+            while not self._closing and primary.call("beat", generation) == ["ok", True]:
                 pass
 
     def _go_on_without(self, backup: Backup) -> None:
@@ -360,7 +360,7 @@ class Backup:
     def answers(self) -> bool:
         """True if it is there, and still the backup."""
         try:
-            return not self.lost and self._client.call("alive", self.generation)[:2] == ["ok", True]
+            return not self.lost and self._client.call("alive", self.generation) == ["ok", True]
         except (ChannelError, RemoteError):
             return False
 

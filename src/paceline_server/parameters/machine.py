@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,7 +94,7 @@ class Machine:
                 self._check_push(name, action)
             case Take() | Open() if self.tickets is None:
                 raise ServerRefused(f"{name} asked for tickets, and this server deals none: set pieces in its settings")
-            case Load() if self.tickets and self.tickets.in_flight:
+            case Load() if self.tickets and self.tickets.holders:
                 raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a boundary")
 
     def waits(self, operation: Operation) -> str | None:
@@ -119,15 +118,15 @@ class Machine:
     def apply(self, operation: Operation) -> Reply:
         """Apply an operation that passed `check` and does not wait."""
         name, identity, sequence, action = operation
-        self.clients.know(name, identity)
+        client = self.clients.record(name, identity)
         reply = Reply(self.parameters.version)
         match action:
             case Join():
                 if self.clients.replace(name, identity):
                     self._lose(name)
                 self.clients.join(name, identity)
-            case Leave(client):
-                self._lose(client or name, None if client else identity)
+            case Leave(other):
+                self._lose(other or name, None if other else identity)
             case Initialize(tensors):
                 if not self.parameters.ready:
                     self.parameters.initialize(tensors)
@@ -148,7 +147,7 @@ class Machine:
                 self.records = []
                 if self.tickets is not None:
                     self.tickets.go_on_at(batches)
-        self.clients.answer(identity, sequence, reply)
+        client.sequence, client.reply = sequence, reply
         return reply
 
     def records_since(self, number: int) -> list[Any]:
@@ -196,7 +195,8 @@ class Machine:
         gradients = once_each(push.gradients())
         client.bytes += push.coded_bytes + nbytes(push.rows) if push.coded_bytes else nbytes(gradients)
         behind = self.parameters.version - push.read
-        client.note_push(push.read, behind)
+        client.pushes, client.read = client.pushes + 1, push.read
+        client.staleness[behind] = client.staleness.get(behind, 0) + 1
         # with tickets, as many pushes as a global batch has pieces are what is usual
         late = max(1, behind / (self.settings.pieces or 1)) if self.settings.staleness_aware else 1
         self.parameters.step(negated(gradients) if push.delta else gradients, 1 / late)
@@ -357,8 +357,7 @@ def nbytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-@dataclass
-class Client:
+class Client(msgspec.Struct):
     """Record of one client.
 
     Attributes:
@@ -377,13 +376,7 @@ class Client:
     bytes: int = 0
     read: int = -1
     replaced: bool = False
-    staleness: Counter[int] = field(default_factory=Counter)
-
-    def note_push(self, read: int, behind: int) -> None:
-        """Count a push."""
-        self.pushes += 1
-        self.read = read
-        self.staleness[behind] += 1
+    staleness: dict[int, int] = {}
 
 
 class Clients:
@@ -409,14 +402,9 @@ class Clients:
             )
         return client.reply
 
-    def know(self, name: str, identity: str) -> None:
-        """Have a record of a client, member or not."""
-        self._all.setdefault(identity, Client(name))
-
-    def answer(self, identity: str, sequence: int, reply: Reply) -> None:
-        """Keep the answer to a client's last operation, for when it is asked again."""
-        client = self._all[identity]
-        client.sequence, client.reply = sequence, reply
+    def record(self, name: str, identity: str) -> Client:
+        """The record of a client, member or not; made where there is none."""
+        return self._all.setdefault(identity, Client(name))
 
     def must_be_free(self, name: str, identity: str) -> None:
         """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
@@ -472,59 +460,51 @@ class Clients:
 
     def state(self) -> dict[str, Any]:
         """Everything here, as plain values."""
-        clients = {
-            identity: asdict(client)
-            | {"reply": client.reply and msgspec.to_builtins(client.reply), "staleness": dict(client.staleness)}
-            for identity, client in self._all.items()
-        }
-        return {"all": clients, "members": dict(self.members)}
+        return {"all": msgspec.to_builtins(self._all), "members": dict(self.members)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
         self.members = dict(state["members"])
-        self._all = {}
-        for identity, values in state["all"].items():
-            reply = values["reply"] and msgspec.convert(values["reply"], Reply)
-            self._all[identity] = Client(**values | {"reply": reply, "staleness": Counter(values["staleness"])})
+        self._all = msgspec.convert(state["all"], dict[str, Client])
 
 
+@dataclass
 class Tickets:
     """Pieces of the global batches, dealt in order.
 
     Ticket t is piece t % pieces of global batch t // pieces.
 
-    Args:
+    Attributes:
         pieces: tickets of a global batch.
         staleness: global batches by which a ticket may run ahead of the last one that is applied whole.
-
-    Attributes:
         until: tickets of batches below it may be dealt.
+        next: the lowest number that was never dealt.
+        below: all tickets below it are applied.
+        applied: the others that are.
+        again: heap of tickets to be dealt again.
+        attempts: by ticket, if it was dealt again.
+        holders: clients by the tickets that are dealt and not applied.
     """
 
-    def __init__(self, pieces: int, staleness: float) -> None:
-        self.pieces, self._staleness = pieces, staleness
-        self.until = 0
-        self._next = 0  # number that was never dealt
-        self._below = 0  # all tickets below it are applied
-        self._applied: set[int] = set()  # the others that are
-        self._again: list[int] = []  # heap of tickets to be dealt again
-        self._attempts: dict[int, int] = {}
-        self._holders: dict[int, str] = {}
+    pieces: int
+    staleness: float
+    until: int = 0
+    next: int = 0
+    below: int = 0
+    applied: set[int] = field(default_factory=set)
+    again: list[int] = field(default_factory=list)
+    attempts: dict[int, int] = field(default_factory=dict)
+    holders: dict[int, str] = field(default_factory=dict)
 
     @property
     def batches(self) -> int:
         """Global batches that are applied whole, all before them included."""
-        return self._below // self.pieces
+        return self.below // self.pieces
 
     @property
     def at_boundary(self) -> bool:
         """True if every ticket that may be dealt is applied."""
-        return self._below >= self.until * self.pieces
-
-    @property
-    def in_flight(self) -> Set[int]:
-        """Tickets that are dealt and not applied."""
-        return self._holders.keys()
+        return self.below >= self.until * self.pieces
 
     def open(self, until: int) -> None:
         """Allow tickets of batches below `until`; a boundary that is further already stays."""
@@ -534,36 +514,36 @@ class Tickets:
         """Reason why a client has to wait for a ticket, or None."""
         if self.at_boundary:
             return None
-        if sum(holder == client for holder in self._holders.values()) >= _TICKETS_AT_ONCE:
+        if sum(holder == client for holder in self.holders.values()) >= _TICKETS_AT_ONCE:
             return f"it holds {_TICKETS_AT_ONCE} tickets already: push one"
-        number = self._again[0] if self._again else self._next
+        number = self.again[0] if self.again else self.next
         if number >= self.until * self.pieces:
             return f"tickets {self._shown()} are not applied yet"
-        if number // self.pieces - self.batches > self._staleness:
-            return f"ticket {number} would run more than {self._staleness:g} global batches ahead of {self._shown()}"
+        if number // self.pieces - self.batches > self.staleness:
+            return f"ticket {number} would run more than {self.staleness:g} global batches ahead of {self._shown()}"
         return None
 
     def deal(self, client: str) -> Ticket | None:
         """The next ticket; None at the boundary. Not where `waits` gives a reason."""
         if self.at_boundary:
             return None
-        if self._again:
-            number = heapq.heappop(self._again)
+        if self.again:
+            number = heapq.heappop(self.again)
         else:
-            number, self._next = self._next, self._next + 1
-        self._holders[number] = client
+            number, self.next = self.next, self.next + 1
+        self.holders[number] = client
         batch, piece = divmod(number, self.pieces)
-        needs = 0 if math.isinf(self._staleness) else max(0, batch - int(self._staleness))
-        return Ticket(number, batch, piece, self._attempts.get(number, 0), needs)
+        needs = 0 if math.isinf(self.staleness) else max(0, batch - int(self.staleness))
+        return Ticket(number, batch, piece, self.attempts.get(number, 0), needs)
 
     def holds(self, client: str, number: int, attempt: int) -> bool:
         """True if the ticket is this client's, under this attempt."""
-        return self._holders.get(number) == client and self._attempts.get(number, 0) == attempt
+        return self.holders.get(number) == client and self.attempts.get(number, 0) == attempt
 
     def apply(self, number: int) -> None:
         """Note that a ticket in flight was applied."""
-        del self._holders[number]
-        self._attempts.pop(number, None)
+        del self.holders[number]
+        self.attempts.pop(number, None)
         self._note(number)
 
     def take_in(self, number: int) -> bool:
@@ -571,50 +551,40 @@ class Tickets:
 
         Whoever brings it first counts: servers that deal none do not know who holds it.
         """
-        if number < self._below or number in self._applied:
+        if number < self.below or number in self.applied:
             return False
         self._note(number)
         return True
 
     def lose(self, client: str) -> None:
         """Have all tickets of a client dealt again."""
-        for number in [number for number, holder in self._holders.items() if holder == client]:
-            del self._holders[number]
-            self._attempts[number] = self._attempts.get(number, 0) + 1
-            heapq.heappush(self._again, number)
+        for number in [number for number, holder in self.holders.items() if holder == client]:
+            del self.holders[number]
+            self.attempts[number] = self.attempts.get(number, 0) + 1
+            heapq.heappush(self.again, number)
 
     def go_on_at(self, batches: int) -> None:
         """Begin at a global batch, those before it applied; nothing is in flight."""
-        self._below = self._next = batches * self.pieces
+        self.below = self.next = batches * self.pieces
         self.until = max(self.until, batches)
-        self._applied.clear()
-        self._again.clear()
+        self.applied.clear()
+        self.again.clear()
 
     def state(self) -> dict[str, Any]:
         """Everything here, as plain values."""
-        return {
-            "until": self.until,
-            "next": self._next,
-            "below": self._below,
-            "applied": sorted(self._applied),
-            "again": sorted(self._again),
-            "attempts": dict(self._attempts),
-            "holders": dict(self._holders),
-        }
+        return asdict(self) | {"applied": sorted(self.applied)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.until, self._next, self._below = state["until"], state["next"], state["below"]
-        self._applied, self._again = set(state["applied"]), list(state["again"])
-        self._attempts, self._holders = dict(state["attempts"]), dict(state["holders"])
+        vars(self).update(state, applied=set(state["applied"]))
 
     def _note(self, number: int) -> None:
-        self._applied.add(number)
-        while self._below in self._applied:
-            self._applied.remove(self._below)
-            self._below += 1
+        self.applied.add(number)
+        while self.below in self.applied:
+            self.applied.remove(self.below)
+            self.below += 1
 
     def _shown(self) -> str:
         """Tickets that are waited for and who has them, the first few."""
-        waited = [f"{number} ({self._holders[number]})" for number in sorted(self._holders)[:4]]
-        return ", ".join(waited) or f"{self._below}"
+        waited = [f"{number} ({self.holders[number]})" for number in sorted(self.holders)[:4]]
+        return ", ".join(waited) or f"{self.below}"

@@ -56,25 +56,26 @@ class ParameterServer:
         threads: int = 64,
         decode: Decode | None = None,
     ) -> None:
-        self._settings, self._grace_s, self._decode = settings, grace_s, decode
+        self._settings, self._decode = settings, decode
         self._name, self._identity, self._sequence = f"parameter server {part}", secrets.token_hex(8), 0
         self._sums = Sums()
-        self._connected: dict[str, Caller] = {}
-        self._absent: dict[str, tuple[str, float]] = {}  # clients without a connection: name, and until when
         self._traffic: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"sent_bytes": 0, "refused": 0})
         self._log = Log(
             lambda: Machine(settings, servers, part), views or Views(), key, self._name, self._expect_members
         )
         self._turn = self._log.turn
-        self._closing = False
         self.ended = threading.Event()
         self._service = Service(
-            where, key, self._functions(), threads=threads, limits=_LIMITS, on_leave=self._note_absence
+            where,
+            key,
+            self._functions(),
+            threads=threads,
+            limits=_LIMITS,
+            grace_s=grace_s,
+            on_lost=lambda caller: self._lose(caller.name, caller.identity),
         )
         self.address: Address = self._service.address
         self._log.start(as_text(self.address))
-        self._keeper = threading.Thread(target=self._keep_house, name=f"{self._name}: absence", daemon=True)
-        self._keeper.start()
 
     @property
     def has_backup(self) -> bool:
@@ -110,17 +111,12 @@ class ParameterServer:
 
     def expel(self, name: str) -> None:
         """End the membership of a client that is known to be gone. The backup does nothing."""
-        with self._turn:
-            if self._log.primary and name in self._log.machine.clients.members:
-                self._lose(name)
+        self._lose(name)
 
     def close(self) -> None:
         """Stop serving. Clients that wait are told that the server is lost."""
-        with self._turn:
-            self._closing = True
         self._log.close()
         self._service.close()
-        self._keeper.join()
         self.ended.set()
 
     def __enter__(self) -> ParameterServer:
@@ -130,7 +126,7 @@ class ParameterServer:
         self.close()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Functions that may be called. Each answer is ["ok", value, generation], or says why there is none."""
+        """Functions that may be called. Each answer is ["ok", value], or says why there is none."""
         functions: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "act": self._act,
@@ -168,10 +164,8 @@ class ParameterServer:
         """The function with its refusals as values, which need no traceback."""
 
         def answer(caller: Caller, *args: Any) -> list[Any]:
-            self._connected[caller.identity] = caller
             try:
-                value = function(caller, *args)
-                return ["ok", value, self._log.generation]
+                return ["ok", function(caller, *args)]
             except Elsewhere:
                 return self._elsewhere()
             except ServerRefused as error:
@@ -289,7 +283,6 @@ class ParameterServer:
     def _sum(
         self,
         caller: Caller,
-        space: list[Any],
         place: list[int],
         index: int,
         members: int,
@@ -302,12 +295,11 @@ class ParameterServer:
         Args:
             numel: count of its numbers where it is coded, else 0.
         """
-        order, name = space
         if numel:
             if self._decode is None:
                 raise ServerRefused("a sum has coded tensors, and this server reads none")
             tensor = self._decode(tensor, numel)
-        total = self._sums.add((order, name), Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
+        total = self._sums.add(Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
         with self._turn:
             self._traffic[caller.name]["sent_bytes"] += total.nbytes
         return total
@@ -335,35 +327,18 @@ class ParameterServer:
 
         wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
 
-    def _note_absence(self, caller: Caller) -> None:
-        with self._turn:
-            if self._connected.get(caller.identity) is not caller:
-                return  # it has another connection
-            del self._connected[caller.identity]
-            if self._log.machine.clients.members.get(caller.name) == caller.identity:
-                self._absent[caller.identity] = (caller.name, time.monotonic() + self._grace_s)
-
     def _expect_members(self) -> None:
         """Have members that do not come to the new primary counted as absent."""
         for name, identity in self._log.machine.clients.members.items():
-            self._absent[identity] = (name, time.monotonic() + self._grace_s)
+            self._service.presence.expect(Caller(name, identity, ""))
 
-    def _keep_house(self) -> None:
-        """Have clients leave that were without a connection for too long."""
-        while not self._closing:
-            with self._turn:
-                self._turn.wait_for(lambda: self._closing, min(0.1, self._grace_s))
-                now = time.monotonic()
-                due = [identity for identity, (_, until) in self._absent.items() if until < now]
-                for identity in due if self._log.primary else ():
-                    name, _ = self._absent[identity]
-                    if identity not in self._connected and self._log.machine.clients.members.get(name) == identity:
-                        self._lose(name)
-                    del self._absent[identity]
-
-    def _lose(self, name: str) -> None:
-        self._sequence += 1
-        self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
+    def _lose(self, name: str, identity: str | None = None) -> None:
+        """Have a member leave, unless another identity has its name."""
+        with self._turn:
+            member = self._log.machine.clients.members.get(name)
+            if self._log.primary and member is not None and identity in (None, member):
+                self._sequence += 1
+                self._log.commit(Operation(self._name, self._identity, self._sequence, Leave(name)))
 
 
 def _as_list(reply: Reply) -> list[Any]:
@@ -372,11 +347,11 @@ def _as_list(reply: Reply) -> list[Any]:
 
 
 _MOST_MEMBERS = 2**16
-_MOST_UNDER_WAY = 4096  # sums of one space
+_MOST_UNDER_WAY = 4096  # sums
 
 
 class Place(NamedTuple):
-    """Name of a sum within its space: a step has one for each bucket."""
+    """Name of a sum: a step has one for each bucket."""
 
     number: int
     bucket: int
@@ -386,31 +361,22 @@ class Sums:
     """Sums over clients: every one of them gets the sum of what all gave. Nothing is kept, and nothing is replicated.
 
     The tensors are added in the order of the clients' indices, so that the sum is the same in every run, and all get
-    the same bits. A sum belongs to a space, the newest of which counts: who waits in an older one is told. Threads of
-    the callers do the work, and wait.
+    the same bits. Threads of the callers do the work, and wait.
     """
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._space = ""
-        self._order = -1
         self._under_way: dict[Place, _Sum] = {}
 
-    def add(
-        self, space: tuple[int, str], place: Place, index: int, members: int, tensor: Tensor, wait_s: float
-    ) -> Tensor:
+    def add(self, place: Place, index: int, members: int, tensor: Tensor, wait_s: float) -> Tensor:
         """Give a tensor, and wait for the sum.
 
-        Args:
-            space: its number and its name; one of a higher number ends all before it.
-
         Raises:
-            ServerRefused: the space is over, or the tensor does not fit those of the others.
+            ServerRefused: the tensor does not fit those of the others.
             DeadlineError: some have given nothing in time; it names their indices. Ask again with the same tensor.
         """
         until = time.monotonic() + wait_s
         with self._turn:
-            self._enter(space)
             if place not in self._under_way:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
@@ -421,27 +387,16 @@ class Sums:
             held.take(index, members, tensor)
             if held.missing == []:
                 self._turn.notify_all()
-            while held.missing and self._under_way.get(place) is held:
+            while held.missing:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
                         f"no tensor from clients {held.missing[:8]} for sum {place.number}.{place.bucket}"
                     )
                 self._turn.wait(left_s)
-            if held.missing:
-                raise ServerRefused(f"the sums of {space[1]!r} are over: {self._space!r} has begun")
             assert held.total is not None
             self._forget_before(place)
             return held.total
-
-    def _enter(self, space: tuple[int, str]) -> None:
-        order, name = space
-        if order < self._order or (order == self._order and name != self._space):
-            raise ServerRefused(f"the sums of {name!r} are over: {self._space!r} has begun")
-        if order > self._order:
-            self._order, self._space = order, name
-            self._under_way.clear()
-            self._turn.notify_all()
 
     def _forget_before(self, place: Place) -> None:
         """Drop sums of two steps ago: members of a step have those of the last."""

@@ -131,7 +131,6 @@ _LOOK_S = 0.05  # between two looks at whether the generation is over
 _SUMS_OF_A_RANK = 2  # under way at once, at most
 _Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
 _sockets = count()  # numbers of those of this process
-_SPACE = 0, "sums"  # of the numbers of sums; a server sums for one group only
 
 
 class ServerSum(OwnAllReduce):
@@ -222,7 +221,7 @@ class ServerSum(OwnAllReduce):
     def _sum(self, number: int, parts: list[_Part]) -> None:
         place = {"index": self.group.rank, "members": self.group.size}
         begun = [
-            self.client.begin_sum(_SPACE, number, part, **place, bucket=i, coded=coded)
+            self.client.begin_sum(number, part, **place, bucket=i, coded=coded)
             for i, (part, coded) in enumerate(parts)
             if part.numel()
         ]
@@ -281,7 +280,7 @@ def _client(group: Group, places: list[str], key: RunKey | None) -> ServerClient
 
 def _settings(servers: int) -> ServerSettings:
     nothing = GroupSettings(tensors=(TensorSpec("nothing", (servers,)),), optimizer={"name": "sgd"})
-    return ServerSettings(groups=(nothing,), fingerprint=_SPACE[1])
+    return ServerSettings(groups=(nothing,), fingerprint="sums")
 
 
 def _key_of(group: Group) -> RunKey | None:

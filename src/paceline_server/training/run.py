@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from paceline.cluster.machine import own_address
@@ -81,7 +82,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     with ExitStack() as held:
         key, where = _key_and_place(environment)
         decode = None if settings.compress == "none" else decoder(settings.compress)
-        views = Views(store, f"served/view/{part}") if servers.each > 1 else None
+        views = Views(store, _view_key(part)) if servers.each > 1 else None
         if views is not None:
             _vacate(store, views, number)
         server = held.enter_context(
@@ -220,9 +221,21 @@ def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
     key = own_key() if any(isinstance(place, tuple) for place in places) else None
     encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
     deadline_s, patience_s = run.job.deadline_s, _patience_s(run)
+    views = [Views(store, _view_key(part)) for part in range(len(parts))] if servers.each > 1 else ()
     return ServerClient(
-        parts, key, name=name, settings=settings, deadline_s=deadline_s, patience_s=patience_s, encode=encode
+        parts,
+        key,
+        name=name,
+        settings=settings,
+        deadline_s=deadline_s,
+        patience_s=patience_s,
+        views=views,
+        encode=encode,
     )
+
+
+def _view_key(part: int) -> str:
+    return f"served/view/{part}"
 
 
 def _patience_s(run: Run) -> float:
@@ -309,16 +322,7 @@ def written(settings: ServerSettings) -> bytes:
 
 def read(text: bytes) -> ServerSettings:
     """Settings that `written` told."""
-    told: dict[str, Any] = json.loads(text)
-    groups = tuple(
-        GroupSettings(**group | {"tensors": tuple(TensorSpec(**_whole(t)) for t in group["tensors"])})
-        for group in told["groups"]
-    )
-    return ServerSettings(**told | {"groups": groups})
-
-
-def _whole(tensor: dict[str, Any]) -> dict[str, Any]:
-    return tensor | {"shape": tuple(tensor["shape"])}
+    return msgspec.convert(json.loads(text), ServerSettings)
 
 
 def _fingerprint(tensors: tuple[TensorSpec, ...], group: GroupSettings) -> str:

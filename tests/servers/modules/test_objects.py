@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 import paceline_server as remote
 from forked import python
 from paceline.errors import ChannelError, PacelineError, RemoteError
+from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
+from paceline_server import client
 from paceline_server.modules import host as hosts
-from paceline_server.modules.held import Lane
+from paceline_server.modules.held import Answers
 from paceline_server.modules.host import Host
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -132,7 +134,20 @@ def test_clients_share_what_has_a_name(there: Host, socket: Path) -> None:
     assert first.call("add", 1) == 7
 
 
-def test_a_lost_connection_costs_no_call_and_repeats_none(there: Host) -> None:
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """Connections of clients of this process, the newest last."""
+    found: list[Connection] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Connection:
+        found.append(connect(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(client, "connect", noted)
+    return found
+
+
+def test_a_lost_connection_costs_no_call_and_repeats_none(links: list[Connection], there: Host) -> None:
     counter = remote.create(there, path_of("Counter"))
     layer = remote.module(there, path_of("linear"), seed=0)
     step = remote.optimizer(layer, "sgd", lr=0.1)
@@ -140,14 +155,14 @@ def test_a_lost_connection_costs_no_call_and_repeats_none(there: Host) -> None:
     for number in range(1, 31):
         answer = counter.begin("add", 1)
         if number % 3:
-            there._client.talk.connection.end()  # as when a link goes
+            links[-1].end()  # as when a link goes
         sums.append(answer.result())
     assert sums == list(range(1, 31))
     before = layer.state_dict()["bias"]
     for number in range(6):
         y = layer(torch.ones(1, 4, dtype=torch.float64)).sum()
         if number % 2:
-            there._client.talk.connection.end()
+            links[-1].end()
         y.backward()
         step.step()
     torch.testing.assert_close(layer.state_dict()["bias"], before - 6 * 0.1)
@@ -236,38 +251,21 @@ def test_between_hosts_the_key_is_asked_for() -> None:
 
 
 @given(st.data())
-def test_calls_of_a_lane_run_once_and_in_order_whatever_is_repeated_or_given_up(data: st.DataObject) -> None:
+def test_calls_of_a_lane_run_once_whatever_is_repeated_or_given_up(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))
     given_up = data.draw(st.sets(st.integers(0, count - 1)))
-    sent = [n for n in range(count) if n not in given_up]
-    repeated = data.draw(st.lists(st.sampled_from(sent), max_size=6)) if sent else []
-    calls = data.draw(st.permutations(sent + repeated))
-    skipped = data.draw(st.permutations(sorted(given_up)))
-    lane = Lane()
-    ran: list[int] = []
+    sent = [number for number in range(count) if number not in given_up]
+    answers, ran = Answers(), list[int]()
 
-    def call(number: int) -> int:
-        return int(lane.run(number, 0, lambda: _noted(ran, number)))
+    def noted(number: int) -> int:
+        ran.append(number)
+        return number
 
-    with ThreadPoolExecutor(len(calls) + 1) as pool:
-        answers = [(number, pool.submit(call, number)) for number in calls]
-        for number in skipped:
-            lane.skip([number])
-        assert all(answer.result(DEADLINE_S) == number for number, answer in answers)
+    for at, newest in enumerate(sent):
+        for number in [newest, *data.draw(st.lists(st.sampled_from(sent[: at + 1]), max_size=3))]:
+            assert answers.once(number, 0, partial(noted, number)) == number
     assert ran == sent
-
-
-def _noted(ran: list[int], number: int) -> int:
-    ran.append(number)
-    return number
-
-
-def test_a_lane_that_ends_lets_go_of_who_waits() -> None:
-    lane = Lane()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lane.run, 1, 0, lambda: None)
-        while not lane._answers:
-            threading.Event().wait(0.001)
-        lane.end()
-        with pytest.raises(RemoteError, match="has gone"):
-            waiting.result(DEADLINE_S)
+    for late in (number for number in given_up if ran and number < ran[-1]):
+        with pytest.raises(RemoteError, match="it was not run"):
+            answers.once(late, 0, lambda: ran.append(-1))
+    assert ran == sent

@@ -269,9 +269,7 @@ def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Calla
         found = []
         for number in range(5):
             begun = [
-                clients[index].begin_sum(
-                    (0, "generation 0"), number, given[index].clone(), index=index, members=3, bucket=b
-                )
+                clients[index].begin_sum(number, given[index].clone(), index=index, members=3, bucket=b)
                 for b in range(2)
             ]
             found += [result() for result in begun]
@@ -282,20 +280,12 @@ def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Calla
             assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_sum_names_who_is_missing_and_ends_with_its_generation(served: Callable[..., ServerClient]) -> None:
-    settings = counting()
-    client = served(settings, deadline_s=0.1)
+def test_a_sum_names_who_is_missing_and_takes_no_other_shape(served: Callable[..., ServerClient]) -> None:
+    client = served(counting(), deadline_s=0.1)
     with pytest.raises(DeadlineError, match=r"no tensor from clients \[1, 2\] for sum 7.0"):
-        client.begin_sum((0, "generation 0"), 7, torch.ones(2), index=0, members=3)()
-    waiting = served(settings, "rank 1").begin_sum((0, "generation 0"), 8, torch.ones(2), index=1, members=2)
-    assert client.begin_sum((1, "generation 1"), 8, torch.ones(2), index=0, members=1)().tolist() == [1, 1]
-    with pytest.raises(ServerRefused, match="the sums of 'generation 0' are over: 'generation 1' has begun"):
-        waiting()
-    served(settings, "rank 2", deadline_s=0.1).begin_sum((1, "generation 1"), 9, torch.ones(2), index=0, members=2)
-    with pytest.raises(DeadlineError):
-        client.begin_sum((1, "generation 1"), 9, torch.ones(2), index=0, members=2)()
+        client.begin_sum(7, torch.ones(2), index=0, members=3)()
     with pytest.raises(ServerRefused, match=r"gave \(3,\) torch.float32 for a sum of \(2,\)"):
-        client.begin_sum((1, "generation 1"), 9, torch.ones(3), index=1, members=2)()
+        client.begin_sum(7, torch.ones(3), index=1, members=3)()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import ClusterError
 
 # at the end of every segment; proves that a process number was not given to another process meanwhile
-_TOKEN_BYTES = 16
+TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Segment:
         # Python's own mmap would keep a copy of the descriptor for as long as the memory is mapped, and leave the door
         # open.
         try:
-            mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size + _TOKEN_BYTES, dtype=torch.uint8)
+            mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size + TOKEN_BYTES, dtype=torch.uint8)
         except RuntimeError as error:
             raise OSError(str(error)) from error
         self.map: memoryview = mapped.numpy().data
@@ -88,14 +88,14 @@ def create(size: int, name: str) -> OwnedSegment:
         fd = os.memfd_create(f"paceline-{name}", os.MFD_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
-            os.ftruncate(fd, size + _TOKEN_BYTES)
+            os.ftruncate(fd, size + TOKEN_BYTES)
             segment = Segment(fd, size)
         except BaseException:
             os.close(fd)
             raise
     except OSError as error:
         raise ClusterError(f"shared memory of {size} bytes is refused: {error}") from error
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token = secrets.token_bytes(TOKEN_BYTES)
     segment.map[size:] = token
     return OwnedSegment(segment, Handle(os.getpid(), fd, size, token.hex()))
 
@@ -112,7 +112,7 @@ def attach(handle: Handle) -> Segment:
     except OSError as error:
         raise ClusterError(f"shared memory of process {handle.pid} cannot be opened: {error}") from error
     try:
-        if os.fstat(fd).st_size != handle.size + _TOKEN_BYTES:
+        if os.fstat(fd).st_size != handle.size + TOKEN_BYTES:
             raise ClusterError(f"{path} is not the shared memory that was announced: its size differs")
         segment = Segment(fd, handle.size)
     except OSError as error:
