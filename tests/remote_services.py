@@ -35,22 +35,18 @@ class Point:
 
 @quick
 def echo(caller: Caller, value: Any) -> Any:
-    """The argument."""
     return value
 
 
 def doubled(caller: Caller, value: Tensor) -> Tensor:
-    """Twice the argument, which is changed."""
     return value.mul_(2)
 
 
 def fail(caller: Caller, text: str) -> None:
-    """Raises ValueError."""
     raise ValueError(text)
 
 
 def unsendable(caller: Caller) -> object:
-    """What no message can hold."""
     return object()
 
 
@@ -63,13 +59,10 @@ def count(caller: Caller, until: int) -> Iterator[Tensor]:
 
 
 def end(caller: Caller) -> None:
-    """End this process at once."""
     os._exit(1)
 
 
 class State:
-    """What calls of a client leave behind."""
-
     def __init__(self) -> None:
         self.threads: list[str] = []
         self.left: list[str] = []
@@ -77,7 +70,6 @@ class State:
         self.changed = threading.Condition()
 
     def wait(self, caller: Caller) -> str:
-        """Return once `release` was called."""
         assert self.open.wait(DEADLINE_S)
         return "released"
 
@@ -93,11 +85,9 @@ class State:
 
     @quick
     def release(self, caller: Caller) -> None:
-        """Let those who wait return."""
         self.open.set()
 
     def leave(self, caller: Caller) -> None:
-        """Remember who has gone."""
         with self.changed:
             self.left.append(caller.name)
             self.changed.notify_all()
@@ -109,7 +99,6 @@ class State:
         return self.left
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """All that is served."""
         alone = {f.__name__: f for f in (echo, doubled, fail, unsendable, count, end)}
         own = {f.__name__: f for f in (self.wait, self.release, self.who_left)}
         taken = at_once(lambda *args: self.taken(*args), self.taken_now)
@@ -118,7 +107,6 @@ class State:
 
 @contextmanager
 def service(where: Any, key: RunKey | None, state: State | None = None, **settings: Any) -> Iterator[Service]:
-    """A service in this process."""
     state = state or State()
     with Service(where, key, state.functions(), on_lost=state.leave, **settings) as serving:
         yield serving

@@ -79,7 +79,6 @@ class Servers:
         return where
 
     def address(self, number: int) -> Path:
-        """The socket of a process."""
         return self.folder / f"server-{number}"
 
     def client(self, name: str, *numbers: int, deadline_s: float = DEADLINE_S) -> ServerClient:
@@ -98,7 +97,6 @@ class Servers:
         return view
 
     def number(self, address: str | None) -> int:
-        """Which process an address of a view is."""
         return int((address or "-1").rpartition("-")[2])
 
     def signal(self, number: int, what: signal.Signals = signal.SIGKILL) -> None:

@@ -250,7 +250,6 @@ class Client:
             raise
 
     def _fail(self, error: ChannelError) -> None:
-        """Fail all calls, and let nothing come or go any more."""
         with self._lock:
             self.error = self.error or error
             self._pending.clear()
@@ -287,7 +286,6 @@ class Client:
                     waiting.ring()
 
     def _hand_over(self) -> None:
-        """Let another thread read, if one waits."""
         if self.error is not None:
             self.talk.close()
             return

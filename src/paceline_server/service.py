@@ -209,8 +209,6 @@ class Service:
 
 
 class _Task:
-    """One call of a client."""
-
     __slots__ = ("arguments", "block", "call", "credits", "forgotten", "function", "nbytes")
 
     def __init__(self, call: Call, block: memoryview | None, function: Callable[..., Any]) -> None:
@@ -222,8 +220,6 @@ class _Task:
 
 
 class _Served:
-    """One client, and its calls."""
-
     def __init__(self, service: Service, caller: Caller, connection: Connection) -> None:
         self.caller = caller
         self._functions, self._limits, self._pool = service.functions, service.limits, service.pool
@@ -398,7 +394,7 @@ def _is_within_host(where: Where) -> bool:
 
 
 class Presence:
-    """Clients with a connection, and those that have had none for less than the grace time.
+    """Connected clients, and those without a connection for less than the grace time.
 
     Args:
         on_lost: called once with each client that has been away for longer, in a thread of this object.

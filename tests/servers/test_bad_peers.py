@@ -46,7 +46,6 @@ def within_host(tmp_path: Path) -> Iterator[Service]:
 
 
 def raw(serving: Service, *messages: Any) -> Connection:
-    """A connection of somebody who sends these."""
     connection = connect(serving.address, None, FromService, deadline_s=DEADLINE_S, limits=LIMITS)
     for message in messages:
         connection.send(message)
@@ -59,7 +58,6 @@ def call(function: str, *args: Any, number: int = 1, block: Block | None = None,
 
 
 def still_serves(serving: Service) -> bool:
-    """True if a proper client gets its answer."""
     with Client(serving.address, None, deadline_s=DEADLINE_S) as client:
         sent = torch.rand(50_000)
         return torch.equal(client.call("echo", sent), sent)
@@ -92,7 +90,6 @@ def test_a_message_that_no_client_sends_ends_its_connection_alone(within_host: S
 
 
 def receive_all(connection: Connection) -> None:
-    """Receive messages until the connection ends."""
     while True:
         assert isinstance(connection.receive(DEADLINE_S), Welcome)
 
@@ -129,7 +126,6 @@ def test_descriptors_that_nobody_announced_end_the_connection_and_are_closed(wit
 
 
 def send_descriptors(connection: Connection) -> None:
-    """Send descriptors with messages that have none."""
     for number in range(100):
         connection.send(Forget(number, []), descriptor=os.open("/dev/null", os.O_RDONLY))
         connection.send(call("echo", number, number=number))
@@ -166,7 +162,6 @@ def test_an_unauthenticated_peer_without_the_key_calls_nothing_and_is_counted(tm
 
 
 def many(serving: Service, key: RunKey | None, count: int) -> tuple[int, int]:
-    """Clients that come at once: how many were served, and how many refused in words."""
     served, refused = [], []
 
     def come() -> None:
@@ -183,7 +178,6 @@ def many(serving: Service, key: RunKey | None, count: int) -> tuple[int, int]:
 
 
 def run_at_once(function: Callable[[], None], count: int) -> None:
-    """Run a function in so many threads."""
     threads = [threading.Thread(target=function) for _ in range(count)]
     for thread in threads:
         thread.start()

@@ -52,7 +52,6 @@ VALUES = st.recursive(
 
 
 def there(packed: Packed) -> tuple[Any, memoryview | None]:
-    """Tree and memory of a value, as they come to another process."""
     tree = msgspec.msgpack.decode(msgspec.msgpack.encode(packed.tree))
     block = bytearray(b"".join(packed.parts))
     assert len(block) == packed.nbytes
@@ -60,7 +59,6 @@ def there(packed: Packed) -> tuple[Any, memoryview | None]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equality with types, dtypes and shapes."""
     assert type(one) is type(other)
     if isinstance(one, Tensor):
         assert one.dtype == other.dtype
@@ -104,7 +102,6 @@ def test_a_tensor_in_any_form_arrives_dense_with_its_values(tensor: Tensor) -> N
 
 
 def nested(depth: int) -> list[Any]:
-    """A list in a list in a list …"""
     value: list[Any] = []
     for _ in range(depth):
         value = [value]
@@ -113,8 +110,6 @@ def nested(depth: int) -> list[Any]:
 
 @dataclasses.dataclass
 class Unknown:
-    """A dataclass that nobody registered."""
-
     number: int
 
 
@@ -139,7 +134,6 @@ def test_what_cannot_be_sent_is_refused_with_what_can(value: Any, match: str) ->
 
 
 def extension(code: int, data: bytes) -> msgspec.msgpack.Ext:
-    """What only a faulty peer sends."""
     return msgspec.msgpack.Ext(code, data)
 
 

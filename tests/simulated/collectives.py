@@ -33,8 +33,6 @@ Tensors = Any  # a tensor, or sequences of such
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """A process group for tensors of the simulated accelerator."""
-
     def __init__(self, inner: Any, timeout: timedelta, name: str) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # the form for groups in Python
         self._inner, self._name, self._description = inner, name, "undefined"
@@ -245,7 +243,6 @@ class SimulatedGroup(dist.ProcessGroup):
         self._end(finish=True)
 
     def abort(self) -> None:
-        """End the group at once."""
         self._end(finish=False)
 
     def _end(self, *, finish: bool) -> None:
@@ -318,7 +315,6 @@ def _flat(tensors: Tensors) -> list[Tensor]:
 
 
 def _like(tensors: Tensors, host: dict[int, Tensor]) -> Any:
-    """The same nest of sequences, of the host's tensors."""
     return host[id(tensors)] if isinstance(tensors, Tensor) else [_like(part, host) for part in tensors]
 
 
@@ -356,7 +352,6 @@ def _ending(group: weakref.ref[SimulatedGroup]) -> Callable[[], None]:
 
 
 def _create(options: Any, _: Any) -> SimulatedGroup:
-    """Make a process group from the options that torch gives a backend."""
     from simulated.inner import inner_group
 
     return SimulatedGroup(inner_group(options), options.timeout, options.group_id)

@@ -60,7 +60,6 @@ def set_order(order: str, seed: int = 0) -> None:
 
 
 def set_memory_limit(limit_bytes: int, device: Any = None) -> None:
-    """Give a device so much memory; 0 is no limit."""
     _C.set_memory_limit(_index(device), limit_bytes)
 
 
@@ -70,7 +69,6 @@ def die_at_launch(launch: int, device: Any = None) -> None:
 
 
 def launches(device: Any = None) -> int:
-    """Kernels launched on a device so far."""
     return int(_C.launches(_index(device)))
 
 
@@ -94,7 +92,6 @@ def waits_by_kind() -> dict[str, int]:
 
 
 def reset_counts() -> None:
-    """Begin to count anew."""
     _C.reset_counts()
     _lines.clear()
 
@@ -120,8 +117,6 @@ def _note_line(kind: str) -> None:
 
 @dataclass(frozen=True)
 class Properties:
-    """Properties of a device, by the names that torch's own modules use."""
-
     name: str
     total_memory: int
     uuid: str

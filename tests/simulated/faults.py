@@ -36,5 +36,4 @@ class Faults:
             raise TimeoutError(f"this rank was told not to come to its {name} (number {self._number})")
 
     def slow(self, took_s: float) -> None:
-        """Wait as long as a slow link would take more."""
         time.sleep(max(0.0, took_s * (self.factor - 1), self.least_ms / 1000 - took_s))

@@ -77,7 +77,6 @@ def test_a_slow_link_slows(simulated: Simulated) -> None:
 
 
 def wrong_collectives() -> list[str]:
-    """Names of collectives with a wrong result."""
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("sim", rank)
     total = size * (size + 1) / 2

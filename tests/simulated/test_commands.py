@@ -138,7 +138,6 @@ def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_
 
 
 def entry_of_ones_own(folder: Path) -> Path:
-    """An installed package that gives the figures of the device."""
     about = folder / "figures-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: figures\nVersion: 1\n")

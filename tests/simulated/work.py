@@ -21,11 +21,6 @@ class SimulatedWork(dist.Work):
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait; the host waits for a barrier alone.
-
-        Raises:
-            DistBackendError: it has failed by now.
-        """
         if self._operation.error:
             raise DistBackendError(self._operation.error)
         torch.accelerator.current_stream(self._lane.device).wait_event(self._operation.done)
@@ -37,7 +32,6 @@ class SimulatedWork(dist.Work):
     synchronize = wait  # type: ignore[assignment]
 
     def is_completed(self) -> bool:
-        """True once it has ended, with or without an error."""
         return bool(self._operation.done.query())
 
     def is_success(self) -> bool:
@@ -45,7 +39,6 @@ class SimulatedWork(dist.Work):
         return self.is_completed() and not self._operation.error
 
     def exception(self) -> Exception | None:
-        """The error that it failed with, or None."""
         return DistBackendError(self._operation.error) if self._operation.error else None
 
     def result(self) -> list[Tensor]:
@@ -62,18 +55,14 @@ class SimulatedWork(dist.Work):
 
 
 class Batch(dist.Work):
-    """Several collectives or messages as one."""
-
     def __init__(self, works: list[SimulatedWork]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Have the current stream wait for all."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """True once all have ended."""
         return all(work.is_completed() for work in self._works)

@@ -1,4 +1,4 @@
-"""What a serving process keeps for its clients: objects, and answers to calls that may be repeated."""
+"""Objects that a serving process keeps for its clients, and answers to repeated calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class HeldObjects:
         return len(self._objects)
 
     def make(self, client: str, recipe: str, name: str | None, make: Callable[[], Any]) -> str:
-        """Have a client hold a new object, or the one of that name; returns its number.
+        """Have a client hold a new object, or the one of that name.
+
+        Returns:
+            Number of the object.
 
         Raises:
             RemoteError: another object has that name, or there are too many.
@@ -119,7 +122,7 @@ class HeldObjects:
 
 
 class Answers:
-    """Answers to the calls of one lane, each of which runs once, however often it comes.
+    """Answers to the calls of one lane; a call that comes again does not run again.
 
     A client numbers the calls of a lane. After a lost connection it repeats those that it has no answer to, in their
     order. The service runs the calls of a lane one after the other, so one thread at a time is in here.

@@ -329,10 +329,10 @@ class Reference:
     def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Answer:
         """Send a call of a method, and wait for it by the answer's `result()`."""
         given = sent_to(self.host, (args, kwargs))
-        return self.host.begin("method", self.token, self.number, method, *given, what=f"{self.what}.{method}")
+        return self.host.begin("call", self.token, method, self.number, *given, what=f"{self.what}.{method}")
 
     def ask(self, function: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Answer:
-        """Send a call of a function that a served module or optimizer has besides its object's own methods."""
+        """Send a call of a function of the `ServedModule` or `ServedOptimizer` itself."""
         what = f"{what or function} of {self.what}"
         return self.host.begin("of", self.token, self.number, function, args, what=what, deadline_s=deadline_s)
 
@@ -408,7 +408,7 @@ def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:
         RemoteError: it is not served there, or raised.
     """
     at, what = host_of(host), path_of(function)
-    return at.call("call", f"call {what}", what, *sent_to(at, (args, kwargs)), what=what)
+    return at.call("call", f"call {what}", what, None, *sent_to(at, (args, kwargs)), what=what)
 
 
 def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iterator[Any]:

@@ -146,7 +146,6 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
                 self.reference.ask("load", {name: fitting[name] for name in names}).result()
 
     def _fetch_state(self) -> dict[str, Tensor]:
-        """The whole state, all of one version."""
         for _ in range(_STATE_TRIES):
             state: dict[str, Tensor] = {}
             versions = set()

@@ -87,7 +87,7 @@ class Serving:
         self._answers: dict[str, defaultdict[str, Answers]] = {}  # by client and lane
         self._lock = threading.Lock()
         # those that change anything run once, in the order of their lane
-        once = (self.make, self.attach, self.release, self.call, self.method, self.optimizer, self.of)
+        once = (self.make, self.attach, self.release, self.call, self.optimizer, self.of)
         functions = {function.__name__: self._once(function) for function in once}
         functions |= {"leave": self.leave, "stream": self.stream}
         self._service = Service(
@@ -124,7 +124,11 @@ class Serving:
     def make(
         self, caller: Caller, path: str, args: Any, kwargs: Any, name: str | None, seed: int | None, module: bool
     ) -> Any:
-        """Make an object by what `path` names: its number, and of a module also its mode and the form of its state."""
+        """Make an object by what `path` names.
+
+        Returns:
+            Its number. For a module, also its mode, and shape and bytes of each entry of its state.
+        """
         factory = self._named(path)
 
         def made() -> Any:
@@ -154,23 +158,18 @@ class Serving:
         """Let go of objects."""
         self._held.release(caller.identity, numbers)
 
-    def call(self, caller: Caller, path: str, args: Any, kwargs: Any) -> Any:
-        """Call a function by its import path."""
-        return self._sent(self._named(path)(*self._received(caller, args), **self._received(caller, kwargs)))
-
-    def method(self, caller: Caller, number: str, name: str, args: Any, kwargs: Any) -> Any:
-        """Call a public method of an object."""
-        method = self._method(caller, number, name)
-        return self._sent(method(*self._received(caller, args), **self._received(caller, kwargs)))
+    def call(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
+        """Call a function by its import path, or the public method `path` of an object."""
+        function = self._named(path) if number is None else self._method(caller, number, path)
+        return self._sent(function(*self._received(caller, args), **self._received(caller, kwargs)))
 
     def stream(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Iterator[Any]:
-        """Results of a function, or of the method `path` of an object, as they come."""
-        function = self._named(path) if number is None else self._method(caller, number, path)
-        for result in function(*self._received(caller, args), **self._received(caller, kwargs)):
+        """Results of what `call` calls, as they come."""
+        for result in self.call(caller, path, number, args, kwargs):
             yield self._sent(result)
 
     def of(self, caller: Caller, number: str, function: str, args: Any) -> Any:
-        """Call what a served module or optimizer has besides its object's own methods."""
+        """Call a function of the `ServedModule` or `ServedOptimizer` itself."""
         what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule | ServedOptimizer) or function not in what.CALLED:
             raise RemoteError(f"object {number} is a {type(what).__name__}, of which {function!r} cannot be asked")

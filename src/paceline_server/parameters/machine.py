@@ -203,7 +203,6 @@ class Machine:
         return Reply(self.parameters.version, staleness=behind)
 
     def _in_time(self, name: str, number: int, attempt: int) -> bool:
-        """Note that a ticket is applied; False where it comes too late."""
         assert self.tickets is not None
         if not self._deals:
             return self.tickets.take_in(number)

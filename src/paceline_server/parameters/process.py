@@ -241,7 +241,6 @@ class ParameterServer:
         return replace(action, dense={**action.dense, **dense}, coded=None, coded_bytes=coded.nbytes)
 
     def _attempt(self, operation: Operation) -> Reply | str:
-        """Apply the operation, or say what it waits for."""
         self._log.must_be_primary()
         machine = self._log.machine
         if (reply := machine.known(operation)) is not None:
@@ -333,7 +332,6 @@ class ParameterServer:
             self._service.presence.expect(Caller(name, identity, ""))
 
     def _lose(self, name: str, identity: str | None = None) -> None:
-        """Have a member leave, unless another identity has its name."""
         with self._turn:
             member = self._log.machine.clients.members.get(name)
             if self._log.primary and member is not None and identity in (None, member):

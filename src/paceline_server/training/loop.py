@@ -63,7 +63,6 @@ class FirstWorker(Loop):
         return reason
 
     def _sentence(self) -> str:
-        """The rule of this run in words."""
         plan = self.run_directory.plan
         spec, servers = SyncSpec.parse(plan.sync), ServerProcesses.of(plan.sync)
         staleness, period = spec.arguments["staleness"], spec.period
@@ -108,7 +107,6 @@ class FirstWorker(Loop):
         return reason
 
     def _compute(self, boundary: int) -> None:
-        """Compute a piece, if there is one."""
         self._open(boundary)
         # of the rest of the loop the worker's ranks know the same
         self._opened, self._votes = self._share([self._opened, self._votes])
@@ -215,7 +213,6 @@ class FirstWorker(Loop):
         self.events("served", {"step": step, **told, "workers": workers})
 
     def _note_progress(self) -> None:
-        """Tell the store what this worker needs when it is started again."""
         if self.client is None:
             return
         self._noted = self._opened

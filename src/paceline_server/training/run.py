@@ -292,7 +292,6 @@ def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gradients(job: Job, pieces: int, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> GroupSettings:
-    """The job's optimizer and schedule, for pushes of gradients."""
     optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
     schedule = job.schedule.model_dump(exclude_defaults=True)
     schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}

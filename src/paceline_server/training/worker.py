@@ -156,7 +156,6 @@ class Worker:
         return PartRecord(batch, position.total, result.loss, result.grad_norm), result
 
     def _copied(self) -> dict[str, Tensor]:
-        """The parameters as the servers have them, which steps of this worker do not change."""
         return {name: value.clone() for name, value in self.values.items()}
 
     def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,7 +169,6 @@ class Worker:
         return change
 
     def _push(self, ticket: Ticket, tensors: Mapping[str, Tensor], record: list[Any]) -> None:
-        """Push gradients, or a change of the parameters, and get what has changed."""
         self._fresh = True
         if self.client is not None:
             pushed = self.client.push(tensors, self.values, ticket=ticket, delta=self._alone, take=True, record=record)
@@ -186,7 +184,6 @@ class Worker:
             client.pull_changed_rows(name, self.values[name], at_least=at_least)
 
     def _spread(self) -> None:
-        """Give each rank its parts of what was pulled."""
         if self.whole.divides:
             self.whole.spread(self.values, self.trained)
 

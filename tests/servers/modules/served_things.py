@@ -19,16 +19,12 @@ from paceline_server.values import sendable
 @sendable
 @dataclass
 class Heads:
-    """Outputs of a module, as a data class."""
-
     score: Tensor
     label: Tensor
     name: str
 
 
 class Tower(nn.Module):
-    """Two layers with a batch norm, in float64."""
-
     def __init__(self, width: int = 4, out: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(width, 8, dtype=torch.float64)
@@ -36,12 +32,10 @@ class Tower(nn.Module):
         self.second = nn.Linear(8, out, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (rows, out)."""
         out: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
         return out
 
     def width(self) -> int:
-        """A method without gradients."""
         return self.first.in_features
 
     def _secret(self) -> str:
@@ -49,42 +43,33 @@ class Tower(nn.Module):
 
 
 def table(rows: int = 10, width: int = 4, sparse: bool = False) -> nn.Embedding:
-    """An embedding in float64."""
     return nn.Embedding(rows, width, sparse=sparse, dtype=torch.float64)
 
 
 def linear(width: int = 4, out: int = 4) -> nn.Linear:
-    """A layer in float64."""
     return nn.Linear(width, out, dtype=torch.float64)
 
 
 def dropout_net() -> nn.Module:
-    """A layer with dropout."""
     return nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
 
 
 class Nested(nn.Module):
-    """Many kinds of outputs, with a number from the keywords."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4, dtype=torch.float64)
 
     def forward(self, inputs: dict[str, Any], *, factor: float = 1.0) -> tuple[Any, ...]:
-        """A tuple of a dict, a data class and a number."""
         y = self.layer(inputs["x"][0]) * factor
         return {"y": y, "twice": [2 * y]}, Heads(y.sum(1), y.argmax(1), "heads"), 7
 
 
 class Faulty(nn.Module):
-    """Raises, hangs or dies where its input says so."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor, fault: str = "") -> Tensor:
-        """The input; faults in the forward or backward pass."""
         _do(fault)
         y = x * self.weight
         if fault.startswith("backward "):
@@ -102,38 +87,30 @@ def _do(fault: str) -> None:
 
 
 class Counter:
-    """An object that counts."""
-
     def __init__(self, start: int = 0) -> None:
         self.value = start
         self._lock = threading.Lock()
 
     def add(self, number: int) -> int:
-        """The sum so far."""
         with self._lock:
             self.value += number
             return self.value
 
     def add_value_of(self, other: Counter) -> int:
-        """The sum so far, with that of another."""
         return self.add(other.value)
 
     def up_to(self, end: int) -> Iterator[int]:
-        """Numbers from the value on."""
         yield from range(self.value, end)
 
 
 def double(x: Any) -> Any:
-    """Twice the argument."""
     return 2 * x
 
 
 def squares(count: int) -> Iterator[Tensor]:
-    """The first squares."""
     for number in range(count):
         yield torch.tensor(number**2)
 
 
 def not_a_module() -> int:
-    """Makes a number."""
     return 3

@@ -20,7 +20,6 @@ DEADLINE_S = 30.0
 
 
 def path_of(name: str) -> str:
-    """The import path of what `served_things.py` defines."""
     return f"{THINGS}:{name}"
 
 

@@ -23,26 +23,22 @@ from serving import path_of, serving
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[Path]:
-    """The socket of a process that serves `served_things.py`."""
     with serving() as socket:
         yield socket
 
 
 @pytest.fixture
 def there(socket: Path) -> Iterator[Host]:
-    """A connection to it."""
     with connect("there", socket, deadline_s=30.0) as host:
         yield host
 
 
 def here(name: str, *args: Any, seed: int = 0, **kwargs: Any) -> Any:
-    """The same module in this process, from the same seed."""
     torch.manual_seed(seed)
     return load_object(path_of(name))(*args, **kwargs)
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Indices, inputs and targets."""
     draw = torch.Generator().manual_seed(7)
     return [
         (

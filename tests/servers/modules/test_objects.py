@@ -42,7 +42,6 @@ def socket() -> Iterator[Path]:
 
 @pytest.fixture
 def there(socket: Path) -> Iterator[Host]:
-    """A connection to it."""
     with remote.connect("there", socket, deadline_s=DEADLINE_S) as host:
         yield host
 

@@ -39,8 +39,6 @@ def settings_of(*tensors: TensorSpec, optimizer: dict[str, Any] = SGD, **values:
 
 
 class Asker:
-    """A client of a machine, with its numbers."""
-
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name, self.identity, self.sequence = machine, name, f"{name}'s", 0
 
@@ -394,8 +392,6 @@ class AnyInterleaving(RuleBasedStateMachine):
 
 
 class Worker:
-    """A worker that takes a ticket, pushes for it, and so on."""
-
     made = 0
 
     def __init__(self, name: str) -> None:

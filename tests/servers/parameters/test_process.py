@@ -44,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(folder: Path) -> Iterator[Callable[..., ServerClient]]:
-    """Clients of a server in this process that has the given settings."""
     open_now: list[ParameterServer | ServerClient] = []
 
     def client(settings: ServerSettings, name: str = "rank 0", deadline_s: float = DEADLINE_S) -> ServerClient:
@@ -60,7 +59,6 @@ def served(folder: Path) -> Iterator[Callable[..., ServerClient]]:
 
 
 def counted(client: ServerClient) -> list[float]:
-    """How often each ticket was applied."""
     weights = torch.zeros(TICKETS, dtype=torch.float64)
     client.pull({"w": weights})
     return weights.tolist()
@@ -305,5 +303,4 @@ def test_a_thousand_clients_join_at_once(served: Callable[..., ServerClient]) ->
 
 
 def first_address(client: ServerClient) -> list[list[Path]]:
-    """Where a client's servers are."""
     return [[Path(text) for text in line.addresses] for line in client.lines]

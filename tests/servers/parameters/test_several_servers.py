@@ -15,8 +15,6 @@ SETTINGS = ServerSettings(
 
 
 class Second:
-    """The second of two servers, as clients ask it."""
-
     def __init__(self) -> None:
         self.machine, self.sequence = Machine(SETTINGS, servers=2, part=1), 0
         specs = self.machine.parameters.specs

@@ -14,7 +14,6 @@ SAMPLES, BATCH, PIECES = 70, 8, 4
 
 
 def whole() -> Partition:
-    """The partition of a reader of everything."""
     job = small_job(global_batch=BATCH)
     spec = PartitionSpec(kind="uniform")
     return Partition(spec, samples=SAMPLES, global_batch=BATCH, seed=job.seed, replica=0, replicas=1)

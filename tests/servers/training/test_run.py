@@ -46,7 +46,6 @@ def job_in(folder: Path, **changes: object) -> Path:
 
 
 def newest(run: Path) -> float:
-    """Mean loss of the newest 20 steps."""
     found = losses(run)
     return statistics.mean(found[step] for step in sorted(found)[-20:])
 

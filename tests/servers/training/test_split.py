@@ -43,7 +43,6 @@ def job_in(folder: Path, *, steps: int = STEPS, name: str = "job", **changes: ob
 
 
 def trained(job: Path, plan: str, name: str, *more: str) -> dict[int, float]:
-    """Losses of a run by step."""
     found = paceline("train", job, "--plan", plan, "--run", name, *more, folder=job.parent)
     assert found.code == 0, found.err
     return losses(job.parent / name)

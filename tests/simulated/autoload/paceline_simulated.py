@@ -13,7 +13,6 @@ _PACKAGE = Path(__file__).parents[1] / "__init__.py"
 
 
 def load_if_asked() -> bool:
-    """As `simulated.load_if_asked`."""
     package = sys.modules.get("simulated")
     if package is None or package.__file__ != str(_PACKAGE):
         spec = spec_from_file_location("simulated", _PACKAGE)
