@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -306,24 +307,16 @@ def set_rng_state_all(new_states: list[Tensor]) -> None:
 # Memory
 
 
-def memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
+def _of_accelerator(name: str) -> Callable[..., Any]:
+    call = getattr(torch.accelerator, name)
+    return lambda device=None: call(_index(device))
 
 
-def max_memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
+memory_allocated = _of_accelerator("memory_allocated")
+max_memory_allocated = _of_accelerator("max_memory_allocated")
+memory_reserved = _of_accelerator("memory_reserved")
+max_memory_reserved = _of_accelerator("max_memory_reserved")
+reset_peak_memory_stats = _of_accelerator("reset_peak_memory_stats")
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class HeldObjects:
 
 
 class Answers:
-    """Answers to the calls of one lane; a call that comes again does not run again.
+    """Answers to the calls of one lane, so that a repeated call runs once.
 
     A client numbers the calls of a lane. After a lost connection it repeats those that it has no answer to, in their
     order. The service runs the calls of a lane one after the other, so one thread at a time is in here.

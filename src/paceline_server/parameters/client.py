@@ -97,17 +97,15 @@ class ServerClient:
         self._encode = encode
         self.settings, self.name, self.deadline_s = settings, name, deadline_s
         identity = secrets.token_hex(16)
-        self._owned = slices_of(settings, len(servers))
         self._specs = {spec.name: spec for spec in settings.tensors()}
         self.lines = [
             Line(addresses, key, name, identity, settings, deadline_s, views[part] if views else None, patience_s)
             for part, addresses in enumerate(servers)
         ]
-        self._read = [-1] * len(servers)  # versions that the next push is computed with
-        self._since = [-1] * len(servers)  # versions that the tensors of the last pull hold
+        for line, owned in zip(self.lines, slices_of(settings, len(servers)), strict=True):
+            line.owned = owned
         self._places: dict[str, _Place] = {}  # of the last pull
         self._tables: dict[str, _Place] = {}  # of the last pulls of changed rows
-        self._rows_read: dict[tuple[int, str], int] = {}
         self._sequence = 0
 
     def join(self) -> int:
@@ -120,7 +118,7 @@ class ServerClient:
 
     def initialize(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the parameters their first values; where another client has, nothing changes."""
-        parts = [{piece.name: piece.cut(tensors[piece.name]) for piece in owned} for owned in self._owned]
+        parts = [{piece.name: piece.cut(tensors[piece.name]) for piece in line.owned} for line in self.lines]
         self._act([Initialize(part) for part in parts])
 
     def pull(self, into: Mapping[str, Tensor], *, at_least: int = 0) -> Pulled:
@@ -133,10 +131,7 @@ class ServerClient:
             at_least: global batches that must be in them; wait until they are (`Ticket.needs`).
         """
         self._note(into)
-        asked = [
-            line.ask("pull", since, at_least, waits_s=MOST_WAIT_S)
-            for line, since in zip(self.lines, self._since, strict=True)
-        ]
+        asked = [line.ask("pull", line.since, at_least, waits_s=MOST_WAIT_S) for line in self.lines]
         return self._received([one.result() for one in asked], into)
 
     def pull_rows(self, name: str, rows: Tensor, *, at_least: int = 0) -> Tensor:
@@ -162,14 +157,12 @@ class ServerClient:
         All of them where this is another tensor, or was changed. Returns how many.
         """
         count = 0
-        if not _as_it_was(self._tables.get(name), into):
-            self._rows_read = {key: read for key, read in self._rows_read.items() if key[1] != name}
+        as_it_was = _as_it_was(self._tables.get(name), into)
         for line, piece in self._pieces(name):
-            key = (self.lines.index(line), name)
-            since = self._rows_read.get(key, -1)
+            since = line.rows_since.get(name, -1) if as_it_was else -1
             version, numbers, values = line.ask("pull_rows", name, None, since, at_least, waits_s=MOST_WAIT_S).result()
             into.detach().index_copy_(0, numbers + piece.first, values.to(into.dtype))
-            self._rows_read[key] = version
+            line.rows_since[name] = version
             self._note_rows(line, version)
             count += len(numbers)
         self._tables[name] = _place(into)
@@ -197,6 +190,8 @@ class ServerClient:
         """
         if into is not None:
             self._note(into)
+        if unknown := gradients.keys() - self._specs.keys():
+            raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
         pushes = [self._push_for(part, gradients, ticket, delta) for part in range(len(self.lines))]
         actions: list[Action] = [msgspec.structs.replace(pushes[0], take=take, record=record), *pushes[1:]]
         try:
@@ -278,8 +273,8 @@ class ServerClient:
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(f"the state is of {len(state['parts'])} servers, and there are {len(self.lines)}")
         self._act([Load(part, state["batches"]) for part in state["parts"]])
-        self._since = [-1] * len(self.lines)
-        self._rows_read.clear()
+        self._places.clear()
+        self._tables.clear()
 
     def close(self) -> None:
         """Hang up. The membership stays a while: `leave` ends it."""
@@ -294,7 +289,7 @@ class ServerClient:
 
     def _push_for(self, part: int, gradients: Mapping[str, Tensor], ticket: Ticket | None, delta: bool) -> Push:
         dense, rows = {}, {}
-        for piece in self._owned[part]:
+        for piece in self.lines[part].owned:
             if (gradient := gradients.get(piece.name)) is None:
                 continue
             if gradient.is_sparse:
@@ -304,9 +299,7 @@ class ServerClient:
                 rows[piece.name] = (numbers[mine] - piece.first, gradient.values()[mine])
             else:
                 dense[piece.name] = piece.cut(gradient)
-        if part == 0 and (unknown := gradients.keys() - self._specs.keys()):
-            raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
-        push = Push(dense, rows, self._read[part], ticket and (ticket.number, ticket.attempt), delta)
+        push = Push(dense, rows, self.lines[part].read, ticket and (ticket.number, ticket.attempt), delta)
         return push if self._encode is None or not dense else self._coded(part, push, self._encode)
 
     def _coded(self, part: int, push: Push, encode: Encode) -> Push:
@@ -319,35 +312,30 @@ class ServerClient:
         """Have everything pulled where tensors come that do not hold what was pulled last."""
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
             raise ServerRefused(f"{self.name} pulled without a tensor for {', '.join(sorted(missing)[:8])}: name all")
-        for name, tensor in into.items():
-            if not _as_it_was(self._places.get(name), tensor):
-                self._since = [-1] * len(self.lines)
+        if not all(_as_it_was(self._places.get(name), tensor) for name, tensor in into.items()):
+            for line in self.lines:
+                line.since = -1
 
     def _note_rows(self, line: Line, version: int) -> None:
         """Note the version of rows, where there are no dense tensors that say which."""
         if all(spec.sparse for spec in self._specs.values()):
-            self._read[self.lines.index(line)] = version
+            line.read = version
 
     def _received(self, answers: Sequence[Sequence[Any]], into: Mapping[str, Tensor]) -> Pulled:
         nbytes = 0
-        for part, (version, tensors) in enumerate(answers):
-            for piece in self._owned[part]:
+        for line, (version, tensors) in zip(self.lines, answers, strict=True):
+            for piece in line.owned:
                 if piece.name in tensors:
                     piece.cut(into[piece.name].detach()).copy_(tensors[piece.name])
                     nbytes += tensors[piece.name].nbytes
-            self._read[part] = self._since[part] = version
+            line.read = line.since = version
         self._places = {name: _place(tensor) for name, tensor in into.items()}
-        return Pulled(self._read[0], nbytes)
+        return Pulled(self.lines[0].read, nbytes)
 
     def _pieces(self, name: str) -> list[tuple[Line, Slice]]:
         if name not in self._specs or not self._specs[name].sparse:
             raise ServerRefused(f"{self.name} pulled rows of {name!r}, which has none: set sparse=True, or pull")
-        return [
-            (line, piece)
-            for line, owned in zip(self.lines, self._owned, strict=True)
-            for piece in owned
-            if piece.name == name
-        ]
+        return [(line, piece) for line in self.lines for piece in line.owned if piece.name == name]
 
     def _act_everywhere(self, action: Action) -> list[list[Any]]:
         return self._act([action] * len(self.lines))
@@ -361,15 +349,20 @@ class ServerClient:
         """
         self._sequence += 1
 
-        def ask(part: int) -> Asked:
-            more = [[self._since[part], 0]] if pull else []
-            return self.lines[part].ask("act", self._sequence, plain(actions[part]), waits_s=MOST_WAIT_S, more=more)
+        def asked(lines: Sequence[tuple[Line, Action]]) -> list[list[Any]]:
+            begun = [
+                line.ask(
+                    "act", self._sequence, plain(action), waits_s=MOST_WAIT_S, more=[[line.since, 0]] if pull else ()
+                )
+                for line, action in lines
+            ]
+            return [one.result() for one in begun]
 
-        parts = range(min(len(actions), len(self.lines)))
+        lines = list(zip(self.lines, actions, strict=False))
         if first_last:
-            others = [one.result() for one in [ask(part) for part in parts[1:]]]
-            return [ask(0).result(), *others]
-        return [one.result() for one in [ask(part) for part in parts]]
+            others = asked(lines[1:])
+            return asked(lines[:1]) + others
+        return asked(lines)
 
 
 def _place(tensor: Tensor) -> _Place:
@@ -397,6 +390,12 @@ class Line:
         deadline_s: longest time of a call without an answer from any process of the server.
         patience_s: longest time that a call waits for other clients while the server answers; None: the deadline.
         views: asked where none of these is the primary.
+
+    Attributes:
+        owned: rows of tensors that the server owns.
+        read: version of its parameters that the next push is computed with.
+        since: version that the tensors of the last pull hold.
+        rows_since: version that each table of the last pull of changed rows holds.
     """
 
     def __init__(
@@ -418,6 +417,9 @@ class Line:
         self._client: Client | None = None
         self._closed = False
         self._at = ""
+        self.owned: list[Slice] = []
+        self.read = self.since = -1
+        self.rows_since: dict[str, int] = {}
         self.connected(time.monotonic() + deadline_s)
 
     def ask(self, function: str, *args: Any, waits_s: float | None = None, more: Sequence[Any] = ()) -> Asked:

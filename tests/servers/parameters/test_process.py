@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,13 +28,6 @@ SGD = {"name": "sgd", "lr": 1.0}
 ALL = [1.0] * TICKETS
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tmp_path.chmod(0o700)
@@ -58,6 +50,10 @@ def served(folder: Path) -> Iterator[Callable[..., ServerClient]]:
         end.close()
 
 
+def client_of(server: ParameterServer, name: str, key: RunKey | None = None) -> ServerClient:
+    return ServerClient([[server.address]], key, name=name, settings=counting(), deadline_s=DEADLINE_S)
+
+
 def counted(client: ServerClient) -> list[float]:
     weights = torch.zeros(TICKETS, dtype=torch.float64)
     client.pull({"w": weights})
@@ -67,12 +63,7 @@ def counted(client: ServerClient) -> list[float]:
 def test_two_clients_share_the_tickets_over_tls_and_an_unauthenticated_peer_is_turned_away() -> None:
     key = RunKey.make()
     with ParameterServer(("127.0.0.1", 0), key, counting()) as server:
-        clients = [
-            ServerClient([[server.address]], key, name=f"rank {n}", settings=counting(), deadline_s=DEADLINE_S)
-            for n in range(2)
-        ]
-        for client in clients:
-            started(client)
+        clients = [started(client_of(server, f"rank {n}", key)) for n in range(2)]
         with pytest.raises(ChannelError):
             Client(server.address, RunKey.make(), deadline_s=DEADLINE_S)
         with ThreadPoolExecutor(2) as pool:
@@ -87,27 +78,37 @@ def test_two_clients_share_the_tickets_over_tls_and_an_unauthenticated_peer_is_t
             client.close()
 
 
-def test_a_server_that_is_killed_loses_nothing_that_was_pushed(folder: Path) -> None:
+Pair = tuple[Servers, ServerClient]
+
+
+@pytest.fixture
+def pair(folder: Path) -> Iterator[Pair]:
+    """A primary and its backup, in processes of their own, and a client that has opened all tickets."""
     with Servers(folder, counting()) as servers:
         servers.start(0)
         servers.view()
         servers.start(1)
-        with started(servers.client("rank 0", 0, 1)) as client:
+        with started(servers.client("rank 0", 0)) as client:
             servers.view(lambda view: view.backup is not None)
-            killer = threading.Thread(target=lambda: servers.signal(servers.number(servers.view().primary)))
+            yield servers, client
 
-            def after_each(count: int) -> None:
-                if count == TICKETS // 4:
-                    killer.start()  # some time in a later push
-                elif count == TICKETS // 2:
-                    killer.join()
-                    servers.start(2)
-                    view = servers.view(lambda view: view.generation > 2 and view.backup is not None)
-                    servers.signal(servers.number(view.primary))
 
-            assert push_all(client, after_each) == TICKETS
-            assert counted(client) == ALL
-            assert client.statistics()[0]["generation"] >= 5
+def test_a_server_that_is_killed_loses_nothing_that_was_pushed(pair: Pair) -> None:
+    servers, client = pair
+    killer = threading.Thread(target=lambda: servers.signal(servers.number(servers.view().primary)))
+
+    def after_each(count: int) -> None:
+        if count == TICKETS // 4:
+            killer.start()  # some time in a later push
+        elif count == TICKETS // 2:
+            killer.join()
+            servers.start(2)
+            view = servers.view(lambda view: view.generation > 2 and view.backup is not None)
+            servers.signal(servers.number(view.primary))
+
+    assert push_all(client, after_each) == TICKETS
+    assert counted(client) == ALL
+    assert client.statistics()[0]["generation"] >= 5
 
 
 def test_a_primary_that_dies_before_it_can_tell_its_backup_so_is_followed_by_it(folder: Path) -> None:
@@ -125,65 +126,47 @@ def test_a_primary_that_dies_before_it_can_tell_its_backup_so_is_followed_by_it(
             assert counted(client) == ALL
 
 
-def test_a_backup_that_is_killed_holds_up_nobody(folder: Path) -> None:
-    with Servers(folder, counting()) as servers:
-        servers.start(0)
-        servers.view()
-        servers.start(1)
-        with started(servers.client("rank 0", 0, 1)) as client:
-            backup = servers.number(servers.view(lambda view: view.backup is not None).backup)
-            assert push_all(client, lambda count: servers.signal(backup) if count == 9 else None) == TICKETS
-            assert counted(client) == ALL
-            assert servers.view().backup is None
+def test_a_backup_that_is_killed_holds_up_nobody(pair: Pair) -> None:
+    servers, client = pair
+    backup = servers.number(servers.view().backup)
+    assert push_all(client, lambda count: servers.signal(backup) if count == 9 else None) == TICKETS
+    assert counted(client) == ALL
+    assert servers.view().backup is None
 
 
-def test_a_primary_that_was_stopped_for_a_while_is_deposed_and_becomes_the_backup(folder: Path) -> None:
-    with Servers(folder, counting()) as servers:
-        servers.start(0)
-        servers.view()
-        servers.start(1)
-        with started(servers.client("rank 0", 0)) as client:
-            first = servers.view(lambda view: view.backup is not None)
-            servers.signal(servers.number(first.primary), signal.SIGSTOP)
-            servers.view(lambda view: view.primary != first.primary)
-            servers.signal(servers.number(first.primary), signal.SIGCONT)
-            assert push_all(client) == TICKETS
-            assert counted(client) == ALL
-            second = servers.view(lambda view: view.backup is not None)
-            assert (second.primary, second.backup) == (first.backup, first.primary)
+def test_a_primary_that_was_stopped_for_a_while_is_deposed_and_becomes_the_backup(pair: Pair) -> None:
+    servers, client = pair
+    first = servers.view()
+    servers.signal(servers.number(first.primary), signal.SIGSTOP)
+    servers.view(lambda view: view.primary != first.primary)
+    servers.signal(servers.number(first.primary), signal.SIGCONT)
+    assert push_all(client) == TICKETS
+    assert counted(client) == ALL
+    second = servers.view(lambda view: view.backup is not None)
+    assert (second.primary, second.backup) == (first.backup, first.primary)
 
 
-def test_the_loss_of_both_servers_is_told_in_time(folder: Path) -> None:
-    with Servers(folder, counting()) as servers:
-        servers.start(0)
-        servers.start(1)
-        with started(servers.client("rank 0", deadline_s=2.0)) as client:
-            for number in (0, 1):
-                servers.signal(number)
-            with pytest.raises(ServerLost, match="no process of the parameter server answers at"):
-                client.take()
+def test_the_loss_of_both_servers_is_told_in_time(pair: Pair) -> None:
+    servers, _ = pair
+    with servers.client("rank 1", deadline_s=2.0) as client:
+        for number in (0, 1):
+            servers.signal(number)
+        with pytest.raises(ServerLost, match="no process of the parameter server answers at"):
+            client.take()
 
 
 def test_a_worker_that_dies_has_its_ticket_dealt_again(folder: Path) -> None:
     with ParameterServer(folder / "server", None, counting(), grace_s=0.05) as server:
-        clients = [
-            ServerClient([[server.address]], None, name=f"rank {n}", settings=counting(), deadline_s=DEADLINE_S)
-            for n in range(2)
-        ]
-        for client in clients:
-            started(client)
-        assert clients[0].take() is not None
-        clients[0].close()
-        assert push_all(clients[1]) == TICKETS
-        assert counted(clients[1]) == ALL
-        clients[1].close()
+        first, second = (started(client_of(server, f"rank {n}")) for n in range(2))
+        assert first.take() is not None
+        first.close()
+        assert push_all(second) == TICKETS
+        assert counted(second) == ALL
+        second.close()
 
 
 def test_a_worker_that_was_taken_for_dead_joins_again_and_its_late_push_is_dropped(folder: Path) -> None:
-    with (
-        ParameterServer(folder / "server", None, counting()) as server,
-        started(ServerClient([[server.address]], None, name="rank 0", settings=counting())) as client,
-    ):
+    with ParameterServer(folder / "server", None, counting()) as server, started(client_of(server, "rank 0")) as client:
         ticket = client.take()
         assert ticket is not None
         server.expel("rank 0")
@@ -258,8 +241,7 @@ def test_servers_share_the_tensors_and_act_as_one() -> None:
 
 
 def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Callable[..., ServerClient]) -> None:
-    settings = counting()
-    clients = [served(settings, f"rank {n}") for n in range(3)]
+    clients = [served(counting(), f"rank {n}") for n in range(3)]
     given = [torch.randn(1000) * 10**n for n in range(3)]
     expected = given[0] + given[1] + given[2]
 
@@ -288,11 +270,11 @@ def test_a_sum_names_who_is_missing_and_takes_no_other_shape(served: Callable[..
 
 @pytest.mark.slow
 def test_a_thousand_clients_join_at_once(served: Callable[..., ServerClient]) -> None:
-    settings = counting()
-    first = started(served(settings, "first"))
+    first = started(served(counting(), "first"))
+    places = [[Path(text) for text in line.addresses] for line in first.lines]
 
     def joined(number: int) -> int:
-        with ServerClient(first_address(first), None, name=f"client {number}", settings=settings) as client:
+        with ServerClient(places, None, name=f"client {number}", settings=counting()) as client:
             client.join()
             client.leave()
         return 1
@@ -300,7 +282,3 @@ def test_a_thousand_clients_join_at_once(served: Callable[..., ServerClient]) ->
     with ThreadPoolExecutor(64) as pool:
         assert sum(pool.map(joined, range(1000))) == 1000
     assert push_all(first) == TICKETS
-
-
-def first_address(client: ServerClient) -> list[list[Path]]:
-    return [[Path(text) for text in line.addresses] for line in client.lines]

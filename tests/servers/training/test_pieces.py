@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.job.partition import Partition, PartitionSpec
-from paceline_server.training.pieces import Pieces
+from paceline_server.training.pieces import Pieces, Rounds
 from small_jobs import small_job
 
 SAMPLES, BATCH, PIECES = 70, 8, 4
@@ -35,3 +37,17 @@ def test_the_pieces_of_a_batch_are_the_batch_of_one_process() -> None:
     for step, batch in enumerate(batches):
         together = [pieces.samples(len(batches) + step, piece)[0] for piece in range(PIECES)]
         assert np.concatenate(together).tolist() == batch
+
+
+@given(period=st.integers(1, 9), begin=st.integers(0, 50), every=st.sets(st.integers(1, 30), min_size=1, max_size=3))
+def test_rounds_cover_every_batch_once_and_end_at_each_boundary(period: int, begin: int, every: set[int]) -> None:
+    rounds = Rounds(period, begin, lambda step: min((step // n + 1) * n for n in every))
+    found = [rounds.batches(number) for number in range(40)]
+    assert found[0].start == begin
+    assert all(one.stop == other.start for one, other in pairwise(found))
+    assert all(0 < len(one) <= period for one in found)
+    for number, batches in enumerate(found):
+        assert rounds.until(batches.stop) == number + 1
+        assert rounds.whole(batches.start + 1) == batches.stop
+        if period > 1:
+            assert not any(batch % n == 0 for batch in batches[1:] for n in every), "it goes over a boundary"

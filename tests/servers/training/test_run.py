@@ -25,6 +25,8 @@ from commands import (
 )
 from paceline.report.run_page import view_of
 from paceline.run.record.run import Run
+from servers.training.test_split import job_in as text_job_in
+from servers.training.test_split import trained
 
 WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 STEPS = 60
@@ -45,6 +47,15 @@ def job_in(folder: Path, **changes: object) -> Path:
     return write_job(folder / "job.yaml", **values | changes)
 
 
+def pushes(run: Path) -> int:
+    return sum(int(worker["pushes"]) for worker in events(run, "served")[-1]["workers"].values())
+
+
+def pushed_bytes(run: Path) -> float:
+    """Bytes of a push, on average."""
+    return sum(int(worker["bytes"]) for worker in events(run, "served")[-1]["workers"].values()) / pushes(run)
+
+
 def newest(run: Path) -> float:
     found = losses(run)
     return statistics.mean(found[step] for step in sorted(found)[-20:])
@@ -53,14 +64,11 @@ def newest(run: Path) -> float:
 @pytest.mark.parametrize("sync", ["server:staleness=inf,backup=off", "server:staleness=1,servers=2,backup=off"])
 def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, tmp_path: Path) -> None:
     job = job_in(tmp_path)
-    found = paceline("train", job, "--plan", f"dp=2 sync={sync}", "--run", "served", folder=tmp_path)
-    assert found.code == 0, found.err
+    assert sorted(trained(job, f"dp=2 sync={sync}", "served")) == list(range(1, STEPS + 1))
     run = tmp_path / "served"
-    assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert [event["step"] for event in events(run, "evaluation")] == list(range(6, STEPS + 1, 6))
     assert events(run, "end")[-1]["reason"] == f"steps: {STEPS} done"
-    told = events(run, "served")[-1]["workers"]
-    assert sum(worker["pushes"] for worker in told.values()) == 2 * STEPS, "every piece once"
+    assert pushes(run) == 2 * STEPS, "every piece once"
     view = view_of(Run(run))
     assert not [gap for gap in view["record"].gaps if "missing" in gap]
     assert view["cards"][0].note.startswith("on 2 workers")
@@ -70,38 +78,29 @@ def test_an_asynchronous_run_records_evaluates_and_saves_as_any_run(sync: str, t
     # times are written in milliseconds
     assert all(seconds > line["step_s"] - 0.002 for seconds, line in zip(apart_s, lines[1:], strict=True))
     assert sum(seconds > 0 for seconds in apart_s) > STEPS / 2, "each batch has an end of its own"
-    alone = paceline("train", job, "--plan", "dp=2", "--run", "together", folder=tmp_path)
-    assert alone.code == 0, alone.err
+    trained(job, "dp=2", "together")
     assert newest(run) == pytest.approx(newest(tmp_path / "together"), abs=0.1)
 
 
 def test_coded_gradients_are_fewer_bytes_and_learn_as_much(tmp_path: Path) -> None:
     job = job_in(tmp_path, model={"factory": f"{WHAT}:net", "args": {"width": 256}})
 
-    def trained(name: str, more: str) -> tuple[float, float]:
-        plan = f"dp=2 sync=server:staleness=1,backup=off{more}"
-        found = paceline("train", job, "--plan", plan, "--run", name, folder=tmp_path)
-        assert found.code == 0, found.err
-        told = events(tmp_path / name, "served")[-1]["workers"].values()
-        bytes_each = sum(worker["bytes"] for worker in told) / sum(worker["pushes"] for worker in told)
-        return newest(tmp_path / name), bytes_each
+    def learned(name: str, more: str) -> tuple[float, float]:
+        trained(job, f"dp=2 sync=server:staleness=1,backup=off{more}", name)
+        return newest(tmp_path / name), pushed_bytes(tmp_path / name)
 
-    (plain, plain_bytes), (coded, coded_bytes) = trained("plain", ""), trained("coded", " compress=int8")
+    (plain, plain_bytes), (coded, coded_bytes) = learned("plain", ""), learned("coded", " compress=int8")
     assert coded_bytes < 0.3 * plain_bytes
     assert coded == pytest.approx(plain, abs=0.1)
 
 
 def test_a_stopped_run_goes_on_behind_its_newest_boundary(tmp_path: Path) -> None:
     plan = "dp=2 sync=server:staleness=2,backup=off"
-    first = paceline("train", job_in(tmp_path, stop={"steps": 21}), "--plan", plan, "--run", "r", folder=tmp_path)
-    assert first.code == 0, first.err
-    job = job_in(tmp_path, stop={"steps": 40})
-    again = paceline("train", job, "--plan", plan, "--run", "r", "--resume", folder=tmp_path)
-    assert again.code == 0, again.err
-    run = tmp_path / "r"
-    assert [event["step"] for event in events(run, "resume")] == [21]
-    assert sorted(losses(run)) == list(range(1, 41))
-    assert all(math.isfinite(loss) for loss in losses(run).values())
+    trained(job_in(tmp_path, stop={"steps": 21}), plan, "r")
+    found = trained(job_in(tmp_path, stop={"steps": 40}), plan, "r", "--resume")
+    assert [event["step"] for event in events(tmp_path / "r", "resume")] == [21]
+    assert sorted(found) == list(range(1, 41))
+    assert all(math.isfinite(loss) for loss in found.values())
 
 
 RARELY_EASY = '''
@@ -139,10 +138,9 @@ def test_the_first_step_that_meets_the_target_ends_the_run_at_the_next_boundary(
         evaluate={"every_steps": 2000},
         checkpoint={"every_steps": 2000},
     )
-    found = paceline("train", job, "--plan", "dp=2 sync=server:staleness=1,backup=off", "--run", "r", folder=tmp_path)
-    assert found.code == 0, found.err
+    found = trained(job, "dp=2 sync=server:staleness=1,backup=off", "r")
     [end] = events(tmp_path / "r", "end")
-    step = next(step for step, loss in sorted(losses(tmp_path / "r").items()) if loss < 0.1)
+    step = next(step for step, loss in sorted(found.items()) if loss < 0.1)
     assert end["reason"].endswith(f" at step {step}")
     assert end["step"] < 20000
 
@@ -181,52 +179,88 @@ def test_of_a_sparse_table_only_rows_that_were_looked_up_are_pushed(tmp_path: Pa
     data = {"kind": "dataset", "factory": f"{tmp_path}/own.py:Visits"}
     model = {"factory": f"{tmp_path}/own.py:Net"}
     job = job_in(tmp_path, model=model, data=data, optimizer={"name": "adam", "lr": 0.02}, clip_norm=1.0)
-    plan = "dp=2 sync=server:staleness=inf,servers=2,backup=off"
-    found = paceline("train", job, "--plan", plan, "--run", "r", folder=tmp_path)
-    assert found.code == 0, found.err
+    trained(job, "dp=2 sync=server:staleness=inf,servers=2,backup=off", "r")
     run = tmp_path / "r"
     assert newest(run) < 0.5 * losses(run)[1], "it learns"
-    told = events(run, "served")[-1]["workers"].values()
-    pushed = sum(worker["bytes"] for worker in told) / sum(worker["pushes"] for worker in told)
-    assert pushed < 24 * (8 * 4 + 8) + 4 * (24 * 2 + 2) + 100, (
+    assert pushed_bytes(run) < 24 * (8 * 4 + 8) + 4 * (24 * 2 + 2) + 100, (
         "24 rows of 8 numbers and their places, and the top layer"
     )
 
 
+@pytest.mark.parametrize("more", ["momentum=0,lr=1,staleness=inf", "staleness=1,servers=2 compress=int8"])
+def test_several_workers_learn_by_rounds_and_every_piece_counts_once(more: str, tmp_path: Path) -> None:
+    job = write_job(
+        tmp_path / "job.yaml",
+        model={"zoo": "mlp", "args": {"hidden": 32}},
+        data="digits",
+        loss="cross_entropy",
+        optimizer={"name": "sgd", "lr": 0.1},
+        global_batch=64,
+        stop={"steps": STEPS},
+        evaluate={"every_steps": 6},
+        checkpoint={"every_steps": 20},
+    )
+    run = tmp_path / "r"
+    assert sorted(trained(job, f"dp=2 sync=server:period=4,backup=off,{more}", "r")) == list(range(1, STEPS + 1))
+    boundaries = sorted({*range(0, STEPS + 1, 6), *range(0, STEPS + 1, 20)})
+    rounds = sum(-(-(after - before) // 4) for before, after in itertools.pairwise(boundaries))
+    assert pushes(run) == 2 * rounds
+    assert newest(run) < 0.5 * losses(run)[1], "it learns"
+    [sentence] = events(run, "sync")[0]["said"]
+    assert "workers push how far they came in 4 steps" in sentence
+
+
 @pytest.mark.slow
-def test_workers_and_servers_that_are_killed_cost_no_piece(tmp_path: Path) -> None:
-    plan = "dp=3 sync=server:staleness=inf"
-    with training(job_in(tmp_path, sleep_s=0.01, global_batch=12), tmp_path, plan) as (process, run):
-        for number, step in [(2, 5), (0, 15), (3, 25), (4, 35)]:  # two workers, the server, then the one that took over
-            wait_for_step(step, run, process)
+@pytest.mark.parametrize(
+    ("plan", "divided", "killed"),
+    [
+        # two workers, the server, then the one that took over
+        ("dp=3 sync=server:staleness=inf", False, [2, 0, 3, 4]),
+        ("dp=3 sync=server:staleness=inf,period=4", False, [2, 0, 3]),
+        # one rank of the first worker, one of the other's, the server, and the first worker's first
+        ("dp=2 tp=2 sync=server:staleness=inf", True, [1, 2, 4, 0]),
+    ],
+)
+def test_ranks_that_are_killed_cost_no_piece(plan: str, divided: bool, killed: list[int], tmp_path: Path) -> None:
+    steps = 400 if divided else 150
+    ours = {"sleep_s": 0.01, "global_batch": 12, "stop": {"steps": steps}}
+    job = text_job_in(tmp_path, steps=steps) if divided else job_in(tmp_path, **ours)
+    with training(job, tmp_path, plan) as (process, run):
+        for before, number in enumerate(killed):
+            wait_for_step(max([5, *(step + 8 for step in losses(run))]), run, process)
             kill_rank(number, process)
+            wait_for_events(run, "lost", before + 1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("the others go on", ", a server, was killed by SIGKILL; the others go on")
-    assert sorted(losses(run)) == list(range(1, STEPS + 1))
-    assert {event["rank"] for event in events(run, "lost")} == {0, 2, 3, 4}
+    assert [event["rank"] for event in events(run, "lost")] == killed
+    assert sorted(losses(run)) == list(range(1, steps + 1))
     assert not events(run, "resume")
+    assert not events(run, "restart")
 
 
 @pytest.mark.slow
-def test_workers_leave_and_come_back_while_the_others_go_on(tmp_path: Path) -> None:
-    plan = "dp=2 sync=server:staleness=2,backup=off"
-    with training(job_in(tmp_path, sleep_s=0.02, stop={"steps": 300}), tmp_path, plan) as (process, run):
+@pytest.mark.parametrize(("plan", "who", "ranks"), [("dp=2", "rank 1", [1]), ("dp=2 fsdp=2", "ranks 2, 3", [2, 3])])
+def test_workers_leave_and_come_back_while_the_others_go_on(
+    plan: str, who: str, ranks: list[int], tmp_path: Path
+) -> None:
+    alone = len(ranks) == 1
+    steps = 300 if alone else 400
+    job = job_in(tmp_path, sleep_s=0.02, stop={"steps": steps}) if alone else text_job_in(tmp_path, steps=steps)
+    with training(job, tmp_path, f"{plan} sync=server:staleness=2,backup=off") as (process, run):
         wait_for_step(5, run, process)
-        assert paceline("scale", run, "-1", folder=tmp_path).says("rank 1 will leave after this piece")
+        assert paceline("scale", run, "-1", folder=tmp_path).says(f"{who} will leave after this piece")
         wait_for_events(run, "scaled", 1, process)
         assert "cannot be smaller" in paceline("scale", run, "-1", folder=tmp_path).error
-        step = max(losses(run))
-        wait_for_step(step + 5, run, process)
-        assert paceline("scale", run, "+1", folder=tmp_path).says("rank 1 will take pieces as soon as started")
+        wait_for_step(max(losses(run)) + 5, run, process)
+        assert paceline("scale", run, "+1", folder=tmp_path).says(f"{who} will take pieces as soon as started")
         assert "all 2 workers" in paceline("scale", run, "+1", folder=tmp_path).error
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
-    assert [event["by"] for event in events(run, "scaled")] == [-1, 1]
+    assert [(event["by"], event["ranks"]) for event in events(run, "scaled")] == [(-1, ranks), (1, ranks)]
     assert not events(run, "lost")
-    assert sorted(losses(run)) == list(range(1, 301))
-    told = events(run, "served")[-1]["workers"]
-    assert sum(worker["pushes"] for worker in told.values()) == 600, "every piece once"
+    assert sorted(losses(run)) == list(range(1, steps + 1))
+    assert pushes(run) == 2 * steps, "every piece once"
 
 
 @pytest.mark.slow
@@ -242,8 +276,7 @@ def test_a_worker_that_is_killed_while_it_leaves_stays_away(tmp_path: Path) -> N
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert not events(run, "lost")
-    told = events(run, "served")[-1]["workers"]
-    assert sum(worker["pushes"] for worker in told.values()) == 200, "every piece once"
+    assert pushes(run) == 200, "every piece once"
 
 
 @pytest.mark.slow
@@ -264,8 +297,7 @@ def test_the_others_go_on_without_a_worker_that_is_lost_too_often(
     assert [event["again"] for event in events(run, "lost")] == [True, False]
     assert outcome.says("the others go on. It is left out")
     assert sorted(losses(run)) == list(range(1, 101))
-    told = events(run, "served")[-1]["workers"]
-    assert sum(worker["pushes"] for worker in told.values()) == 200, "every piece once"
+    assert pushes(run) == 200, "every piece once"
 
 
 @pytest.mark.slow
@@ -289,8 +321,7 @@ def test_a_run_whose_first_worker_is_lost_too_often_says_that_it_ends(
 @pytest.mark.slow
 def test_a_rank_that_serves_sums_is_killed_and_the_others_repeat_the_step(tmp_path: Path) -> None:
     job = job_in(tmp_path, sleep_s=0.01)
-    alone = paceline("train", job, "--plan", "dp=3", "--run", "undisturbed", folder=tmp_path)
-    assert alone.code == 0, alone.err
+    undisturbed = trained(job, "dp=3", "undisturbed")
     with training(job, tmp_path, "dp=3 sync=server:servers=2") as (process, run):
         for number, step in [(0, 10), (2, 30)]:
             wait_for_step(step, run, process)
@@ -298,5 +329,4 @@ def test_a_rank_that_serves_sums_is_killed_and_the_others_repeat_the_step(tmp_pa
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert not events(run, "resume")
-    undisturbed = losses(tmp_path / "undisturbed")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
