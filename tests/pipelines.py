@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
-from paceline.split.layout import Parts, whole_parts
+from paceline.split.layout import Parts, replace_tensors, whole_parts
 from paceline.split.pipeline import Pipeline
 
 Weights = dict[str, Tensor]
@@ -277,30 +277,21 @@ CASES = {
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy whose parameters have no memory; what is tied stays so."""
-    model, made = copy.deepcopy(model), dict[int, nn.Parameter]()
-    for module in model.modules():
-        for name, p in own_parameters(module):
-            empty = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-            setattr(module, name, made.setdefault(id(p), empty))
+    model = copy.deepcopy(model)
+    replace_tensors(model, lambda p: nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad), None)
     return model
 
 
 def fill(pipeline: Pipeline, parts: Parts, model: nn.Module) -> None:
     """Give a pipeline's stages the weights of a real model."""
     whole = dict(model.named_parameters())
-    names = {id(p): name for name, p in pipeline.named_parameters().items()}
-    made: dict[str, nn.Parameter] = {}
-    for stage in pipeline.stages:
-        for module in stage.modules():
-            for name, p in own_parameters(module):
-                full = names.get(id(p)) or next(n for n, q in pipeline.named_parameters().items() if q is p)
-                own = parts[full].layout.take(whole[full].detach()).clone()
-                setattr(module, name, made.setdefault(full, nn.Parameter(own, requires_grad=p.requires_grad)))
+    names = {p: name for name, p in pipeline.named_parameters().items()}
 
+    def filled(p: nn.Parameter) -> nn.Parameter:
+        own = parts[names[p]].layout.take(whole[names[p]].detach()).clone()
+        return nn.Parameter(own, requires_grad=p.requires_grad)
 
-def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters of a module itself, by every name that one has."""
-    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+    replace_tensors(nn.ModuleList(pipeline.stages), filled, None)
 
 
 def alone(case: Case, microbatches: int = 4, sizes: tuple[int, ...] = (ROWS,) * STEPS) -> dict[str, Any]:

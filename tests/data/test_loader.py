@@ -356,8 +356,8 @@ def test_loader_processes_work_where_the_temporary_folder_has_a_long_path(
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))  # where a spawned process imports this file
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     monkeypatch.setenv("TMPDIR", str(long))
-    process: Any = multiprocessing.current_process()
-    monkeypatch.setattr(process, "_config", process._config | {"tempdir": None})  # as at the start of a process
+    settings = vars(multiprocessing.current_process())["_config"]
+    monkeypatch.setitem(settings, "tempdir", None)  # as at the start of a process
     assert rows(load(Rows(), workers=Workers(2, context=how))) == list(partition().batches(0))
 
 

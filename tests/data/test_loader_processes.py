@@ -5,8 +5,8 @@ The rank that it belonged to is named, and the worker, and nobody else.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -45,9 +45,7 @@ def train_and_lose_a_worker() -> None:
     for step, batch in enumerate(engine.loader):
         if step == 3 and os.environ["RANK"] == "1":
             # While this rank waits for the other one, which torch's own handler of SIGCHLD would interrupt.
-            iterator = engine.loader._loader._iterator
-            assert iterator is not None
-            threading.Timer(0.2, os.kill, (iterator._workers[0].pid, signal.SIGKILL)).start()
+            threading.Timer(0.2, multiprocessing.active_children()[0].kill).start()
         if step == 3 and os.environ["RANK"] == "0":
             threading.Event().wait(0.6)
         engine.step(batch)
@@ -71,14 +69,14 @@ def lose_a_worker_of_ones_own(done: str) -> str:
             return ""
         batches: Any = iter(loader())
         next(batches)
-        threading.Timer(0.2, os.kill, (batches._workers[0].pid, signal.SIGKILL)).start()
+        threading.Timer(0.2, multiprocessing.active_children()[0].kill).start()
         try:
             group.barrier()
         except LoaderProcessError as error:
             return f"{ErrorRecord.of(error, 1).secondary} {error}"
         finally:
             Path(done).touch()
-            batches._shutdown_workers()
+            del batches  # which ends its other process
         return "nothing was raised"
 
 
@@ -136,13 +134,13 @@ def test_processes_that_are_started_have_nothing_in_memory_of_what_comes_later(m
     partition = Partition(PartitionSpec(), samples=64, global_batch=8, seed=0, replica=0, replicas=1)
     loader = Loader(Told(), partition, num_workers=1)
     loader.start()
-    processes = loader._loader._iterator._workers
+    processes = set(multiprocessing.active_children())
     loader.start()
     monkeypatch.setattr(Told, "told", 1)
     assert [batch.unique().tolist() for batch in loader] == [[0]] * 8
-    assert loader._loader._iterator._workers is processes, "others were started"
+    assert set(multiprocessing.active_children()) == processes, "others were started"
     loader.close()
-    assert not any(process.is_alive() for process in processes)
+    assert not multiprocessing.active_children()
     assert [batch.unique().tolist() for batch in loader] == [[1]] * 8
     loader.close()
 
@@ -153,10 +151,11 @@ def test_processes_that_are_started_end_where_a_saved_position_is_loaded() -> No
     batches = iter(first)
     for _ in range(3):
         next(batches)
+    before = set(multiprocessing.active_children())
     later.start()
-    processes = later._loader._iterator._workers
+    assert len(multiprocessing.active_children()) == len(before) + 1
     later.load_state_dict(first.state_dict())
-    assert not any(process.is_alive() for process in processes)
+    assert set(multiprocessing.active_children()) == before
     later.start()
     assert torch.equal(next(iter(later))[0], next(batches)[0])
     first.close()

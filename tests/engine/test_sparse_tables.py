@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.comm.backend import joined
 from paceline.errors import JobError, SyncError
+from paceline.split.layout import hooked_parameters
 from paceline.sync import AllReduce, Replica
 from paceline.sync.rows import numbers_of
 from ranks import Backend, Ranks
@@ -252,7 +253,7 @@ def unlike_ranks() -> dict[str, Any]:
         rule.after_backward(1, torch.zeros(1))
         found = [None if t.weight.grad is None else t.weight.grad.to_dense().sum(1).tolist() for t in tables]  # type: ignore[operator]
         rule.detach()
-        return {"found": found, "hooks": [len(p._post_accumulate_grad_hooks or ()) for p in tables.parameters()]}
+        return {"found": found, "hooks": hooked_parameters(tables)}
 
 
 def _refused(rule: AllReduce, tables: nn.ModuleList) -> None:

@@ -56,9 +56,8 @@ def huggingface(name: str, implementation: str = "eager", **values: Any) -> nn.M
         "num_key_value_heads": 2,
         "head_dim": 8,
     }
-    config = getattr(transformers, f"{name}Config")(**size, num_experts_per_tok=2, **values)
-    config._experts_implementation = implementation
-    config._attn_implementation = "eager"
+    how = {"experts_implementation": implementation, "attn_implementation": "eager"}
+    config = getattr(transformers, f"{name}Config")(**size, num_experts_per_tok=2, **how, **values)
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
 

@@ -43,7 +43,8 @@ class Living(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                reference = StorageWeakRef(storage)
+                self.made[reference.cdata] = (reference, storage.nbytes())
         return results
 
     @property

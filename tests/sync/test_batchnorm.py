@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from paceline.comm import Group
 from paceline.comm.backend import joined
@@ -18,7 +19,6 @@ from paceline.errors import PlanError
 from paceline.sync.batchnorm import has_batch_norm, is_synchronised, synchronise, unsynchronise
 from ranks import Backend, Ranks
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
 CHANNELS, SHARES = 3, (5, 2, 4)
 
 

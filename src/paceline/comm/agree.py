@@ -88,7 +88,7 @@ class CheckedGroup(Group):
         """The view of a group. They count together."""
         return cls(**{each.name: getattr(group, each.name) for each in fields(group)}, plain=group)
 
-    def start_exchange(self, send: Messages, receive: Messages) -> Pending:
+    def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:
         own = [(rank, _tensor(self, _line(_described(tensor)))) for rank, tensor in (*send, *receive)]
         theirs = [(rank, torch.empty_like(line)) for rank, line in own]
         # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order
@@ -98,7 +98,7 @@ class CheckedGroup(Group):
         for (rank, line), (_, other) in zip(own, theirs, strict=True):
             if not torch.equal(line, other):
                 raise _differ(self.rank, bytes(line.tolist()), rank, bytes(other.tolist()))
-        return super().start_exchange(send, receive)
+        return super().start_exchange(send, receive, what)
 
     def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
         own = _tensor(self, _line(f"{what}{f' ({op})' if op else ''} of {_described(tensor)}"))

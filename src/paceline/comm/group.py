@@ -323,15 +323,15 @@ class Group:
         """
         self.start_exchange(send, receive).wait()
 
-    def start_exchange(self, send: Messages, receive: Messages) -> Pending:
-        """Begin an exchange and return at once.
+    def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:
+        """Begin an exchange and return at once. `what` is its name in errors.
 
         `wait()` on the result before received tensors are read or sent ones are changed.
         """
         self.count(sum(tensor.nbytes for _, tensor in send))
         assert self.backend is not None
-        with self._named("the start of messages"):
-            return Pending(self, "messages", start_messages(self.backend, send, receive), (send, receive))
+        with self._named(f"the start of {what}"):
+            return Pending(self, what, start_messages(self.backend, send, receive), (send, receive))
 
     # How they are called
 

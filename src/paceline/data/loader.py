@@ -131,7 +131,6 @@ class Loader:
             yield batch
 
     def _beside(self) -> Loader:
-        """Make a reader of the same data for an overlapping iteration."""
         if not isinstance(self.partition, Partition):
             raise DataError(
                 f"an iteration of {self.partition.name} began while another one was running, and both would read the "
@@ -384,7 +383,6 @@ class Loader:
         self._end_processes = Finalize(self, _end_processes, (self._loader,), exitpriority=20)
 
     def _check_order(self, state: dict[str, Any]) -> None:
-        """Refuse a position within an epoch that is now divided differently."""
         assert isinstance(self.partition, Partition)
         now, saved = _order_of(self.partition), state.get("order")
         if saved is None or saved == now or not state["step"]:
@@ -434,7 +432,6 @@ class Loader:
         return batches
 
     def _read(self, batches: Any) -> Any:
-        """The next request's result, from a loader process or this one."""
         if not self.num_workers:
             return next(batches)
         if any(worker.exitcode is not None for worker in batches._workers):
@@ -449,7 +446,6 @@ class Loader:
         return batch.batch() if isinstance(batch, SmallBatch) else batch
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
-        """Record a batch to be yielded; None if what was read has none."""
         if isinstance(batch, LoaderFailure):
             explained = DataError(batch.message)
             explained.from_users_code = True

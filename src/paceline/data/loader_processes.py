@@ -116,7 +116,6 @@ class _ByValue(ForkingPickler):
         self._sent: set[int] = set()  # addresses
 
     def reducer_override(self, value: Any) -> Any:
-        """The reduction of tensors; what else there is, is pickled as multiprocessing does."""
         if isinstance(value, np.ndarray) and value.nbytes > self._left:
             raise pickle.PicklingError("a large array")
         if not isinstance(value, Tensor):
@@ -139,7 +138,6 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """A tensor in memory that torch has aligned, of the bytes held."""
     return torch.frombuffer(held, dtype=dtype).clone().view(shape) if held else torch.empty(shape, dtype=dtype)
 
 
@@ -168,7 +166,6 @@ def failed(
 
 
 def _end_of(code: int) -> str:
-    """The end of a process with that exit code, as text."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

@@ -148,7 +148,6 @@ class RequestedSamples(Dataset[Any]):
             return self._samples([index])
 
     def _samples(self, indices: list[Any], epoch: int | None = None) -> Any:
-        """Read the samples. Given an epoch, each has random states that follow from the epoch and its index."""
         if self.read_many is None and not self.bulk:
             return self._read_each(indices, epoch)
         if epoch is not None:
@@ -261,12 +260,10 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def _number(index: Any) -> int:
-    """Turn any index into an integer that is the same in every process."""
     return index if isinstance(index, int) else zlib.crc32(repr(index).encode())
 
 
 def _joined(parts: list[Any]) -> Any:
-    """Join batches of one sample each into one batch."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)

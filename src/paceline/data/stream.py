@@ -259,7 +259,6 @@ class SamplerStream:
                     pass
 
     def _draw(self, wanted: int) -> None:
-        """Draw some batches and tell them to all ranks."""
         epoch, at_once = self._epoch, wanted
         assert epoch is not None
         if self._pure and not self.single:
@@ -283,7 +282,6 @@ class SamplerStream:
         epoch.ended, epoch.next_state = told["ended"], told.get("state", [])
 
     def _compare(self, batches: list[Any], ended: bool) -> None:
-        """Refuse a sampler that draws other batches on this rank than on rank 0."""
         problem = None
         if self.world.rank:
             try:
@@ -305,7 +303,6 @@ class SamplerStream:
             self._iterator = None
 
     def _take(self, batches: int) -> tuple[list[Any], bool]:
-        """The next batches in plain values, and whether the sampler has ended."""
         assert self._epoch is not None
         with self._random:
             if self._iterator is None:
@@ -382,7 +379,6 @@ def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(index: Any) -> Any:
-    """An index of a dataset as a JSON value: number, text, list or tuple."""
     if isinstance(index, str) or index is None:
         return index
     if isinstance(index, tuple):
@@ -550,7 +546,6 @@ def _load(part: Any, state: Any) -> None:
 
 
 def _plain(state: Any) -> Any:
-    """NumPy's state with its arrays as lists, and their types beside them."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

@@ -133,7 +133,6 @@ class Iterated(Items):
         """Nothing: a stream has no length."""
 
     def _read(self, request: SampleRequest) -> Any:
-        """This process's next batch; None when the stream has ended."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if self._stream is None or self._stream[0] != request.epoch or self._read_so_far > request.step // workers:
@@ -320,7 +319,6 @@ class Flow:
         self._totals = {step: samples}
 
     def _check_known(self, turn: int, shard: BatchShard) -> None:
-        """Refuse a stream whose last shard before the saved position is another one now."""
         if turn + 1 < self._known:
             return
         expected, self._expected, self._last, self._known = self._expected, None, shard.digest, 0

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -17,17 +16,16 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader, Position
-from paceline.device import has_graphs, is_accelerator, on_accelerator, uploaded, widest_float
+from paceline.device import is_accelerator, on_accelerator, uploaded, widest_float
 from paceline.engine.guard import LossScale
 from paceline.engine.loss_normalization import LossNormalization
-from paceline.errors import DataError, PlanError
+from paceline.errors import DataError
 from paceline.job.batch import Batch, place, rows, split, target_of
 from paceline.job.experts import add_counts, moe_counts, routers_of, weigh_balance
 from paceline.job.loss import Loss
 from paceline.job.loss_items import call, refused_batch
-from paceline.planning.limits import no_graphs
-from paceline.planning.plan import Compile, Plan
-from paceline.split.remat import keep_compiled_code_private
+from paceline.planning.plan import Plan
+from paceline.split.remat import compiled
 from paceline.sync import Replica
 
 if TYPE_CHECKING:
@@ -196,36 +194,6 @@ class Compute(ABC):
         return self.normalization.normalized(loss, output, part, position)
 
 
-def compiled(model: nn.Module, how: Compile, device: torch.device) -> Callable[..., Any]:
-    """The model's forward pass, compiled where `how` says so.
-
-    Raises:
-        PlanError: torch cannot compile it here (raised by the first call); says what to do.
-    """
-    if how == "off":
-        return model
-    if how == "reduce-overhead" and not has_graphs(device):
-        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
-    # heavy
-    from torch._inductor.exc import InductorError
-
-    keep_compiled_code_private()
-    made: Callable[..., Any] = torch.compile(model, mode=None if how == "on" else how)
-
-    def forward(*args: Any, **keywords: Any) -> Any:
-        try:
-            return made(*args, **keywords)
-        except InductorError as error:
-            what = str(error).strip().partition("\n")[0]
-            code = f"code for devices of type {device.type}, " if is_accelerator(device) else ""
-            raise PlanError(
-                f"compile={how}: torch cannot compile the model here: {what}. It needs {code}a C++ compiler and "
-                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
-            ) from error
-
-    return forward
-
-
 class ExpertBalance:
     """Weighs the balance loss of a model's routers; nothing to do for models without any."""
 
@@ -278,7 +246,8 @@ class WholeModel(Compute):
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
-        self.forward = compiled(model, plan.compile, self.device)
+        if plan.compile != "off":
+            self.forward = compiled(model, plan.compile, self.device, "the model")
 
     def forward_backward(self, batch: Batch | None, position: Position, step: int) -> LocalLoss:
         """See `Compute.forward_backward`."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,12 +80,23 @@ class Evaluation:
         torch.manual_seed(self.seed + number * data_group.size + data_group.rank)
         self.on_phase("evaluate")
 
-    def averaged_buffers(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged_buffers(self) -> Iterator[None]:
         """Within, floating-point buffers hold their mean over the replicas."""
-        floating = [b for b in self.compute.model.buffers() if b.is_floating_point()]
-        if self.compute.data_group.size == 1 or not floating or not self._statistics:
-            return nullcontext()
-        return _AveragedBuffers(floating, self.compute.data_group)
+        buffers = [b for b in self.compute.model.buffers() if b.is_floating_point()]
+        if self.compute.data_group.size == 1 or not buffers or not self._statistics:
+            yield
+            return
+        own = [b.clone() for b in buffers]
+        flat = torch.cat([widened(b.reshape(-1)) for b in buffers])
+        self.compute.data_group.all_reduce(flat, "mean")
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+        try:
+            yield
+        finally:
+            for buffer, before in zip(buffers, own, strict=True):
+                buffer.copy_(before)
 
     def _measured(self, batch: Batch | None, metrics: list[Metric]) -> list[tuple[Any, Any]]:
         compute = self.compute
@@ -100,26 +110,6 @@ class Evaluation:
             compute.normalization.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
             for m in metrics
         ]
-
-
-@dataclass
-class _AveragedBuffers(AbstractContextManager[None]):
-    """Context in which floating-point buffers hold their mean over the replicas."""
-
-    buffers: list[Tensor]
-    group: Group
-    own: list[Tensor] = field(default_factory=list)
-
-    def __enter__(self) -> None:
-        self.own = [b.clone() for b in self.buffers]
-        flat = torch.cat([widened(b.reshape(-1)) for b in self.buffers])
-        self.group.all_reduce(flat, "mean")
-        for buffer, part in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
-
-    def __exit__(self, *error: object) -> None:
-        for buffer, own in zip(self.buffers, self.own, strict=True):
-            buffer.copy_(own)
 
 
 LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks together
@@ -182,7 +172,6 @@ class _Rows:
         self._check(self._bytes)
 
     def whole(self, group: Group | None) -> tuple[Tensor, Tensor] | None:
-        """Gather the rows of all ranks, in rank order; None if there are none."""
         own = [torch.cat(kept) if kept else None for kept in self._kept]
         if group is None or group.size == 1:
             return None if own[0] is None or own[1] is None else (own[0], own[1])

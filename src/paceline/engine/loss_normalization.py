@@ -287,7 +287,6 @@ class LossNormalization:
             self._hold(whole, output, target, dim=1)
 
     def _hold(self, whole: float, output: Any, target: Tensor, dim: int) -> None:
-        """Hold the loss of all against the losses of two parts along `dim`."""
         size = target.shape[dim]
         first = size // 2 if size < 6 else size // 3  # a part of one could be too small for the loss
         parts = []
@@ -382,7 +381,6 @@ class LossNormalization:
 
 
 def _raised_by_the_user(error: BaseException) -> bool:
-    """True if a `raise` statement outside of torch raised the error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next

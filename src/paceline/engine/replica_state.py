@@ -127,7 +127,6 @@ class ReplicaState:
         }
 
     def _mend(self, group: Group, named: Mapping[str, Tensor], differing: list[str], *, strict: bool) -> None:
-        """Heal ranks that differ by rounding, or from a majority; else raise."""
         if not (strict and same_machines(group)) and all(_is_rounding(group, named[name]) for name in differing):
             for name in differing:
                 group.broadcast(named[name])
@@ -203,7 +202,6 @@ def _digest(tensor: Tensor) -> Tensor:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Memory of a tensor as 64-bit integers, in storage order."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
@@ -277,7 +275,6 @@ class _Table:
         self._hook = module.register_forward_pre_hook(partial(_look_up, self), with_kwargs=True)
 
     def shorten(self, rows: Tensor) -> None:
-        """Bring rows that are longer than `max_norm` to that length."""
         if len(rows):
             with torch.no_grad():
                 torch.embedding_renorm_(self.module.weight.detach(), rows, self.max_norm, self.module.norm_type)

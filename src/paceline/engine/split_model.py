@@ -152,7 +152,6 @@ class SplitModel(Compute):
     def _addend(
         self, local: LocalLoss, output: Any, part: Batch, batch: Batch | None, position: Position, step: int
     ) -> Tensor:
-        """This microbatch's weighted loss; added to `local` on the rank that owns the loss."""
         with self.reads:
             if batch is None:
                 return NoGradient(self.step_loss(output, self.normalization.target(part))).loss

@@ -120,7 +120,6 @@ class Split:
             self._together = self._gathered_together(model, example, call)
 
     def _gathered_together(self, model: nn.Module, example: Batch, call: Call) -> set[str]:
-        """Blocks that fsdp cannot gather on their own."""
         if self.pipeline is None:
             trace, observed = watched(model, example, call, self.mesh.world.device)
         elif self.pipeline.trace is not None:
@@ -170,7 +169,6 @@ class Split:
         return dict(model.named_parameters()) if self.pipeline is None else self.pipeline.named_parameters()
 
     def _fill(self, deferred: DeferredModel, parameters: set[str]) -> None:
-        """Copy this rank's part out of these parameters and the buffers of the undivided model."""
         buffers = self.named_buffers()
 
         @torch.no_grad()
@@ -280,7 +278,6 @@ class Split:
         return found
 
     def _holders(self, part: Part) -> float:
-        """Number of ranks of the replica that hold the same shard."""
         same = [axis for axis in REPLICA if axis != "pp" and axis not in part.sharded]
         return float(part.stages * math.prod(self.mesh.sizes[axis] for axis in same))
 

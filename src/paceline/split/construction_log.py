@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.device import is_device_type
+from paceline.planning.model.recorder import written_tensors
 
 Take = Callable[[str, Tensor], object]
 
@@ -157,7 +158,6 @@ class OperationLog:
         return actions[::-1]
 
     def _finished(self, actions: list[Action], wanted: Mapping[str, View]) -> dict[int, list[tuple[int, list[str]]]]:
-        """Storages that no later step touches, by step index, each with its wanted names."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, view in wanted.items():
             names[view.storage].append(name)
@@ -189,8 +189,6 @@ class _Memory:
             self._held[view.storage] = self._as_recorded(results[place], view, theirs)
 
     def draw(self, step: LoggedOperation) -> None:
-        """Draw a step's random numbers into scratch memory."""
-
         def scratch(x: Any) -> Any:
             if not isinstance(x, View):
                 return x
@@ -239,7 +237,6 @@ class _Draws:
             self._save(generator, 0)
 
     def note(self, step: LoggedOperation) -> None:
-        """Save the generator's state after a step if the construction returns to it."""
         if step.draws is not None:
             self._save(step.draws, step.draw_index)
 
@@ -348,7 +345,7 @@ class ConstructionRecorder:
         # changes the memory that a tensor refers to, and no values
         if name == "set_" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         if any(not x.is_meta and x.numel() for x in written):
             raise NotRecordable(
                 "it makes values that it knows already, such as those of torch.tensor(...), depend on random ones"
@@ -368,7 +365,7 @@ class ConstructionRecorder:
         self._add(step, generator or torch.default_generator)
 
     def _known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(x.untyped_storage()._cdata in self._constants for x in _written(func, args, kwargs)):
+        if any(x.untyped_storage()._cdata in self._constants for x in written_tensors(func, args, kwargs)):
             raise NotRecordable("it changes values in place that it has used for weights")
         return func(*args, **kwargs)
 
@@ -383,7 +380,6 @@ class ConstructionRecorder:
     def _shaped(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], *, create: bool
     ) -> Any:
-        """Result of an operation on shapes."""
         sizes = [x.untyped_storage().nbytes() for x in written]
         args, kwargs = tree_map(_shape_only, (args, kwargs))
         names = [argument.name for argument in func._schema.arguments]
@@ -397,7 +393,6 @@ class ConstructionRecorder:
     def _note(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], result: Any
     ) -> None:
-        """Log an operation, unless it only returns a view or a fact about shapes."""
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for tensor in inputs:
             if tensor.is_meta:
@@ -546,7 +541,6 @@ class _GeneratorStates:
         return self._known.get(digest, state)
 
     def advance(self) -> int:
-        """Advance the generator by one draw and return the draw's index."""
         torch.rand(1, generator=self.generator, device=_CPU)
         self._drawn += 1
         self._last = _digest(self.generator.get_state())
@@ -607,16 +601,6 @@ def _filled(
     return made if value is None else made.fill_(value)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that an operation changes."""
-    written: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += [x for x in tree_leaves(given) if isinstance(x, Tensor)]
-    return written
-
-
 def _is_out(func: Any) -> bool:
     return any(argument.is_out for argument in func._schema.arguments)
 
@@ -638,7 +622,6 @@ def _digest(state: Tensor) -> bytes:
 
 
 def _place() -> str:
-    """Source line of the construction, in code of neither torch nor this folder."""
     others = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(others)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"

@@ -278,7 +278,6 @@ def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examine
 
 
 def _run_shapes(model: nn.Module, example: Batch, call: Call, tokens: int, found: Examined) -> list[str]:
-    """Run the model on shapes; fill `found` and return the problems."""
     keywords: dict[str, Any] = {}
     handle = model.register_forward_pre_hook(lambda _module, _args, given: keywords.update(given), with_kwargs=True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.planning.model.record import record_graph
 from paceline.planning.model.recorder import Entry, Graph, PythonCall, Ref
-from paceline.split.layout import Parts
+from paceline.split.layout import Parts, first_names
 from paceline.split.tensor_layers import copy
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -98,7 +99,6 @@ def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | Non
 
 
 def _dims(call: PythonCall) -> Iterator[int]:
-    """Dimensions that a call names, as `dim`, `dims` or the last argument."""
     named = call.kwargs.get("dim", call.kwargs.get("dims", call.args[-1]))
     yield from (dim for dim in (named if isinstance(named, (tuple, list)) else (named,)) if isinstance(dim, int))
 
@@ -143,8 +143,6 @@ def replace_attention(module: nn.Module, attend: Callable[..., Tensor]) -> Calla
 
 
 class _OwnAttention(TorchFunctionMode):
-    """Function mode that calls `attend` instead of torch's attention."""
-
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attend = attend
@@ -220,15 +218,18 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
             continue
         if _asks_for_no_length(graph, model.get_submodule(path), entries[0]):
             found.append(path)
+    names = first_names(model.named_parameters)
+    holders = Counter(first for first, _ in {(first, name.rpartition(".")[0]) for name, first in names.items()})
+    shared = {first for first, count in holders.items() if count > 1}
     while True:
         spans = [(entry.start, entry.stop) for path in found for entry in by_path[path]]
-        shared = {name for name, holders in _holders(model).items() if len(holders) > 1}
         elsewhere = shared | {
             value.name
             for value in graph.values
             if value.kind == "parameter" and not all(any(a <= node < b for a, b in spans) for node, _ in value.uses)
         }
-        kept = [path for path in found if not any(name in elsewhere for name in _own_names(model, path))]
+        own = {path: {first for name, first in names.items() if name.startswith(f"{path}.")} for path in found}
+        kept = [path for path in found if elsewhere.isdisjoint(own[path])]
         if kept == found:
             return found
         found = kept
@@ -253,21 +254,6 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
         return done(tokens) == done(-(-tokens // 2)) == done(1)
     except Exception:  # noqa: BLE001 - any error of a module called without the arguments it has in the model
         return False
-
-
-def _holders(model: nn.Module) -> dict[str, set[str]]:
-    """Names of the modules that hold each parameter, by the parameter's first name."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    holders: dict[str, set[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(first[id(p)], set()).add(name.rpartition(".")[0])
-    return holders
-
-
-def _own_names(model: nn.Module, path: str) -> list[str]:
-    """Parameters of a module by their first names in the model."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    return [first[id(p)] for p in model.get_submodule(path).parameters()]
 
 
 def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
@@ -319,7 +305,6 @@ def _keeps_tokens(graph: Graph, node: Any, alone: set[int], weights: set[int], g
 
 
 def _dim_of(node: Any) -> Any:
-    """The `dim` argument of a softmax (second) or of a split (third)."""
     place = 1 if "softmax" in node.name else 2
     return node.args[place] if len(node.args) > place else 0
 

@@ -36,7 +36,7 @@ from paceline.split.forward_trace import (
     refuse_unsupported_code,
 )
 from paceline.split.layout import replace_tensors
-from paceline.split.record_forward import Call, trace_forward
+from paceline.split.record_forward import Call, plausible, trace_forward, values_or_zeros
 from paceline.split.stages import Stage, StageBounds, TracedBounds, TracedStage
 
 _SHAPES_KEPT = 8
@@ -330,7 +330,7 @@ def _measure(
         _fill(stage.module, device)
         with forked_random(device):
             for _ in range(runs):
-                received = _received(bounds, device)
+                received = [plausible(s.on("meta"), device).requires_grad_(s.requires_grad) for s in bounds.received]
                 started = _now(device)
                 leaves = tree_leaves(stage.module(*received, batch=batch))
                 outputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
@@ -348,23 +348,12 @@ def _measure(
     return min(seconds)
 
 
-def _received(bounds: TracedBounds, device: torch.device) -> list[Tensor]:
-    received = [shape.on(device) for shape in bounds.received]
-    with torch.no_grad():
-        return [t.normal_(std=0.02) if t.is_floating_point() else t.zero_() for t in received]
-
-
 def _fill(module: nn.Module, device: torch.device) -> None:
-    """Give parameters random values, and buffers without values zeros."""
-
-    def random(p: nn.Parameter) -> Tensor:
-        value = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=0.02)
-        return nn.Parameter(value, requires_grad=p.requires_grad)
-
-    def filled(b: Tensor) -> Tensor:
-        return torch.zeros(b.shape, dtype=b.dtype, device=device) if b.is_meta else b.detach().to(device, copy=True)
-
-    replace_tensors(module, random, filled)
+    replace_tensors(
+        module,
+        lambda p: nn.Parameter(plausible(p, device), requires_grad=p.requires_grad),
+        lambda b: values_or_zeros(b, device),
+    )
 
 
 def _now(device: torch.device) -> float:

@@ -149,7 +149,6 @@ def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel
 
 
 def _without_memory(model: nn.Module) -> dict[str, Tensor]:
-    """Replace every real parameter by its shape and return the tensors under their first names."""
     full = {name: p.detach() for name, p in model.named_parameters() if not p.is_meta}
     replace_tensors(model, lambda p: p if p.is_meta else _shape(p), None)
     return full

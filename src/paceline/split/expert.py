@@ -184,7 +184,6 @@ def sent_to_experts(
 
 
 def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Outputs of this rank's experts for `rows`, ordered by source rank, then by expert."""
     count = len(rows)
     own = torch.arange(from_ranks.shape[1], device=rows.device).repeat(from_ranks.shape[0])
     index = own.repeat_interleave(from_ranks.flatten(), output_size=count)

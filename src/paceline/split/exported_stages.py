@@ -165,13 +165,11 @@ class _Output:
         self._leaves: list[Any] = []  # None for each tensor
 
     def tensors(self, output: Any) -> tuple[Tensor, ...]:
-        """Tensors of an output, whose structure is stored."""
         leaves, self._spec = tree_flatten(output)
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
     def of(self, tensors: Sequence[Any]) -> Any:
-        """An output of the stored structure."""
         assert self._spec is not None
         rest = iter(tensors)
         return tree_unflatten([next(rest) if leaf is None else leaf[0] for leaf in self._leaves], self._spec)

@@ -325,7 +325,6 @@ class ForwardTrace:
         return Cut(before, time, tuple(values), frozenset(parameters))
 
     def _problem_at(self, before: str, time: int, done: Sequence[ModuleCall]) -> str | None:
-        """Reason why a model cannot be cut at a time, whatever crosses there; or None."""
         if before in self.observed.transformed or any(v.name in self.observed.transformed for v in done):
             return "the model calls modules inside of a transform of torch.func, whose tensors cannot be sent"
         for spans, what in (

@@ -125,7 +125,6 @@ class ShardLayout:
             yield Box(own, full, shape)
 
     def _intervals(self, dim: int, start: int, stop: int) -> list[Interval]:
-        """The intervals of the full tensor that the shard's interval [start, stop) covers."""
         found: list[Interval] = []
         passed = 0
         for low, high in self.kept[dim]:
@@ -176,15 +175,25 @@ def whole_parts(model: nn.Module) -> Parts:
     return {name: Part(name, ShardLayout.whole(p.shape)) for name, p in model.named_parameters()}
 
 
+def first_names(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, str]:
+    """All names of a model's parameters, or buffers, each with the first name of its tensor.
+
+    Args:
+        named: the model's `named_parameters` or `named_buffers`.
+    """
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named(remove_duplicate=False)}
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of tied parameters and shared buffers, each with the name that is saved."""
-    further: dict[str, str] = {}
-    for kind, named in (("model", model.named_parameters), ("buffer", model.named_buffers)):
-        first: dict[Tensor, str] = {}
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(tensor, name) != name:
-                further[f"{kind}/{name}"] = f"{kind}/{first[tensor]}"
-    return further
+    kinds = (("model", model.named_parameters), ("buffer", model.named_buffers))
+    return {
+        f"{kind}/{name}": f"{kind}/{first}"
+        for kind, named in kinds
+        for name, first in first_names(named).items()
+        if name != first
+    }
 
 
 def shard_parameter(

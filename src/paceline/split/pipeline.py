@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -24,15 +23,14 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleLoopedBFS
 
-from paceline.comm import Group
+from paceline.comm.group import Group, Pending
 from paceline.device import Clock, uploaded
 from paceline.errors import PlanError
 from paceline.job.batch import Batch, rows, split
 from paceline.planning.limits import microbatches_fit, sharded_twice
 from paceline.planning.plan import V_SCHEDULES, Plan, stages_per_rank
 from paceline.split.cut_model import CutModel, NewestByShape
-from paceline.split.forward_trace import TensorShape
-from paceline.split.layout import Parts, local
+from paceline.split.layout import Parts, first_names, local
 from paceline.split.record_forward import Call
 from paceline.split.stages import StageBounds, identity
 
@@ -75,9 +73,9 @@ class Pipeline:
         self._pp, self._device, self._schedule_name, self._example = pp, device, plan.schedule, example
         self._count = pp.size * stages_per_rank(plan.schedule, plan.virtual)
         self.stages: list[nn.Module] = []
-        self._names = {n: first for first, all_ in _aliases(model).items() for n in all_}
+        self._names = first_names(model.named_parameters)
         self._schedules = NewestByShape[Any](device)
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: list[Pending] = []
         self._timer = PipelineTimer(device)
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._cut = CutModel(model, plan, self._count, example, call, device)
@@ -200,14 +198,15 @@ class Pipeline:
         with torch.no_grad():
             for i in self._own:
                 if i and self._rank_of(i - 1) != self._pp.rank:
-                    carried = self._receive(stage_bounds[i].received, self._rank_of(i - 1))
+                    carried = tuple(shape.on(self._device).detach() for shape in stage_bounds[i].received)
+                    self._pp.exchange([], [(self._rank_of(i - 1), t) for t in carried])
                 self._stages[i].finish = identity
                 output = self._stages[i].module(*carried, batch=batch)
                 if i == self._count - 1:
                     return output
                 carried = output if isinstance(output, tuple) else (output,)
                 if self._rank_of(i + 1) != self._pp.rank:
-                    self._send(carried, self._rank_of(i + 1))
+                    self._sending.append(self._pp.start_exchange([(self._rank_of(i + 1), t) for t in carried], []))
         return output if self._count - 1 in self._own else None
 
     def after_backward(self) -> None:
@@ -258,7 +257,6 @@ class Pipeline:
                 raise PlanError(f"plan {plan} {sharded_twice(name, plan.schedule)}")
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
-        """Mark in `parts` what this rank holds; returns the ranks of every shared parameter."""
         shared = {}
         for name, stages in owners.items():
             if len(ranks := sorted({self._rank_of(i) for i in stages})) > 1:
@@ -314,20 +312,9 @@ class Pipeline:
         stage.timer, stage.autocast = self._timer, lambda: self._autocast()
         return stage
 
-    # Point-to-point messages for evaluation and tied gradients
-
-    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
-        self._sending += [(_work(dist.isend(t, group=self._pp.backend, group_dst=to)), t) for t in tensors]
-
-    def _receive(self, shapes: Sequence[TensorShape], source: int) -> tuple[Tensor, ...]:
-        tensors = [shape.on(self._device).detach() for shape in shapes]
-        for t in tensors:
-            dist.recv(t, group=self._pp.backend, group_src=source)
-        return tuple(tensors)
-
     def _settle(self) -> None:
-        for work, _ in self._sending:
-            work.wait()
+        for sent in self._sending:
+            sent.wait()
         self._sending.clear()
 
     def _sum(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
@@ -335,10 +322,7 @@ class Pipeline:
         own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
         own_gradient = own.contiguous()
         received = {r: torch.empty_like(own_gradient) for r in holders if r != self._pp.rank}
-        operations = [dist.P2POp(dist.isend, own_gradient, group=self._pp.backend, group_peer=r) for r in received]
-        operations += [dist.P2POp(dist.irecv, t, group=self._pp.backend, group_peer=r) for r, t in received.items()]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        self._pp.exchange([(r, own_gradient) for r in received], list(received.items()))
         received[self._pp.rank] = own_gradient.clone()
         first, second, *others = [received[r] for r in holders]
         total = torch.stack([first, second, *others]).sum(0) if others else first + second
@@ -359,20 +343,6 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
     if name in V_SCHEDULES:
         return ScheduleDualPipeV if name == "dualpipe" and fits else ScheduleZBVZeroBubble
     return Schedule1F1B if name == "1f1b" and fits else ScheduleGPipe
-
-
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """All names of every parameter, under its first name."""
-    firsts = {id(p): name for name, p in model.named_parameters()}
-    names: dict[str, list[str]] = {name: [] for name in firsts.values()}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names[firsts[id(p)]].append(name)
-    return names
-
-
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the pipeline's group"
-    return work
 
 
 class PipelineTimer:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from paceline.device import forked_random
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
 from paceline.job.loss_items import first_line
 from paceline.planning.model.record import OperationMode
-from paceline.planning.model.recorder import restored, tensors_in, without_logs
+from paceline.planning.model.recorder import restored, tensors_in, without_logs, written_tensors
 from paceline.split.forward_trace import (
     Attribute,
     ForwardTrace,
@@ -74,8 +74,6 @@ _NOT_KEPT = ("_parameters", "_buffers", "_modules", *KEPT_UP_TO_DATE)
 
 
 class _Recorder:
-    """Recorder of a forward pass into `trace`."""
-
     def __init__(
         self, model: nn.Module, device: torch.device, whole: set[str], remembered: dict[str, Any], observed: Observed
     ) -> None:
@@ -96,8 +94,9 @@ class _Recorder:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(self, batch: Batch, call: Call) -> None:
-        batch = tree_map(
-            lambda t: _real(t, self.device),
+        batch = tree_map_only(
+            Tensor,
+            lambda t: values_or_zeros(t, self.device),
             batch if isinstance(batch, dict) else tuple(batch) if isinstance(batch, (tuple, list)) else dict(batch),
         )
         self._inputs = {self._storage(t) for t in tree_leaves(batch) if isinstance(t, Tensor)}
@@ -153,7 +152,6 @@ class _Recorder:
                     self.observed.changes_attributes = True
 
     def _patch(self) -> None:
-        """Let every module report its calls, until `restored` restores it."""
         for name, module in self.model.named_modules():
             module.__dict__["forward"] = partial(self._run_module, name, module, module.forward)
             module.__dict__["_call_impl"] = partial(self._called, module, module._call_impl)
@@ -244,7 +242,7 @@ class _Recorder:
 
     def _random_output(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def real(t: Any) -> Any:
-            return _random(t, self.device) if isinstance(t, FakeTensor) else t
+            return plausible(t, self.device) if isinstance(t, FakeTensor) else t
 
         held = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
         self._watching = False
@@ -263,7 +261,6 @@ class _Recorder:
     def _note(
         self, name: str, read: Sequence[Tensor], made: Sequence[Tensor], changed: Sequence[Tensor], *tags: torch.Tag
     ) -> None:
-        """Record an operation."""
         random = torch.Tag.nondeterministic_seeded in tags
         looks = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
         reads = [self._node(t) for t in read]
@@ -283,15 +280,11 @@ class _Recorder:
         )
 
     def _note_operation(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Record an ATen operation."""
         # the namespace prim asks for devices and sizes only
         if not self._watching or func.namespace == "prim":
             return
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-        places = [
-            args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments) if written[i]
-        ]
-        self._note(str(func), tensors_in((args, kwargs)), tensors_in(output), tensors_in(places), *func.tags)
+        changed = written_tensors(func, args, kwargs)
+        self._note(str(func), tensors_in((args, kwargs)), tensors_in(output), changed, *func.tags)
 
     def _tick(self) -> int:
         self._clock += 1
@@ -313,20 +306,16 @@ class _Recorder:
         return nn.Parameter(made, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else made
 
 
-def _real(t: Any, device: torch.device) -> Any:
-    """An example's tensor on the device; zeros if only its shape is known."""
-    if not isinstance(t, Tensor):
-        return t
+def values_or_zeros(t: Tensor, device: torch.device) -> Tensor:
+    """A copy of a tensor on the device; zeros if only its shape is known."""
     return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 
-def _random(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of plausible values for a weight or an activation."""
+def plausible(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of random values as a weight or an activation may have them."""
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
-    if t.dtype != torch.bool:
-        return torch.zeros(t.shape, dtype=t.dtype, device=device)
-    return torch.ones(t.shape, dtype=t.dtype, device=device)
+    return torch.full(t.shape, t.dtype == torch.bool, dtype=t.dtype, device=device)
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from paceline.device import has_graphs
+from paceline.device import has_graphs, is_accelerator
 from paceline.errors import PlanError
 from paceline.files import made_cache_folder, must_not_be_anothers, private_folder
 from paceline.planning.limits import no_graphs
@@ -61,9 +61,10 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
     Raises:
         PlanError: `reduce-overhead` on a device without graphs; in the first forward pass: torch cannot compile here.
     """
-    if mode == "reduce-overhead" and not has_graphs(device):
-        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
-    return _replace_forwards(blocks, partial(_compiled, mode=mode))
+    return _replace_forwards(
+        blocks,
+        lambda block, forward: wraps(forward)(compiled(forward, mode, device, f"a {type(block).__name__}")),
+    )
 
 
 def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
@@ -126,8 +127,6 @@ class _Keep(_Mode):
 
 
 class _Replay(_Mode):
-    """Dispatch mode that returns the kept results instead of computing them."""
-
     def __enter__(self) -> _Replay:
         self.left = iter(self.results)
         super().__enter__()
@@ -155,8 +154,6 @@ def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tup
 
 
 class _Again:
-    """Forward pass of a block that can run again from its first state."""
-
     def __init__(self, forward: Forward, written: _WrittenState) -> None:
         self.forward, self.written = forward, written
         self.before: list[_ModuleState] | None = None
@@ -226,7 +223,6 @@ class _ModuleState:
         vars(self.module).update(self._attributes)
 
     def differs(self) -> bool:
-        """True if the module was written since."""
         now = vars(self.module)
         return _versions(self.module) != self._versions or any(
             now.get(key) is not value for key, value in self._attributes.items()
@@ -244,21 +240,32 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
     return [(id(b), b._version) for b in module._buffers.values() if b is not None]
 
 
-def _compiled(block: nn.Module, forward: Forward, mode: str) -> Forward:
-    keep_compiled_code_private()
-    compiled: Forward = torch.compile(forward, mode=None if mode == "on" else mode)
+def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Forward:
+    """A compiled forward pass.
 
-    @wraps(forward)
+    Args:
+        mode: as for `compile_blocks`.
+        name: of what is compiled, for errors.
+
+    Raises:
+        PlanError: as `compile_blocks`.
+    """
+    if mode == "reduce-overhead" and not has_graphs(device):
+        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
+    keep_compiled_code_private()
+    made: Forward = torch.compile(forward, mode=None if mode == "on" else mode)
+
     def run(*args: Any, **keywords: Any) -> Any:
         from torch._inductor.exc import InductorError  # heavy
 
         try:
-            return compiled(*args, **keywords)
+            return made(*args, **keywords)
         except InductorError as error:
             what = str(error).strip().partition("\n")[0]
+            code = f"code for devices of type {device.type}, " if is_accelerator(device) else ""
             raise PlanError(
-                f"compile={mode}: torch cannot compile a {type(block).__name__} here: {what}. It needs a C++ compiler "
-                "and Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+                f"compile={mode}: torch cannot compile {name} here: {what}. It needs {code}a C++ compiler and Python's "
+                "headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
             ) from error
 
     return run

@@ -9,11 +9,11 @@ and the ring is one operator, which torch.compile and activation checkpointing h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -94,12 +94,12 @@ def _ring_attention(
     query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention output (n, heads, t, size) and each row's log-sum-exp of scores (n, heads, t)."""
-    neighbours = _Neighbours(_RINGS[ring])
+    group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
     mixed = log_sum = query.new_empty(0)
-    for step in range(neighbours.size):
-        arriving = neighbours.pass_on(pair.packed, _PAIRS) if step + 1 < neighbours.size else None
-        seen = _seen(tokens, neighbours.rank, neighbours.owner(step), causal)
+    for step in range(group.size):
+        arriving = _pass_on(group, pair) if step + 1 < group.size else None
+        seen = _seen(tokens, group.rank, (group.rank - step) % group.size, causal)
         if seen is not None:
             block, block_log_sum = attend(
                 query[:, :, seen.rows], pair.key[:, :, seen.columns], pair.value[:, :, seen.columns], seen.causal, scale
@@ -109,7 +109,7 @@ def _ring_attention(
             else:
                 _merge(mixed[:, :, seen.rows], log_sum[:, :, seen.rows], block, block_log_sum)
         if arriving is not None:
-            pair = pair.with_packed(arriving.wait())
+            pair = arriving()
     return _by_token(mixed.to(query.dtype)), log_sum
 
 
@@ -131,31 +131,31 @@ def _ring_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Those of keys and values travel one step behind, and end on their rank."""
-    neighbours = _Neighbours(_RINGS[ring])
+    group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
     # the kernels want the last dimension dense
     grad = _by_token(grad)
     of_query = torch.zeros_like(query, dtype=state_dtype(query))
     gradients = pair.with_packed(torch.zeros_like(pair.packed, dtype=state_dtype(query)))
-    travelling: _Message | None = None
-    for step in range(neighbours.size):
-        arriving = neighbours.pass_on(pair.packed, _PAIRS) if step + 1 < neighbours.size else None
-        seen = _seen(tokens, neighbours.rank, neighbours.owner(step), causal)
+    travelling: Callable[[], _Pair] | None = None
+    for step in range(group.size):
+        arriving = _pass_on(group, pair) if step + 1 < group.size else None
+        seen = _seen(tokens, group.rank, (group.rank - step) % group.size, causal)
         if seen is not None:
             rows, columns = (slice(None), slice(None), seen.rows), (slice(None), slice(None), seen.columns)
             own, other = (grad[rows], query[rows]), (pair.key[columns], pair.value[columns])
             added = attend_backward(*own, *other, mixed[rows], log_sum[rows], seen.causal, scale)
         if travelling is not None:
-            gradients = gradients.with_packed(travelling.wait())
+            gradients = travelling()
         if seen is not None:
             of_query[rows] += added[0]
             gradients.key[columns] += added[1]
             gradients.value[columns] += added[2]
-        travelling = neighbours.pass_on(gradients.packed, _GRADIENTS)
+        travelling = _pass_on(group, gradients)
         if arriving is not None:
-            pair = pair.with_packed(arriving.wait())
+            pair = arriving()
     assert travelling is not None
-    gradients = gradients.with_packed(travelling.wait())
+    gradients = travelling()
     return (
         _by_token(of_query.to(query.dtype)),
         _like_by_token(key).copy_(gradients.key),
@@ -216,10 +216,6 @@ def _merge(mixed: Tensor, log_sum: Tensor, block: Tensor, block_log_sum: Tensor)
     log_sum.copy_(torch.logaddexp(log_sum, block_log_sum))
 
 
-# Tags: on gloo and shared memory two messages to one rank may be in flight.
-_PAIRS, _GRADIENTS = 0, 1
-
-
 @dataclass(frozen=True)
 class _Pair:
     """Keys and values (or their gradients) in one block of memory, which is one message."""
@@ -239,41 +235,17 @@ class _Pair:
         return _Pair(packed, packed[:keys].view(self.key.shape), packed[keys:].view(self.value.shape))
 
 
-class _Neighbours:
-    """The next rank of a ring, which receives, and the previous one, which sends."""
+def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
+    """Start to send a pair to the next rank; the returned function waits for that of the previous one."""
+    received = torch.empty_like(pair.packed)
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    pending = group.start_exchange([(after, pair.packed)], [(before, received)], "ring attention")
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+    def arrived() -> _Pair:
+        pending.wait()
+        return pair.with_packed(received)
 
-    def owner(self, step: int) -> int:
-        """The rank whose keys and values are here after `step` exchanges."""
-        return (self.rank - step) % self.size
-
-    def pass_on(self, packed: Tensor, tag: int) -> _Message:
-        """Start to send a tensor to the next rank, and to receive one."""
-        received, backend = torch.empty_like(packed), self.group.backend
-        send = dist.P2POp(dist.isend, packed, group=backend, tag=tag, group_peer=(self.rank + 1) % self.size)
-        receive = dist.P2POp(dist.irecv, received, group=backend, tag=tag, group_peer=(self.rank - 1) % self.size)
-        with self.group._named("ring attention"):
-            works = dist.batch_isend_irecv([send, receive])
-        return _Message(self.group, packed, received, works)
-
-
-@dataclass(frozen=True)
-class _Message:
-    """An exchange under way. `sent` stays alive until it has gone."""
-
-    group: Group
-    sent: Tensor
-    received: Tensor
-    works: list[dist.Work]
-
-    def wait(self) -> Tensor:
-        """Wait for the exchange and return the received tensor."""
-        with self.group._named("ring attention"):
-            for work in self.works:
-                work.wait()
-        return self.received
+    return arrived
 
 
 def _by_token(tensor: Tensor) -> Tensor:
@@ -354,7 +326,6 @@ def attend_by_matrices_backward(
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
-    """Attention scores (n, key heads, heads per key head, queries, keys)."""
     scores: Tensor = query.unflatten(1, (key.shape[1], -1)).to(state_dtype(query)) @ _grouped(key).mT * scale
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)

@@ -94,7 +94,6 @@ class Stage:
         return sent if len(sent) > 1 else sent[0]
 
     def _compute(self, received: tuple[Tensor, ...], batch: Batch) -> Any:
-        """Return the model's output on the last stage, else the tensors to send."""
         raise NotImplementedError
 
 

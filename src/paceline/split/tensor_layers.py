@@ -141,7 +141,6 @@ def _only_traced(x: Tensor, group: Group) -> bool:
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks, in place unless compiled or traced."""
     if _only_traced(x, group):
         return x.clone()
     if torch.compiler.is_compiling():
@@ -425,7 +424,6 @@ def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int,
 
 
 def _draws(node: Node) -> bool:
-    """True if an operation of a trace uses random numbers."""
     if isinstance(node.op, str) or torch.Tag.nondeterministic_seeded not in node.op.tags:
         return False
     given = bound(node)

@@ -147,7 +147,6 @@ class Shard:
         return digest.hexdigest()
 
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Make the header; returns each tensor's offset in bytes."""
         self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
         return offsets
 

@@ -224,7 +224,6 @@ class Checkpointer:
         self._copying = False
 
     def _claim_folder(self) -> None:
-        """Check that the folder is writable; rank 0 removes checkpoints left half-written."""
         probe = self.folder / f".probe-{self.rank}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -212,7 +212,6 @@ class AllReduce(SyncRule):
             lane.compressor = None if codec == "none" else self.coder(codec, lane, number)
 
     def _choose(self) -> None:
-        """Report the finished step to `compress=auto` and use the codec that it chooses next."""
         assert self.choice is not None
         before = self.choice.codec
         codec = self.choice.step_done()
@@ -224,7 +223,6 @@ class AllReduce(SyncRule):
     # One bucket
 
     def _collect(self, bucket: Bucket, i: int, parameter: Tensor) -> None:
-        """Move a new gradient into its bucket, and send the bucket when it is full."""
         self._check_by_the_engine(parameter)
         if self.replica.backward.gradients != "collected":
             return
@@ -248,7 +246,6 @@ class AllReduce(SyncRule):
         return int(bucket_bytes_between_hosts(own))
 
     def _sum_rows(self) -> list[Tensor]:
-        """Sum the sparse gradients, whose few rows are sent as they are."""
         only, dp = self.replica.backward.only, self.replica.dp
         tables = [p for p in self.rows if only is None or p in only]
         if not tables:
@@ -284,7 +281,6 @@ class AllReduce(SyncRule):
             bucket.pending = lane.group.start_all_reduce(bucket.flat)
 
     def _sum(self, number: int) -> None:
-        """Sum a bucket now."""
         bucket, lane = self.buckets[number], self._lane(number)
         if lane.compressor is not None:  # what follows the gradients is summed exactly
             lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
@@ -293,7 +289,6 @@ class AllReduce(SyncRule):
             lane.algorithm.all_reduce(bucket.flat)
 
     def _lane(self, number: int) -> Lane:
-        """The lane of a bucket; lanes take the buckets in turn."""
         return self.lanes[number % len(self.lanes)]
 
 

@@ -90,7 +90,6 @@ class _Global(_Layer):
 
 
 def _global_class(cls: type, dp: Group) -> type:
-    """`cls` with the statistics of all replicas, under the same name."""
     return type(
         cls.__name__,
         (_Global, cls),

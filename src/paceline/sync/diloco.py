@@ -142,7 +142,6 @@ class DiLoCo(LocalRule):
             self._apply(fragment)
 
     def _exchange(self, fragment: Fragment) -> None:
-        """Sum the pseudo-gradients over the replicas. May run beside training."""
         for i, delta in enumerate(fragment.pseudo_gradients):
             if self.compressor is None:
                 self.sum(delta.values)
@@ -150,7 +149,6 @@ class DiLoCo(LocalRule):
                 self.compressor.sum(f"fragment{fragment.number}.{i}", delta.values, delta.views)
 
     def _apply(self, fragment: Fragment) -> None:
-        """Take the outer step, and continue training from its result."""
         fragment.wait()
         fragment.due = None
         fragment.step(self.lr, self.momentum, self.replica.dp.size)

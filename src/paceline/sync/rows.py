@@ -99,12 +99,10 @@ class _Kind:
 
 
 def _is_of_rows(gradient: Tensor) -> bool:
-    """True for a sparse gradient of a matrix that has whole rows."""
     return gradient.is_sparse and gradient.sparse_dim() == 1 and gradient.dim() == 2
 
 
 def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:
-    """The tables by width and dtype, in the order of the tables."""
     kinds: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
     for table in tables:
         kinds.setdefault((table.shape[1], table.dtype), []).append(table)
@@ -112,5 +110,4 @@ def _kinds(tables: Iterable[nn.Parameter]) -> list[_Kind]:
 
 
 def _repeated(starts: list[int], counts: list[int]) -> Tensor:
-    """Each start as many times as its count says."""
     return torch.repeat_interleave(torch.tensor(starts), torch.tensor(counts))

@@ -261,7 +261,6 @@ def broadcast_tensors(group: Group, tensors: Iterable[Tensor], root: int) -> Non
 
 
 def _descriptions(replica: Replica) -> list[str]:
-    """A line per parameter and buffer, in order."""
     names = {id(t): name for name, t in (*replica.model.named_parameters(), *replica.model.named_buffers())}
     return [
         f"{names.get(id(tensor), f'tensor {i}')} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -154,5 +154,5 @@ def test_a_copy_is_of_its_own() -> None:
     assert copy[0] is not model[0]
     assert copy[0].weight is model[0].weight
     assert copy[0].__dict__["kept"].__self__ is copy[0]
-    del copy[1]._parameters["bias"]
+    del copy[1].bias
     assert model[1].bias is not None

@@ -280,6 +280,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors among its arguments that an ATen operation changes."""
+    return tensors_in(
+        [
+            args[i] if i < len(args) else kwargs.get(argument.name)
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
+
+
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Copy of `tree` with `function` applied to its tensors."""
     kind = type(tree)

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from paceline.comm import Group
 from paceline.errors import CheckpointError, PlanError, ServerRefused
-from paceline.job.spec import load_object
-from paceline.planning.sync_info import CODECS, CompressSpec
-from paceline.sync.compress.codecs import Cast, Codec, CodedSum, Coding, Scratch
-from paceline.sync.compress.compressor import square
+from paceline.sync.compress.codecs import CodedSum, Scratch
+from paceline.sync.compress.compressor import made_codec, square
 from paceline.sync.rule import Traffic
 
 _RANDOM = "random"
@@ -35,12 +33,8 @@ class MessageCodec:
     """
 
     def __init__(self, text: str, numel: int, generator: torch.Generator) -> None:
-        made: Codec | CodedSum | None = Cast(torch.float32)
         flat = torch.zeros(1).expand(numel)
-        for name, value in reversed(CompressSpec.parse(text).codecs):
-            numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
-            coding = Coding(value, numbers, generator, Group(), flat, [flat], Traffic(), Scratch(torch.device("cpu")))
-            made = load_object(CODECS[name].codec)(coding)
+        made = made_codec(text, generator, Group(), flat, [flat], Traffic(), Scratch(torch.device("cpu")))
         if made is None or isinstance(made, CodedSum):
             raise PlanError(f"{text} codes sums over ranks, and these numbers are sent alone; take int8 or topk:0.01")
         self._codec, self.numel = made, numel

@@ -96,7 +96,6 @@ class CodecChooser:
         self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
 
     def _go_on(self) -> None:
-        """After the steps with one codec: the next one, or the decision."""
         if self.codec == "none":
             self._trials = self._worth_trying()
             if not self._trials:
@@ -110,7 +109,6 @@ class CodecChooser:
         self.decide(chosen, f"A step takes {seconds(without_s)} without and {measured}; {self._reckoning()}")
 
     def _worth_trying(self) -> list[str]:
-        """The codecs that should shorten the step enough, the best first."""
         least_s = MARGIN * self._measured_s["none"]
         worth = [codec for codec, s in self._coded_s.items() if self._plain_s - s >= least_s]
         return sorted(worth, key=lambda codec: self._coded_s[codec])[:TRIALS]

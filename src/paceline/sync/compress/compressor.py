@@ -60,7 +60,7 @@ class Compressor:
     def __init__(self, codec: str, group: Group, traffic: Traffic, *, seed: int = 0) -> None:
         self.text, self.group, self.traffic = codec, group, traffic
         self.messages: list[str] = []
-        self._spec = CompressSpec.parse(codec)
+        CompressSpec.parse(codec)  # an unknown codec is refused here
         self._generator = torch.Generator(group.device).manual_seed(seed * 2**20 + group.rank)
         self._scratch = Scratch(group.device)
         self._sums: dict[str, CodedSum] = {}
@@ -147,7 +147,7 @@ class Compressor:
                 f"{str(flat.dtype).removeprefix('torch.')}. "
                 "Use precision=fp32 or bf16, or compress=none"
             )
-        codec = self._codec(flat, views)
+        codec = made_codec(self.text, self._generator, group, flat, views, self.traffic, self._scratch)
         if codec is None:
             self.messages.append(
                 f"compress={self.text}: no part of {name} is large enough to gain; it is summed as it is"
@@ -164,24 +164,34 @@ class Compressor:
             return plain
         return Chunked(group, codec, numel, flat.numel() - numel, self.traffic, self._scratch)
 
-    def _codec(self, flat: Tensor, views: Sequence[Tensor]) -> Codec | CodedSum | None:
-        """The plan's codec for a tensor; a second one codes what it keeps."""
-        made: Codec | CodedSum | None = Cast(torch.float32)
-        for name, value in reversed(self._spec.codecs):
-            numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
-            coding = Coding(value, numbers, self._generator, self.group, flat, views, self.traffic, self._scratch)
-            try:
-                made = load_object(CODECS[name].codec)(coding)
-            except (JobError, TypeError, ValueError) as error:
-                raise PlanError(
-                    f"compress={self.text}: the codec {CODECS[name].codec} cannot be made: {error}"
-                ) from error
-        return made
+
+def made_codec(
+    text: str,
+    generator: torch.Generator,
+    group: Group,
+    flat: Tensor,
+    views: Sequence[Tensor],
+    traffic: Traffic,
+    scratch: Scratch,
+) -> Codec | CodedSum | None:
+    """The codec that a plan names, for one tensor; a second one codes what it keeps. For arguments see `Coding`.
+
+    Raises:
+        PlanError: an unknown codec, or one that cannot be made.
+    """
+    made: Codec | CodedSum | None = Cast(torch.float32)
+    for name, value in reversed(CompressSpec.parse(text).codecs):
+        numbers = made if CODECS[name].keeps_numbers and not isinstance(made, CodedSum) else None
+        try:
+            made = load_object(CODECS[name].codec)(
+                Coding(value, numbers, generator, group, flat, views, traffic, scratch)
+            )
+        except (JobError, TypeError, ValueError) as error:
+            raise PlanError(f"compress={text}: the codec {CODECS[name].codec} cannot be made: {error}") from error
+    return made
 
 
 class _Plain:
-    """Sums a tensor as it is."""
-
     def __init__(self, group: Group, numel: int) -> None:
         self.group, self.numel = group, numel
 
@@ -330,7 +340,6 @@ class TwoPhase:
                 part.copy_(self._decoded(self._theirs[r])[: len(part)])
 
     def _add_up(self, own: Tensor, sum_error: Tensor | None) -> Tensor:
-        """Sum of this rank's chunk; that of its exact share goes straight into the message."""
         total = own.clone() if sum_error is None else own + sum_error
         for r in range(self.group.size):
             if r != self.group.rank and self.chunk:
