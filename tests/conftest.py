@@ -96,7 +96,7 @@ def _leaves_nothing(_own_temporary_folder: None) -> Iterator[None]:
         pytest.fail("the test left something behind: " + "; ".join(found), pytrace=False)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks(_seed: None) -> Ranks:
     """`ranks(4, function, *args, deadline_s=60)`.
 

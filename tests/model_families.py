@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.job.job import Job
@@ -120,6 +121,22 @@ ZOO: dict[str, dict[str, Any]] = {
     "cifar_cnn": {},
 }
 FAMILIES = (*CONFIGS, *ZOO)
+
+
+def hugging_face(kind: str, **settings: Any) -> nn.Module:
+    """A small model of transformers without dropout. `kind` is its class, such as `LlamaForCausalLM`."""
+    import transformers  # here, as every rank that imports this file would wait for it
+
+    transformers.logging.set_verbosity_error()
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 16}
+    drops = ("hidden_dropout_prob", "attention_probs_dropout_prob", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+    family = re.split("For|LMHead", kind)[0]
+    config = getattr(transformers, f"{family}Config")
+    model: nn.Module = getattr(transformers, kind)(
+        config(**sizes | dict.fromkeys((*drops, "dropout_rate"), 0.0) | settings)
+    )
+    return model
 
 
 class Pairs(Dataset[dict[str, Tensor]]):

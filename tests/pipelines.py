@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
@@ -47,6 +49,11 @@ class Case:
 def tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
     ids = torch.randint(0, 60, (rows, 10), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def pairs(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    batch = tokens(step, rows)
+    return batch["input_ids"], batch["labels"]
 
 
 def masked_tokens(step: int, rows: int = ROWS) -> dict[str, Tensor]:
@@ -89,67 +96,29 @@ def mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 4))
 
 
-def huggingface(name: str, **config: Any) -> nn.Module:
-    import transformers
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager"},
+    ),
+    "bert": ("BertForMaskedLM", {}),
+    "vit": ("ViTForImageClassification", {"image_size": 16, "patch_size": 8, "num_labels": 4}),
+    "gpt2": ("GPT2LMHeadModel", {}),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 2], "layer_type": "basic", "num_labels": 4},
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_kv": 8, "d_ff": 32, "num_layers": 3, "num_decoder_layers": 3, "decoder_start_token_id": 0},
+    ),
+}
 
-    transformers.logging.set_verbosity_error()
-    small: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "vocab_size": 60,
-    }
-    small |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
-        "llama": ("LlamaForCausalLM", "LlamaConfig", {**small, "num_key_value_heads": 1}),
-        "mixtral": (
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            {**small, "num_key_value_heads": 1, "num_local_experts": 4, "experts_implementation": "eager"},
-        ),
-        "bert": ("BertForMaskedLM", "BertConfig", small),
-        "vit": (
-            "ViTForImageClassification",
-            "ViTConfig",
-            {**small, "image_size": 16, "patch_size": 8, "num_labels": 4},
-        ),
-        "gpt2": (
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            {
-                "n_embd": 16,
-                "n_layer": 5,
-                "n_head": 2,
-                "vocab_size": 60,
-                "resid_pdrop": 0,
-                "embd_pdrop": 0,
-                "attn_pdrop": 0,
-            },
-        ),
-        "resnet": (
-            "ResNetForImageClassification",
-            "ResNetConfig",
-            {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [2, 2], "layer_type": "basic", "num_labels": 4},
-        ),
-        "t5": (
-            "T5ForConditionalGeneration",
-            "T5Config",
-            {
-                "d_model": 16,
-                "d_kv": 8,
-                "d_ff": 32,
-                "num_layers": 3,
-                "num_heads": 2,
-                "vocab_size": 60,
-                "decoder_start_token_id": 0,
-                "dropout_rate": 0.0,
-            },
-        ),
-    }
-    model, settings, values = kinds[name]
-    built: nn.Module = getattr(transformers, model)(getattr(transformers, settings)(**(values | config)))
-    return built
+
+def huggingface(name: str, **settings: Any) -> nn.Module:
+    kind, own = HUGGING_FACE[name]
+    return hugging_face(kind, **{"vocab_size": 60, "num_hidden_layers": 5} | own | settings)
 
 
 class Aside(nn.Module):
@@ -255,23 +224,20 @@ class AsideConstantBlock(AsideBlock):
 
 
 CASES = {
-    "gpt": Case(gpt, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
-    "aside": Case(Aside, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
-    "masked": Case(Masked, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes),
-    "aside_twice": Case(
-        AsideTwice, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes
-    ),
-    "aside_constant": Case(
-        AsideConstant, lambda step, rows: (tokens(step, rows)["input_ids"], tokens(step, rows)["labels"]), classes
-    ),
+    "gpt": Case(gpt, pairs, classes),
+    "aside": Case(Aside, pairs, classes),
+    "masked": Case(Masked, pairs, classes),
+    "aside_twice": Case(AsideTwice, pairs, classes),
+    "aside_constant": Case(AsideConstant, pairs, classes),
     "mlp": Case(mlp, vectors, classes),
-    "llama": Case(lambda: huggingface("llama"), masked_tokens, classes),
-    "gpt2": Case(lambda: huggingface("gpt2"), tokens, classes),
-    "bert": Case(lambda: huggingface("bert"), masked_tokens, classes),
-    "vit": Case(lambda: huggingface("vit"), images, classes),
-    "resnet": Case(lambda: huggingface("resnet"), images, classes),
-    "mixtral": Case(lambda: huggingface("mixtral"), tokens, classes),
-    "t5": Case(lambda: huggingface("t5"), tokens, classes, with_labels=True),
+    **{
+        name: Case(partial(huggingface, name), batch, classes, with_labels=name == "t5")
+        for name, batch in {
+            **dict.fromkeys(("llama", "bert"), masked_tokens),
+            **dict.fromkeys(("gpt2", "mixtral", "t5"), tokens),
+            **dict.fromkeys(("vit", "resnet"), images),
+        }.items()
+    },
 }
 
 

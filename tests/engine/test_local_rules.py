@@ -57,25 +57,43 @@ def losses(run: Run) -> list[list[float]]:
 # Resuming
 
 
-@pytest.mark.parametrize("plan", [pytest.param(LOCAL, marks=pytest.mark.slow), DILOCO])
-def test_a_run_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path: Path, ranks: Ranks, plan: str) -> None:
-    undisturbed = train(tmp_path / "undisturbed", plan, ranks, **EXACT, stop={"steps": 30})
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> dict[str, Run]:
+    """Runs that nothing disturbs, by plan: exact ones of 24 steps, and a short one of local steps."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {
+        DILOCO: train(folder / "diloco", DILOCO, ranks, **EXACT, stop={"steps": 24}),
+        LOCAL: train(folder / "local", LOCAL, ranks),
+    }
+
+
+def assert_goes_on(path: Path, plan: str, ranks: Ranks, undisturbed: Run) -> None:
     # a fragment left in step 12 and arrives in 15
-    train(tmp_path / "resumed", plan, ranks, **EXACT, stop={"steps": 14})
-    resumed = train(tmp_path / "resumed", plan, ranks, **EXACT, stop={"steps": 30})
+    train(path, plan, ranks, **EXACT, stop={"steps": 14})
+    resumed = train(path, plan, ranks, **EXACT, stop={"steps": 24})
     assert [e["step"] for e in resumed.events() if e["event"] == "resume"] == [14]
     for rank in range(2):
         assert facts(resumed, rank) == facts(undisturbed, rank)
     assert resumed.metrics == undisturbed.metrics
 
 
-def test_saving_and_measuring_change_no_later_step(tmp_path: Path, ranks: Ranks) -> None:
-    rarely = train(tmp_path / "rarely", DILOCO, ranks, **EXACT)
-    often = train(
-        tmp_path / "often", DILOCO, ranks, **EXACT | {"evaluate": {"every_steps": 2}}, checkpoint={"every_steps": 3}
-    )
+def test_a_run_goes_on_bit_for_bit_from_the_middle_of_a_period(
+    tmp_path: Path, ranks: Ranks, undisturbed: dict[str, Run]
+) -> None:
+    assert_goes_on(tmp_path / "resumed", DILOCO, ranks, undisturbed[DILOCO])
+
+
+@pytest.mark.slow
+def test_a_run_of_local_sgd_goes_on_bit_for_bit_from_the_middle_of_a_period(tmp_path: Path, ranks: Ranks) -> None:
+    whole = train(tmp_path / "undisturbed", LOCAL, ranks, **EXACT, stop={"steps": 24})
+    assert_goes_on(tmp_path / "resumed", LOCAL, ranks, whole)
+
+
+def test_saving_and_measuring_change_no_later_step(tmp_path: Path, ranks: Ranks, undisturbed: dict[str, Run]) -> None:
+    often = {**EXACT, "evaluate": {"every_steps": 2}, "checkpoint": {"every_steps": 3}, "stop": {"steps": 24}}
+    run = train(tmp_path / "often", DILOCO, ranks, **often)
     for rank in range(2):
-        assert facts(often, rank) == facts(rarely, rank)
+        assert facts(run, rank) == facts(undisturbed[DILOCO], rank)
 
 
 def test_another_plan_goes_on_from_what_all_agreed_on_and_says_so(tmp_path: Path, ranks: Ranks) -> None:
@@ -100,12 +118,12 @@ def test_another_plan_goes_on_from_what_all_agreed_on_and_says_so(tmp_path: Path
 # Votes and the stop rule
 
 
-def test_replicas_have_losses_of_their_own_but_in_the_steps_that_agree(tmp_path: Path, ranks: Ranks) -> None:
-    run = train(tmp_path / "run", LOCAL, ranks, stop={"steps": 8})
+def test_replicas_have_losses_of_their_own_but_in_the_steps_that_agree(undisturbed: dict[str, Run]) -> None:
+    run = undisturbed[LOCAL]
     [said] = [e["said"] for e in run.events() if e["event"] == "sync"]
     assert said[0].startswith("sync=local: ")
     one, two = losses(run)
-    assert [a == b for a, b in zip(one, two, strict=True)] == [False, False, False, True] * 2
+    assert [a == b for a, b in zip(one, two, strict=True)] == [False, False, False, True] * 5
 
 
 def test_a_loss_that_one_replica_sees_ends_no_run(tmp_path: Path, ranks: Ranks) -> None:
@@ -116,9 +134,8 @@ def test_a_loss_that_one_replica_sees_ends_no_run(tmp_path: Path, ranks: Ranks) 
 
 
 def test_a_signal_to_one_rank_ends_all_within_a_period_and_saves(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[str, Run]
 ) -> None:
-    undisturbed = train(tmp_path / "undisturbed", LOCAL, ranks)
     monkeypatch.setenv("INTERRUPT", "1:22")  # in its sixth step
     run = train(tmp_path / "run", LOCAL, ranks)
     *_, end = run.events()
@@ -128,7 +145,7 @@ def test_a_signal_to_one_rank_ends_all_within_a_period_and_saves(
     monkeypatch.delenv("INTERRUPT")
     resumed = train(tmp_path / "run", LOCAL, ranks)
     for rank in range(2):
-        assert facts(resumed, rank) == facts(undisturbed, rank)
+        assert facts(resumed, rank) == facts(undisturbed[LOCAL], rank)
 
 
 def test_a_checkpoint_that_is_due_by_the_clock_is_made_where_all_know_of_it(tmp_path: Path, ranks: Ranks) -> None:

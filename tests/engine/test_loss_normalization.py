@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.run.loop import train_in
@@ -273,57 +274,17 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def gpt2() -> nn.Module:
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
+    return hugging_face("GPT2LMHeadModel", vocab_size=VOCAB)
 
 
 def bert_for(task: str) -> nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 16,
-        "num_labels": 2 if task == "QuestionAnswering" else VOCAB,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    config = transformers.BertConfig(**sizes)
-    model: nn.Module = getattr(transformers, f"BertFor{task}")(config)
-    return model
+    labels = 2 if task == "QuestionAnswering" else VOCAB
+    return hugging_face(f"BertFor{task}", vocab_size=VOCAB, num_hidden_layers=1, num_labels=labels)
 
 
 def t5() -> nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_decoder_layers": 1,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-        "dropout_rate": 0.0,
-    }
-    model: nn.Module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    return model
+    sizes = {"d_kv": 8, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
+    return hugging_face("T5ForConditionalGeneration", vocab_size=VOCAB, decoder_start_token_id=0, **sizes)
 
 
 def of_the_model(output: Any, _: Any) -> Tensor:
@@ -406,16 +367,7 @@ def tiny_gpt() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
-    return model
+    return hugging_face("LlamaForCausalLM", vocab_size=VOCAB, num_hidden_layers=1)
 
 
 def whole_sequences(count: int = SAMPLES) -> TensorDataset:

@@ -279,6 +279,11 @@ def trained_with_corruption(
     return Run(path)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Run:
+    return trained_with_corruption(tmp_path_factory.mktemp("runs") / "undisturbed", ranks)
+
+
 def corruptions(run: Run) -> list[dict[str, Any]]:
     return [e for e in run.events() if e["event"] == "corruption"]
 
@@ -295,8 +300,9 @@ def assert_same_end(run: Run, other: Run) -> None:
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_the_odd_one_out_is_named_and_healed_and_the_run_is_as_an_undisturbed_one(tmp_path: Path, ranks: Ranks) -> None:
-    undisturbed = trained_with_corruption(tmp_path / "undisturbed", ranks)
+def test_the_odd_one_out_is_named_and_healed_and_the_run_is_as_an_undisturbed_one(
+    tmp_path: Path, ranks: Ranks, undisturbed: Run
+) -> None:
     run = trained_with_corruption(tmp_path / "run", ranks, (4, 1, 20, False), (8, 0, 30, False))
     assert corruptions(undisturbed) == []
     first, second = corruptions(run)
@@ -307,8 +313,9 @@ def test_the_odd_one_out_is_named_and_healed_and_the_run_is_as_an_undisturbed_on
     assert_same_end(run, undisturbed)
 
 
-def test_a_flip_in_the_optimizers_state_is_healed_with_what_came_of_it(tmp_path: Path, ranks: Ranks) -> None:
-    undisturbed = trained_with_corruption(tmp_path / "undisturbed", ranks)
+def test_a_flip_in_the_optimizers_state_is_healed_with_what_came_of_it(
+    tmp_path: Path, ranks: Ranks, undisturbed: Run
+) -> None:
     run = trained_with_corruption(tmp_path / "run", ranks, (4, 2, 22, True), compare_every=7)
     (found,) = corruptions(run)
     assert (found["rank"], found["step"], found["tensors"]) == (2, 7, ["0.weight"])

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch
@@ -28,13 +29,6 @@ from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks
 
 VOCAB, TOKENS, STEPS = 32, 16, 3
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 
 def gpt() -> nn.Module:
@@ -45,25 +39,21 @@ def zoo_bert() -> nn.Module:
     return bert(vocab=VOCAB, context=TOKENS, layers=2, hidden=16, heads=2)
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def of_tokens(kind: str, **settings: Any) -> nn.Module:
+    return hugging_face(kind, num_attention_heads=4, **settings)
 
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2))
+
+def llama() -> nn.Module:
+    return of_tokens("LlamaForCausalLM", num_key_value_heads=2)
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    none: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=TOKENS, **none))
+    return hugging_face("GPT2LMHeadModel")
 
 
 def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(**SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"})
-    )
+    eager = {"experts_implementation": "eager"}
+    return of_tokens("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, **eager)
 
 
 class _Recomputed:
@@ -296,21 +286,15 @@ class TorchsAttention(NoPositions):
 
 
 def mistral() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=8))
+    return of_tokens("MistralForCausalLM", num_key_value_heads=2, sliding_window=8)
 
 
 def bert_as_published() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**SMALL, max_position_embeddings=TOKENS))
+    return of_tokens("BertForMaskedLM", attention_probs_dropout_prob=0.1)
 
 
 def roberta() -> nn.Module:
-    from transformers import RobertaConfig, RobertaForMaskedLM
-
-    return RobertaForMaskedLM(RobertaConfig(**SMALL, attention_probs_dropout_prob=0.0))
+    return of_tokens("RobertaForMaskedLM")
 
 
 @pytest.mark.parametrize(

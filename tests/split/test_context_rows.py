@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.batch import Batch
@@ -78,15 +79,7 @@ class TiedAndMasked(nn.Module):
 
 
 def windowed() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return MistralForCausalLM(MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=4, **sizes))
+    return hugging_face("MistralForCausalLM", num_attention_heads=4, num_key_value_heads=2, sliding_window=4)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"Biased": Biased, "TiedAndMasked": TiedAndMasked, "windowed": windowed}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.experts import moe_counts, weigh_balance
@@ -45,25 +46,14 @@ def zoo_recomputed() -> nn.Module:
     return model
 
 
-def huggingface(name: str, implementation: str = "eager", **values: Any) -> nn.Module:
-    import transformers  # not at the top: every rank would wait for it
-
-    size = {
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+def mixture(family: str, implementation: str = "eager", **settings: Any) -> nn.Module:
     how = {"experts_implementation": implementation, "attn_implementation": "eager"}
-    config = getattr(transformers, f"{name}Config")(**size, num_experts_per_tok=2, **how, **values)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
-    return model
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+    return hugging_face(f"{family}ForCausalLM", vocab_size=VOCAB, **heads, **how, **settings)
 
 
 def mixtral(implementation: str = "eager") -> nn.Module:
-    return huggingface("Mixtral", implementation, intermediate_size=32, num_local_experts=4)
+    return mixture("Mixtral", implementation, num_local_experts=4)
 
 
 def mixtral_batched() -> nn.Module:
@@ -71,12 +61,12 @@ def mixtral_batched() -> nn.Module:
 
 
 def qwen2_moe() -> nn.Module:
-    return huggingface("Qwen2Moe", num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    return mixture("Qwen2Moe", num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 
 
 def gpt_oss() -> nn.Module:
     """Its experts have biases, and its layer calls the indices by another name."""
-    return huggingface("GptOss", intermediate_size=16, num_local_experts=4)
+    return mixture("GptOss", intermediate_size=16, num_local_experts=4)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,11 @@ def orthogonality(model: Any, _: Any) -> Tensor:
     return total
 
 
+def gathered(model: nn.Module, _: Any) -> Any:
+    weight: Any = model.get_parameter("blocks.0.attention.out.weight")
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).square().sum()
+
+
 def without_gradient(model: nn.Module, before: Any) -> Any:
     return squares(model, before).detach()
 
@@ -75,12 +80,12 @@ def network(kind: str) -> nn.Module:
 
 def batches() -> DataLoader[Any]:
     drawn = torch.Generator().manual_seed(1)
-    x, y = torch.randint(0, VOCAB, (2, 12, TOKENS), generator=drawn)
+    x, y = torch.randint(0, VOCAB, (2, 14, TOKENS), generator=drawn)  # the last batch has 2
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
 def train(plan: str, kind: str, penalty: Penalty, where: str) -> list[float]:
-    """Losses of three steps; the penalty is computed in the loop, in setup's loss, or in the forward pass."""
+    """Losses of four steps; the penalty is computed in the loop, in setup's loss, or in the forward pass."""
     net = network(kind)
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     model = WithPenalty(net, penalty, before) if where == "forward" else net
@@ -125,6 +130,17 @@ def test_a_penalty_over_shards_is_refused(ranks: Ranks, plan: str, kind: str) ->
     of_loops = [(plan, kind, penalty, "loop") for penalty in (squares, absolute, orthogonality)]
     of_losses = [(plan, kind, penalty, "loss") for penalty in (squares, consolidation, without_gradient)]
     assert ranks(2, outcomes, [*of_loops, *of_losses]) == [6 * REFUSED] * 2
+
+
+def test_fsdp_computes_a_penalty_where_parameters_are_gathered_and_refuses_it_elsewhere(ranks: Ranks) -> None:
+    penalties = (squares, absolute, orthogonality, gathered, consolidation)
+    ways = [("gpt", penalty, where) for penalty in penalties for where in ("loop", "loss")]
+    alone = [train("dp=1", *way) for way in ways]
+    cases = [(plan, *way) for plan in ("dp=2", "fsdp=2 zero=2", "fsdp=2") for way in ways]
+    for found in ranks(2, outcomes, cases):
+        for case, losses, expected in zip(cases, found, 2 * alone, strict=False):
+            assert losses == pytest.approx(expected, rel=1e-9), case
+        assert found[2 * len(ways) :] == len(ways) * REFUSED
 
 
 def test_a_penalty_over_parameters_that_every_rank_holds_is_right(ranks: Ranks) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.planning.model.tensor.degrees import prove
@@ -115,22 +115,12 @@ def paired(heads: int, keys: int) -> Made:
 
 
 def llama(keys: int, *, masked: bool = False, family: str = "Llama", **more: Any) -> Made:
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "max_position_embeddings": 16,
-        "intermediate_size": 48,
-        "head_dim": WIDTH,
-        "num_key_value_heads": keys,
-    }
-    config = getattr(transformers, f"{family}Config")(**sizes | more)
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 8, "head_dim": WIDTH, "num_key_value_heads": keys}
     batch = {"input_ids": words()}
     if masked:
         batch["attention_mask"] = torch.ones(2, TOKENS, dtype=torch.long)
         batch["attention_mask"][1, 6:] = 0
-    return getattr(transformers, f"{family}ForCausalLM")(config), batch
+    return hugging_face(f"{family}ForCausalLM", **sizes | more), batch
 
 
 def all_agree(cases: list[tuple[Callable[[], Made], bool]]) -> list[dict[str, str]]:

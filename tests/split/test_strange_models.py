@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import PlanError
+from paceline.planning.plan import Plan
 from ranks import Ranks
 
 WIDTH, ROWS, STEPS = 6, 4, 3
@@ -598,68 +599,64 @@ def divided(names: list[str], plan: str, microbatches: int) -> dict[str, str]:
 PP, FSDP = "pp=2 microbatches=2", "fsdp=2"
 
 
-def assert_same(found: list[dict[str, str]]) -> None:
-    for rank in found:
-        assert {name: text for name, text in rank.items() if text != "same"} == {}
+ZERO_BUBBLE = f"{PP} schedule=zero-bubble cut=blocks.1,blocks.2,blocks.3"
+COMPUTED = {
+    "modules that stand twice": (PP, "one_block_under_two_names one_block_four_times a_norm_with_a_second_name"),
+    "hooks": (
+        PP,
+        "parameter_hooks backward_hooks_on_modules hooks_on_the_model_and_its_blocks features_taken_by_hooks",
+    ),
+    "Fourier transforms": (PP, "filters_of_spectra spectra_between_blocks"),
+    "changes in place": (
+        PP,
+        "addition_in_place_between_blocks an_earlier_output_changed_in_place a_batch_changed_in_place "
+        "a_block_that_changes_its_input",
+    ),
+    "a view changed in place": (FSDP, "addition_in_place_to_a_view"),
+}
+COMPUTED_SLOWLY = {
+    "state that modules keep": (
+        PP,
+        "attributes_read_by_others passes_that_are_counted a_buffer_of_the_models_own parameters_outside_of_modules",
+    ),
+    "the model's own checkpoints": (PP, "reentrant_checkpoints checkpointed_halves blocks_in_an_autograd_function"),
+    "modules that their parent does not call": (
+        PP,
+        "forward_called_past_hooks blocks_in_a_plain_list a_block_that_knows_its_parent functional_calls",
+    ),
+    "weights with hooks or made of others, whose gradients are not deferred": (
+        ZERO_BUBBLE,
+        "weights_that_are_computed parameter_hooks a_batch_changed_in_place addition_in_place_between_blocks",
+    ),
+    "blocks gathered with the remainder": (
+        FSDP,
+        "a_weight_of_a_block_used_by_the_model a_penalty_on_all_parameters a_block_in_a_method_of_its_own "
+        "functional_calls functional_calls_with_other_weights forward_called_past_hooks a_block_that_changes_its_input "
+        "a_gradient_in_the_forward_pass a_gradient_of_torch_func blocks_under_vmap one_block_under_two_names "
+        "blocks_in_an_autograd_function",
+    ),
+    "shards of stages": (
+        "fsdp=2 pp=2 microbatches=2",
+        "a_weight_of_a_block_used_by_the_model one_block_under_two_names hooks_on_the_model_and_its_blocks",
+    ),
+}
 
 
-def assert_refused(found: list[dict[str, str]], words: dict[str, str]) -> None:
-    """By every rank alike: one that went on would wait for the others."""
-    first, *others = found
-    assert all(rank == first for rank in others)
-    for name, expected in words.items():
-        assert expected in first[name], first[name]
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        *(pytest.param(*case, id=name) for name, case in COMPUTED.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in COMPUTED_SLOWLY.items()),
+    ],
+)
+def test_parts_of_a_model_compute_what_the_whole_computes(ranks: Ranks, plan: str, names: str) -> None:
+    parsed = Plan.parse(plan)
+    for found in ranks(parsed.ranks, divided, names.split(), plan, parsed.microbatches, backend="shm"):
+        assert found == dict.fromkeys(names.split(), "same")
 
 
-def test_modules_that_stand_twice_in_a_model_are_shared_by_stages(ranks: Ranks) -> None:
-    names = ["one_block_under_two_names", "one_block_four_times", "a_norm_with_a_second_name"]
-    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
-
-
-def test_hooks_run_where_their_modules_and_parameters_are(ranks: Ranks) -> None:
-    names = [
-        "parameter_hooks",
-        "backward_hooks_on_modules",
-        "hooks_on_the_model_and_its_blocks",
-        "features_taken_by_hooks",
-    ]
-    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
-
-
-def test_fourier_transforms_are_computed_by_stages(ranks: Ranks) -> None:
-    assert_same(ranks(2, divided, ["filters_of_spectra", "spectra_between_blocks"], PP, 2, backend="shm"))
-
-
-def test_what_is_changed_in_place_is_changed_once(ranks: Ranks) -> None:
-    names = ["addition_in_place_between_blocks", "an_earlier_output_changed_in_place", "a_batch_changed_in_place"]
-    assert_same(ranks(2, divided, [*names, "a_block_that_changes_its_input"], PP, 2, backend="shm"))
-
-
-@pytest.mark.slow
-def test_what_modules_keep_from_pass_to_pass_is_kept_by_stages(ranks: Ranks) -> None:
-    names = [
-        "attributes_read_by_others",
-        "passes_that_are_counted",
-        "a_buffer_of_the_models_own",
-        "parameters_outside_of_modules",
-    ]
-    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
-
-
-@pytest.mark.slow
-def test_checkpoints_of_a_models_own_are_not_cut(ranks: Ranks) -> None:
-    names = ["reentrant_checkpoints", "checkpointed_halves", "blocks_in_an_autograd_function"]
-    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
-
-
-@pytest.mark.slow
-def test_modules_that_are_not_called_from_their_parent_are_found(ranks: Ranks) -> None:
-    names = ["forward_called_past_hooks", "blocks_in_a_plain_list", "a_block_that_knows_its_parent", "functional_calls"]
-    assert_same(ranks(2, divided, names, PP, 2, backend="shm"))
-
-
-def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) -> None:
-    words = {
+REFUSED = {
+    PP: {
         "only_parameters": "the model can be cut into 1 at most: pp=1",
         "a_batch_norm_of_two_blocks": "is read before it, and changed after it for the next forward pass",
         "a_gradient_in_the_forward_pass": "runs autograd itself",
@@ -668,59 +665,23 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(ranks: Ranks) ->
         "parameters_kept_in_a_list": "keeps the parameter blocks.0.up.weight in its attribute all",
         "accumulation_hooks": "register_post_accumulate_grad_hook",
         "a_block_in_a_method_of_its_own": "the model can be cut into 1 at most: pp=1",
-    }
-    assert_refused(ranks(2, divided, list(words), PP, 2, backend="shm"), words)
-
-
-@pytest.mark.slow
-def test_weights_with_hooks_or_made_of_others_are_not_deferred_by_a_zero_bubble_schedule(ranks: Ranks) -> None:
-    names = [
-        "weights_that_are_computed",
-        "parameter_hooks",
-        "a_batch_changed_in_place",
-        "addition_in_place_between_blocks",
-    ]
-    plan = f"pp=2 microbatches=2 schedule=zero-bubble cut={','.join(f'blocks.{i}' for i in (1, 2, 3))}"
-    assert_same(ranks(2, divided, names, plan, 2, backend="shm"))
-
-
-@pytest.mark.slow
-def test_fsdp_gathers_what_is_used_outside_of_its_block_with_the_rest(ranks: Ranks) -> None:
-    names = ["a_weight_of_a_block_used_by_the_model", "a_penalty_on_all_parameters", "a_block_in_a_method_of_its_own"]
-    names += [
-        "functional_calls",
-        "functional_calls_with_other_weights",
-        "forward_called_past_hooks",
-        "a_block_that_changes_its_input",
-    ]
-    names += [
-        "a_gradient_in_the_forward_pass",
-        "a_gradient_of_torch_func",
-        "blocks_under_vmap",
-        "one_block_under_two_names",
-    ]
-    names.append("blocks_in_an_autograd_function")
-    assert_same(ranks(2, divided, names, FSDP, 1, backend="shm"))
-
-
-def test_fsdp_gathers_a_block_whose_view_is_changed_in_place_with_the_rest(ranks: Ranks) -> None:
-    assert_same(ranks(2, divided, ["addition_in_place_to_a_view"], FSDP, 1, backend="shm"))
-
-
-def test_what_slices_cannot_do_is_refused_before_the_first_step(ranks: Ranks) -> None:
-    words = {
+    },
+    FSDP: {
         "parameter_hooks": "blocks.1.up.weight has a hook (register_hook)",
         "accumulation_hooks": "fsdp=1",
         "weights_clamped_in_the_forward_pass": "changes its parameter blocks.0.up.weight",
         "parameters_kept_in_a_list": "keeps the parameter blocks.0.up.weight in its attribute all",
-    }
-    assert_refused(ranks(2, divided, list(words), FSDP, 1, backend="shm"), words)
+    },
+}
 
 
-@pytest.mark.slow
-def test_shards_of_stages_are_gathered_where_they_are_used(ranks: Ranks) -> None:
-    names = ["a_weight_of_a_block_used_by_the_model", "one_block_under_two_names", "hooks_on_the_model_and_its_blocks"]
-    assert_same(ranks(4, divided, names, "fsdp=2 pp=2 microbatches=2", 2, backend="shm"))
+@pytest.mark.parametrize("plan", REFUSED)
+def test_what_parts_cannot_compute_is_refused_by_every_rank_before_the_first_step(ranks: Ranks, plan: str) -> None:
+    words = REFUSED[plan]
+    first, second = ranks(2, divided, list(words), plan, Plan.parse(plan).microbatches, backend="shm")
+    assert first == second
+    for name, expected in words.items():
+        assert expected in first[name], first[name]
 
 
 def normed_alike() -> list[str]:

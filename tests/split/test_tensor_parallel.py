@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.job.zoo.models import GPT, mlp
@@ -24,13 +24,7 @@ from tensor_parity import Made, call, compare_gradients, output_of, own_group, s
 
 STEPS = 3
 VOCAB, HIDDEN, HEADS, TOKENS = 32, 32, 4, 8
-TRUNK: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 16,
-}
+TRUNK: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "intermediate_size": 48}
 
 
 def words(length: int = TOKENS, seed: int = 1) -> Tensor:
@@ -45,114 +39,71 @@ def multilayer() -> Made:
     return mlp(hidden=32), (torch.randn(4, 1, 28, 28, dtype=torch.float64), torch.tensor([0, 3, 4, 9]))
 
 
+def of_words(kind: str, **settings: Any) -> Made:
+    return hugging_face(kind, **TRUNK | settings), {"input_ids": words()}
+
+
 def llama() -> Made:
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, 6:] = 0
-    config = transformers.LlamaConfig(**TRUNK, intermediate_size=48, num_key_value_heads=2)
-    return transformers.LlamaForCausalLM(config), {"input_ids": words(), "attention_mask": mask}
+    model, batch = of_words("LlamaForCausalLM", num_key_value_heads=2)
+    return model, {**batch, "attention_mask": mask}  # type: ignore[dict-item]
 
 
 def eager_llama() -> Made:
-    config = transformers.LlamaConfig(  # type: ignore[call-arg]
-        **TRUNK, intermediate_size=48, attn_implementation="eager", tie_word_embeddings=True
-    )
-    return transformers.LlamaForCausalLM(config), {"input_ids": words()}
+    return of_words("LlamaForCausalLM", attn_implementation="eager", tie_word_embeddings=True)
 
 
 def qwen3() -> Made:
     """Norms over each head, whose weights every rank holds in full and sees a part of the gradient of."""
-    config = transformers.Qwen3Config(**TRUNK, intermediate_size=48, num_key_value_heads=2, head_dim=8)
-    return transformers.Qwen3ForCausalLM(config), {"input_ids": words()}
+    return of_words("Qwen3ForCausalLM", num_key_value_heads=2, head_dim=8)
 
 
 def phi3() -> Made:
     """Query, key and value in one matrix, in sections of unequal size; gate and up in one, too."""
-    config = transformers.Phi3Config(
-        **TRUNK, intermediate_size=48, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    )
-    return transformers.Phi3ForCausalLM(config), {"input_ids": words()}
+    return of_words("Phi3ForCausalLM", num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def gpt2() -> Made:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=HIDDEN,
-        n_layer=2,
-        n_head=HEADS,
-        n_positions=16,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    return transformers.GPT2LMHeadModel(config), {"input_ids": words()}
+    return of_words("GPT2LMHeadModel")
 
 
 def bert() -> Made:
-    config = transformers.BertConfig(
-        **TRUNK, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0
-    )
-    return transformers.BertForMaskedLM(config), {"input_ids": words()}
+    return of_words("BertForMaskedLM")
 
 
 def albert() -> Made:
     """One layer in use three times."""
-    trunk: dict[str, Any] = TRUNK | {"num_hidden_layers": 3, "embedding_size": 16}
-    config = transformers.AlbertConfig(
-        **trunk, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0
-    )
-    return transformers.AlbertForMaskedLM(config), {"input_ids": words()}
+    return of_words("AlbertForMaskedLM", num_hidden_layers=3, embedding_size=16)
 
 
 def neox() -> Made:
     """Attention and MLP side by side; query, key and value interleaved by head."""
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**TRUNK, intermediate_size=64)), {
-        "input_ids": words()
-    }
+    return of_words("GPTNeoXForCausalLM")
 
 
 def t5() -> Made:
-    config = transformers.T5Config(  # type: ignore[call-arg]
-        vocab_size=VOCAB,
-        d_model=HIDDEN,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=HEADS,
-        dropout_rate=0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config), {"input_ids": words(), "decoder_input_ids": words(6)}
+    sizes = {"d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2}
+    model, batch = of_words("T5ForConditionalGeneration", decoder_start_token_id=0, **sizes)
+    return model, {**batch, "decoder_input_ids": words(6)}  # type: ignore[dict-item]
+
+
+def of_pixels(kind: str, **settings: Any) -> Made:
+    return hugging_face(kind, **TRUNK | settings), {"pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)}
 
 
 def vit() -> Made:
-    config = transformers.ViTConfig(  # type: ignore[call-arg]
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=8,
-        num_labels=5,
-    )
-    return transformers.ViTForImageClassification(config), {
-        "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    }
+    return of_pixels("ViTForImageClassification", image_size=16, patch_size=8, num_labels=5)
 
 
 def resnet() -> Made:
-    config = transformers.ResNetConfig(  # type: ignore[call-arg]
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=6, layer_type="basic"
-    )
-    return transformers.ResNetForImageClassification(config), {
-        "pixel_values": torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    }
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    return of_pixels("ResNetForImageClassification", **sizes, num_labels=6, layer_type="basic")
 
 
 def mixtral() -> Made:
-    config = transformers.MixtralConfig(**TRUNK, intermediate_size=48, num_key_value_heads=2, num_local_experts=4)
-    model = transformers.MixtralForCausalLM(config)
-    model.set_experts_implementation("eager")
-    return model, {"input_ids": words()}
+    eager = {"experts_implementation": "eager"}
+    return of_words("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, **eager)
 
 
 class NanoAttention(nn.Module):
@@ -377,17 +328,9 @@ def test_a_call_with_other_arguments_than_the_example_never_loses_a_gradient() -
 
 def test_a_model_on_meta_is_divided_without_memory_for_its_weights() -> None:
     """Sizes of a 70-billion-parameter Llama, of which no rank can hold a copy."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 2,
-    }
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**sizes, vocab_size=128256, max_position_embeddings=64)
-        )
+        model = hugging_face("LlamaForCausalLM", **sizes, vocab_size=128256, max_position_embeddings=64)
     parts = whole_parts(model)
     report = shard_tensors(
         model, parts, Group(5, 8), {"input_ids": torch.zeros(1, 16, dtype=torch.long, device="meta")}, call

@@ -74,39 +74,43 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(("replicas", "backend"), [(2, "shm"), (3, "gloo")])
-def test_replicas_are_one_after_every_period_and_differ_between(ranks: Ranks, replicas: int, backend: Any) -> None:
-    first, *others = ranks(replicas, apart, 7, 3, backend=backend)
-    for other in others:
-        assert same(first["first"], other["first"])
-        equal = [same(one, two) for one, two in zip(first["parameters"], other["parameters"], strict=True)]
-        assert equal == [False, False, True, False, False, True, False]
+@pytest.fixture(scope="module")
+def two(ranks: Ranks) -> list[dict[str, Any]]:
+    """Two replicas after seven steps of periods of three."""
+    return ranks(2, apart, 7, 3, backend="shm")
 
 
-def test_losses_and_votes_are_told_in_the_steps_that_agree_and_in_no_other(ranks: Ranks) -> None:
-    for found in ranks(2, apart, 7, 3):
-        assert found["agreed"] == [False, False, True, False, False, True, False]
-        assert found["scalars"] == [1, 1, 2, 1, 1, 2, 1]
+AGREES = [False, False, True, False, False, True, False]
 
 
-def test_for_a_moment_all_have_the_mean_and_then_their_own_again(ranks: Ranks) -> None:
-    first, second = ranks(2, apart, 7, 3)
+def test_replicas_are_one_after_every_period_and_differ_between(ranks: Ranks, two: list[dict[str, Any]]) -> None:
+    for first, *others in (two, ranks(3, apart, 7, 3, backend="gloo")):
+        for other in others:
+            assert same(first["first"], other["first"])
+            equal = [same(one, two) for one, two in zip(first["parameters"], other["parameters"], strict=True)]
+            assert equal == AGREES
+
+
+def test_losses_and_votes_are_told_in_the_steps_that_agree_and_in_no_other(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["agreed"] == AGREES
+        assert found["scalars"] == [1 + agrees for agrees in AGREES]
+
+
+def test_for_a_moment_all_have_the_mean_and_then_their_own_again(two: list[dict[str, Any]]) -> None:
+    first, second = two
     assert same(first["within"], second["within"])
-    for mean, one, two in zip(first["within"], first["parameters"][-1], second["parameters"][-1], strict=True):
-        torch.testing.assert_close(mean, (one.double() + two.double()).div(2).to(mean.dtype))
-    for found in (first, second):
+    for mean, one, other in zip(first["within"], first["parameters"][-1], second["parameters"][-1], strict=True):
+        torch.testing.assert_close(mean, (one.double() + other.double()).div(2).to(mean.dtype))
+    for found in two:
         assert same(found["after"], found["parameters"][-1])
 
 
-def test_buffers_stay_each_replicas_own(ranks: Ranks) -> None:
+def test_buffers_stay_each_replicas_own_and_what_is_sent_does_not_grow_with_the_steps_between(ranks: Ranks) -> None:
+    trained = (3 * 2) + (2 * 3 * 16 + 2) * 4  # bytes; the frozen ones are not sent
     first, second = ranks(2, apart, 6, 3)
     assert second["seen"] - first["seen"] == pytest.approx(6.0)
-
-
-def test_what_is_sent_does_not_grow_with_the_steps_between(ranks: Ranks) -> None:
-    trained = (3 * 2) + (2 * 3 * 16 + 2) * 4  # bytes; the frozen ones are not sent
-    for found in ranks(2, apart, 6, 3):
-        assert found["traffic"] == 2 * trained  # two periods, of which the last agreement is still good
+    assert first["traffic"] == second["traffic"] == 2 * trained, "two periods; the last agreement is still good"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import paceline.sync.compress.compressor as compressor_module
 from paceline.comm.backend import joined
-from paceline.sync.compress import Compressor
+from paceline.sync.compress import Compressor, powersgd
 from paceline.sync.compress.powersgd import factors
 from paceline.sync.rule import Traffic
 from ranks import Ranks
@@ -36,7 +35,7 @@ def test_what_is_factored_at_least_halves(
 def of_low_rank(differ: bool) -> dict[str, Any]:
     """Sums of rank-3 matrices by factors of rank 4, beside the exact ones."""
     if differ:
-        setattr(compressor_module, "alike", lambda group: False)  # noqa: B010 - a name that the module only imports
+        setattr(powersgd, "same_machines", lambda group: False)  # noqa: B010 - a name that the module only imports
     with joined(deadline_s=30) as group:
         flat = torch.zeros(2 * 60 * 50 + 30)
         views = [flat[:3000].view(60, 50), flat[3000:3030], flat[3030:].view(60, 50)]
