@@ -294,7 +294,7 @@ def bert_as_published() -> nn.Module:
 
 
 def roberta() -> nn.Module:
-    return of_tokens("RobertaForMaskedLM")
+    return of_tokens("RobertaForMaskedLM", max_position_embeddings=2 * TOKENS)
 
 
 @pytest.mark.parametrize(

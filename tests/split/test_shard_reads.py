@@ -37,6 +37,10 @@ def consolidation(model: nn.Module, before: dict[str, Tensor]) -> Any:
     return sum((before[n].abs() * (p - 0.9 * before[n]).square()).sum() for n, p in model.named_parameters())
 
 
+def distance(model: nn.Module, _: Any) -> Any:
+    return sum((p - p.detach().clone() * 0.9).square().sum() for p in model.parameters())
+
+
 def orthogonality(model: Any, _: Any) -> Tensor:
     named = model.named_parameters()
     weight = [p for n, p in named if n.endswith(("experts.up", "attention.out.weight"))][-1].flatten(0, -2)
@@ -133,7 +137,7 @@ def test_a_penalty_over_shards_is_refused(ranks: Ranks, plan: str, kind: str) ->
 
 
 def test_fsdp_computes_a_penalty_where_parameters_are_gathered_and_refuses_it_elsewhere(ranks: Ranks) -> None:
-    penalties = (squares, absolute, orthogonality, gathered, consolidation)
+    penalties = (squares, absolute, orthogonality, gathered, distance)
     ways = [("gpt", penalty, where) for penalty in penalties for where in ("loop", "loss")]
     alone = [train("dp=1", *way) for way in ways]
     cases = [(plan, *way) for plan in ("dp=2", "fsdp=2 zero=2", "fsdp=2") for way in ways]
