@@ -176,7 +176,7 @@ def whole_parts(model: nn.Module) -> Parts:
 
 
 def first_names(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, str]:
-    """All names of a model's parameters, or buffers, each with the first name of its tensor.
+    """All names of parameters or buffers, each with the first name of its tensor.
 
     Args:
         named: the model's `named_parameters` or `named_buffers`.

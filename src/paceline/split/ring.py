@@ -236,7 +236,7 @@ class _Pair:
 
 
 def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
-    """Start to send a pair to the next rank; the returned function waits for that of the previous one."""
+    """Pass a pair on in the ring; the returned function waits for the arriving one."""
     received = torch.empty_like(pair.packed)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     pending = group.start_exchange([(after, pair.packed)], [(before, received)], "ring attention")
