@@ -174,7 +174,9 @@ def made_codec(
     traffic: Traffic,
     scratch: Scratch,
 ) -> Codec | CodedSum | None:
-    """The codec that a plan names, for one tensor; a second one codes what it keeps. For arguments see `Coding`.
+    """The codec that a plan names, for one tensor.
+
+    A second one codes what it keeps. For the arguments see `Coding`.
 
     Raises:
         PlanError: an unknown codec, or one that cannot be made.
