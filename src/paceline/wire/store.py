@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -24,66 +24,20 @@ KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last of 
 _MOST_SHOWN = 8  # missing keys in an error
 
 
-class _Request(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A numbered request; so an answer that comes after its deadline is known as such."""
+What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "count"]
+
+
+class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
+    """A call, numbered so that an answer that comes after its deadline is known as such.
+
+    `get` and `wait` are answered when all keys are there.
+    """
 
     number: int
-
-
-class Set(_Request, tag="set"):
-    """Set values."""
-
-    values: dict[str, bytes]
-
-
-class Get(_Request, tag="get"):
-    """Values of keys, answered when all are there."""
-
-    keys: list[str]
-
-
-class Wait(_Request, tag="wait"):
-    """Answered when all keys are there."""
-
-    keys: list[str]
-
-
-class Check(_Request, tag="check"):
-    """The missing ones among keys."""
-
-    keys: list[str]
-
-
-class Add(_Request, tag="add"):
-    """Add to a number, 0 where there is none."""
-
-    key: str
-    amount: int
-
-
-class Append(_Request, tag="append"):
-    """Append to a value, empty where there is none."""
-
-    key: str
-    value: bytes
-
-
-class CompareSet(_Request, tag="compare_set"):
-    """Set a value where it is the expected one (empty: where there is none)."""
-
-    key: str
-    expected: bytes
-    desired: bytes
-
-
-class Delete(_Request, tag="delete"):
-    """Delete a key."""
-
-    key: str
-
-
-class Count(_Request, tag="count"):
-    """The number of keys."""
+    what: What
+    keys: list[str] = []
+    values: list[bytes] = []
+    amount: int = 0
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_fields=True):
@@ -96,9 +50,6 @@ class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_field
     problem: str | None = None
 
 
-_Requests = Set | Get | Wait | Check | Add | Append | CompareSet | Delete | Count
-
-
 class StoreServer:
     """Serves the store in a thread of this process.
 
@@ -109,8 +60,8 @@ class StoreServer:
     def __init__(self, key: RunKey | None, where: Where) -> None:
         self._values: dict[str, bytes] = {}
         self._total = 0
-        self._waiting: dict[Connection, tuple[Get | Wait, set[str]]] = {}
-        self._listener = Listener(where, key, _Requests, lambda _: None, on_message=self._obey, on_close=self._forget)
+        self._waiting: dict[Connection, tuple[Request, set[str]]] = {}
+        self._listener = Listener(where, key, Request, lambda _: None, on_message=self._obey, on_close=self._forget)
         self.address = self._listener.address
 
     @property
@@ -125,52 +76,54 @@ class StoreServer:
     def _forget(self, connection: Connection) -> None:
         self._waiting.pop(connection, None)
 
-    def _obey(self, connection: Connection, request: Any) -> None:
+    def _obey(self, connection: Connection, request: Request) -> None:
         self._forget(connection)  # who asks anew waits no more
-        if isinstance(request, Get | Wait) and (missing := set(request.keys) - self._values.keys()):
+        if request.what in ("get", "wait") and (missing := set(request.keys) - self._values.keys()):
             self._waiting[connection] = request, missing
             return
+        answer = Answer(request.number)
         try:
-            answer = self._answer(request)
+            self._answer(request, answer)
         except ValueError as error:
             answer = Answer(request.number, problem=str(error))
         connection.post(answer)
 
-    def _answer(self, request: Any) -> Answer:
-        match request:
-            case Get(number, keys):
-                values = [self._values[key] for key in keys]
-                if sum(map(len, values)) > LIMIT_BYTES // 2:
+    def _answer(self, request: Request, answer: Answer) -> None:
+        """Do what is asked. Raises ValueError where that cannot be done, also for a wrong number of keys or values."""
+        keys, values = request.keys, request.values
+        match request.what:
+            case "get":
+                answer.values = [self._values[key] for key in keys]
+                if sum(map(len, answer.values)) > LIMIT_BYTES // 2:
                     raise ValueError(f"values of {len(keys)} keys are too long for one answer; ask for fewer at once")
-                return Answer(number, values=values)
-            case Wait(number):
-                return Answer(number)
-            case Check(number, keys):
-                return Answer(number, keys=[key for key in keys if key not in self._values])
-            case Set(number, values):
-                for key, value in values.items():
+            case "check":
+                answer.keys = [key for key in keys if key not in self._values]
+            case "set":
+                for key, value in zip(keys, values, strict=True):
                     self._set(key, value)
-                return Answer(number)
-            case Add(number, key, amount):
-                count = int(self._values.get(key, b"0")) + amount
-                if not -(2**63) <= count < 2**63:
+            case "add":
+                [key] = keys
+                answer.count = int(self._values.get(key, b"0")) + request.amount
+                if not -(2**63) <= answer.count < 2**63:
                     raise ValueError(f"{key[:80]!r} would have more than 64 bits")
-                self._set(key, str(count).encode())
-                return Answer(number, count=count)
-            case Append(number, key, value):
+                self._set(key, str(answer.count).encode())
+            case "append":
+                [key], [value] = keys, values
                 self._set(key, self._values.get(key, b"") + value)
-                return Answer(number)
-            case CompareSet(number, key, expected, desired):
+            case "compare_set":
+                [key], [expected, desired] = keys, values
                 found = self._values.get(key)
                 if found == expected or (found is None and not expected):
                     self._set(key, desired)
                     found = desired
-                return Answer(number, values=[expected if found is None else found])
-            case Delete(number, key):
+                answer.values = [expected if found is None else found]
+            case "delete":
+                [key] = keys
                 gone = self._values.pop(key, None)
                 self._total -= 0 if gone is None else len(key) + len(gone)
-                return Answer(number, count=int(gone is not None))
-        return Answer(request.number, count=len(self._values))
+                answer.count = int(gone is not None)
+            case "count":
+                answer.count = len(self._values)
 
     def _set(self, key: str, value: bytes) -> None:
         before = self._values.get(key)
@@ -189,14 +142,10 @@ class StoreServer:
         for connection, (request, missing) in list(self._waiting.items()):
             missing.discard(key)
             if not missing:
-                # a key that was deleted meanwhile is waited for again
-                self._obey_again(connection, request)
-
-    def _obey_again(self, connection: Connection, request: Get | Wait) -> None:
-        try:
-            self._obey(connection, request)
-        except ChannelError:  # told by its own end
-            self._forget(connection)
+                try:
+                    self._obey(connection, request)  # a key that was deleted meanwhile is waited for again
+                except ChannelError:  # told by its own end
+                    self._forget(connection)
 
 
 class StoreClient:
@@ -223,47 +172,43 @@ class StoreClient:
 
     def set_all(self, values: Mapping[str, bytes], deadline_s: float | None = None) -> None:
         """Set several values."""
-        self._ask(Set(self._number(), dict(values)), deadline_s)
+        self._ask("set", values, deadline_s, values.values())
 
     def get(self, key: str, deadline_s: float | None = None) -> bytes:
         """A value, waited for until it is there."""
         return self.get_all([key], deadline_s)[0]
 
-    def get_all(self, keys: Sequence[str], deadline_s: float | None = None) -> list[bytes]:
+    def get_all(self, keys: Iterable[str], deadline_s: float | None = None) -> list[bytes]:
         """Several values, waited for until all are there."""
-        return self._ask(Get(self._number(), list(keys)), deadline_s).values
+        return self._ask("get", keys, deadline_s).values
 
-    def wait(self, keys: Sequence[str], deadline_s: float | None = None) -> None:
+    def wait(self, keys: Iterable[str], deadline_s: float | None = None) -> None:
         """Wait until all keys are there. The error names those that are not."""
-        self._ask(Wait(self._number(), list(keys)), deadline_s)
+        self._ask("wait", keys, deadline_s)
 
-    def check(self, keys: Sequence[str], deadline_s: float | None = None) -> bool:
+    def check(self, keys: Iterable[str], deadline_s: float | None = None) -> bool:
         """True if all keys are there."""
-        return not self.missing(keys, deadline_s)
-
-    def missing(self, keys: Sequence[str], deadline_s: float | None = None) -> list[str]:
-        """The keys that are not there."""
-        return self._ask(Check(self._number(), list(keys)), deadline_s).keys
+        return not self._ask("check", keys, deadline_s).keys
 
     def add(self, key: str, amount: int, deadline_s: float | None = None) -> int:
         """Add to a number, 0 where there is none; returns the sum."""
-        return self._ask(Add(self._number(), key, amount), deadline_s).count
+        return self._ask("add", [key], deadline_s, amount=amount).count
 
     def append(self, key: str, value: bytes, deadline_s: float | None = None) -> None:
         """Append to a value, empty where there is none."""
-        self._ask(Append(self._number(), key, value), deadline_s)
+        self._ask("append", [key], deadline_s, [value])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, deadline_s: float | None = None) -> bytes:
         """Set a value if it is the expected one (empty: if there is none). Returns the value then."""
-        return self._ask(CompareSet(self._number(), key, expected, desired), deadline_s).values[0]
+        return self._ask("compare_set", [key], deadline_s, [expected, desired]).values[0]
 
     def delete(self, key: str, deadline_s: float | None = None) -> bool:
         """Delete a key; True if it was there."""
-        return bool(self._ask(Delete(self._number(), key), deadline_s).count)
+        return bool(self._ask("delete", [key], deadline_s).count)
 
     def num_keys(self, deadline_s: float | None = None) -> int:
         """The number of keys."""
-        return self._ask(Count(self._number()), deadline_s).count
+        return self._ask("count", [], deadline_s).count
 
     def close(self) -> None:
         """Close all connections to the server."""
@@ -271,9 +216,6 @@ class StoreClient:
             self._closed = True
             for connection in self._all:
                 connection.close()
-
-    def _number(self) -> int:
-        return next(self._numbers)
 
     def _connect(self, deadline_s: float) -> Connection:
         connection = connect(self._where, self._key, Answer, deadline_s=deadline_s)
@@ -283,8 +225,16 @@ class StoreClient:
             self._all.append(connection)
         return connection
 
-    def _ask(self, request: Any, deadline_s: float | None) -> Answer:
+    def _ask(
+        self,
+        what: What,
+        keys: Iterable[str],
+        deadline_s: float | None,
+        values: Iterable[bytes] = (),
+        amount: int = 0,
+    ) -> Answer:
         """Send a request over a connection of this thread's own, and wait for its answer."""
+        request = Request(next(self._numbers), what, list(keys), list(values), amount)
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
         with self._lock:
@@ -293,9 +243,9 @@ class StoreClient:
         try:
             answer = _exchange(connection, request, until)
         except DeadlineError as error:
-            if not isinstance(request, Get | Wait):
+            if what not in ("get", "wait"):
                 raise
-            raise DeadlineError(self._who_is_missing(connection, request, deadline_s)) from error
+            raise DeadlineError(self._who_is_missing(connection, request.keys, deadline_s)) from error
         finally:
             with self._lock:
                 if connection.lost:
@@ -307,16 +257,16 @@ class StoreClient:
             raise ChannelError(answer.problem)
         return answer
 
-    def _who_is_missing(self, connection: Connection, request: Get | Wait, deadline_s: float) -> str:
+    def _who_is_missing(self, connection: Connection, keys: list[str], deadline_s: float) -> str:
         try:
-            answer = _exchange(connection, Check(self._number(), request.keys), time.monotonic() + 1.0)
+            answer = _exchange(connection, Request(next(self._numbers), "check", keys), time.monotonic() + 1.0)
         except ChannelError as error:
             return f"waited {deadline_s:g} s for the store, which does not answer: {error}"
         more = f" and {len(answer.keys) - _MOST_SHOWN} more" if len(answer.keys) > _MOST_SHOWN else ""
         return f"waited {deadline_s:g} s for {', '.join(answer.keys[:_MOST_SHOWN])}{more}, which nobody has set"
 
 
-def _exchange(connection: Connection, request: Any, until: float) -> Answer:
+def _exchange(connection: Connection, request: Request, until: float) -> Answer:
     connection.send(request, max(0.0, until - time.monotonic()) + 1.0)
     while True:
         answer: Answer = connection.receive(max(0.0, until - time.monotonic()))
