@@ -6,14 +6,16 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 import paceline.comm.tcp.mesh as mesh_module
+from paceline.comm.rendezvous import tell_all
 from paceline.comm.tcp import TcpProcessGroup
-from paceline.comm.tcp.link import RankAddress
 
 # number of the connection, True for bytes from the rank that connects, bytes that passed so far, bytes -> bytes
 Change = Callable[[int, bool, int, bytes], bytes]
@@ -99,17 +101,16 @@ def _shut(connection: socket.socket) -> None:
 def group_through(change: Change) -> Iterator[tuple[TcpProcessGroup, Between | None]]:
     """A new group of two ranks whose rank 1 reaches rank 0 through a proxy, which rank 1 gets."""
     proxies: list[Between] = []
-    meet = mesh_module.meet
 
-    def meet_the_proxy(*arguments: object) -> list[RankAddress]:
-        places = meet(*arguments)  # type: ignore[arg-type]
-        if dist.get_rank() == 1:
-            proxies.append(Between((places[0].address, places[0].port), change))
-            places[0] = replace(places[0], port=proxies[0].port)
-        return places
+    def tell_of_the_proxy(store: Store, what: str, *arguments: Any) -> list[Any]:
+        told = tell_all(store, what, *arguments)
+        if what == "place" and dist.get_rank() == 1:
+            proxies.append(Between((told[0]["address"], told[0]["port"]), change))
+            told[0]["port"] = proxies[0].port
+        return told
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "meet", meet_the_proxy)
+        patch.setattr(mesh_module, "tell_all", tell_of_the_proxy)
         group = dist.new_group(backend="tcp")
     assert isinstance(group, TcpProcessGroup)
     try:

@@ -180,6 +180,7 @@ def be_rank(call: Call) -> str:
     import torch.distributed as dist
 
     from paceline.comm import shm, tcp, transport  # noqa: F401 - registers the backends
+    from paceline.comm.rendezvous import tell_all
     from paceline.elastic.failure import ErrorRecord
 
     before_the_transport.update(of_the_transport())
@@ -204,7 +205,7 @@ def be_rank(call: Call) -> str:
             dist.init_process_group(call.backend, init_method=f"file://{call.folder}/store", rank=rank, world_size=size)
             # Gloo returns when its own side has connected: a rank that ended now would fail one that still connects.
             store = dist.FileStore(f"{call.folder}/connected", size)
-            transport.tell_all(store, "connected", rank, size, timeout_s=60, value=True)
+            tell_all(store, "connected", rank, size, timeout_s=60, value=True)
         result = _encoded(call())
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.profiler import ProfilerActivity, profile
 
 from paceline.errors import SyncError
@@ -62,7 +65,7 @@ def futures() -> None:
     done.wait()
     assert done.get_future().wait()[0].item() == size
 
-    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+    with _coalescing_manager(async_ops=True) as manager:
         parts = [torch.ones(n) for n in (1, 50_000)]
         for part in parts:
             dist.all_reduce(part)
@@ -189,7 +192,7 @@ def errors_of_calls() -> list[str]:
     group, *others = (dist.new_group(backend=dist.get_backend(), timeout=timedelta(seconds=10)) for _ in range(4))
     errors = []
     for call in (
-        lambda: dist.all_reduce(torch.ones(2), op=torch._C._distributed_c10d._make_nccl_premul_sum(2.0), group=group),
+        lambda: dist.all_reduce(torch.ones(2), op=_make_nccl_premul_sum(2.0), group=group),
         lambda: dist.all_gather([torch.ones(2) for _ in range(dist.get_world_size())], torch.ones(3), others[0]),
         lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), group=others[1]),
         lambda: dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX, group=others[2]),
@@ -211,13 +214,10 @@ def test_a_call_that_cannot_be_is_a_clear_error_and_no_wrong_result(ranks: Ranks
 
 def asked_as_torch_asks_a_backend() -> None:
     """A group answers for its device, offers no optional feature, and batches messages."""
-    group = dist.group.WORLD
-    assert group is not None
-    backend: object = group._get_backend(torch.device("cpu"))
-    assert backend is group
+    group: Any = dist.group.WORLD
+    assert group.get_backend(torch.device("cpu")) is group
     with pytest.raises(RuntimeError, match="No backend type"):
-        group._get_backend(torch.device("meta"))
-    assert group._device_types == [torch.device("cpu")]
+        group.get_backend(torch.device("meta"))
     assert not any(getattr(group, f"supports_{what}") for what in ("coalescing", "splitting", "window", "reconfigure"))
     peer, received = 1 - dist.get_rank(), torch.zeros(4)
     messages = [dist.P2POp(dist.isend, torch.full((4,), float(dist.get_rank())), peer)]

@@ -115,7 +115,8 @@ def test_a_rank_that_has_died_is_missing_at_once() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    store.set("process/1", f"{deadline._processes()} {child}")
+    deadline.register(store, 1)
+    store.set("process/1", store.get("process/1").decode().replace(f" {os.getpid()}", f" {child}"))
     store.set("waiting/1/2", "here")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert deadline.missing_ranks(store, 0, 3, 1, patience_s=3600) == [1], "dead, and not yet seen by its parent"

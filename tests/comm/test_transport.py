@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from commands import BIN, ended, events, kill_rank, losses, paceline, processes_of, started, wait_for_step, write_job
 from paceline.comm.transport import choose
@@ -28,7 +29,7 @@ NOBODY = 65534
 
 
 def store(name: str) -> Store:
-    return PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return PrefixStore(name, _get_default_store())
 
 
 def chosen(wanted: str, limits: dict[int, int]) -> tuple[str, str | None]:

@@ -22,7 +22,7 @@ from paceline.units import size
 _SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares
 _CLEARLY = 0.9  # of flat's time is what another must promise: measurements and formulas are off by some per cent
 _EXAMPLE = 2**24  # bytes; for which it shows its reckoning
-_BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
+BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
 
 
 class Algorithm(Protocol):
@@ -149,7 +149,7 @@ class HierarchicalAllReduce(OwnAllReduce):
 
     def reduce(self, flat: Tensor, op: Any) -> None:
         # on every host alike, however its ranks' tensors lie
-        for block in flat.split(_BLOCK_BYTES // flat.element_size()):
+        for block in flat.split(BLOCK_BYTES // flat.element_size()):
             self._sum_block(block, op)
 
     def _sum_block(self, block: Tensor, op: Any) -> None:
@@ -160,7 +160,7 @@ class HierarchicalAllReduce(OwnAllReduce):
             self._in_memory(memory, block, op)
         else:
             if self._scratch is None:
-                self._scratch = self.host.empty(_BLOCK_BYTES, torch.uint8)
+                self._scratch = self.host.empty(BLOCK_BYTES, torch.uint8)
             shared = self._scratch[: block.nbytes].view(block.dtype)
             shared.copy_(block)
             if self._lies_alike(memory, shared):

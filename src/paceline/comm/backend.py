@@ -26,8 +26,8 @@ from paceline.cluster.machine import host_identity, own_interface
 from paceline.comm.group import Group
 from paceline.comm.process_group import LAST_WORD_S, abort_all
 from paceline.comm.process_group import register as register_transport
-from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, rendezvous_store, torchs_store
-from paceline.comm.transport import SEVERAL_HOSTS, choose, tell_all
+from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, rendezvous_store, tell_all, torchs_store
+from paceline.comm.transport import SEVERAL_HOSTS, choose
 from paceline.device import default_backend, is_accelerator, use
 from paceline.errors import tell_of_failure
 from paceline.planning.sync_info import BETWEEN_HOSTS

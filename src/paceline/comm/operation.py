@@ -1,7 +1,6 @@
 """Operations (collectives and messages) as generators that yield while they wait, their queues and their driver.
 
-A transport's driver adds how a thread waits, and which operations can wait no longer (`shm/progress.py`,
-`tcp/progress.py`).
+A transport's driver adds how a thread waits (`shm/progress.py`, `tcp/progress.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DistBackendError
+
+from paceline.wire.status import generation_is_over
 
 GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
 # how long the thread looks out for more, which spares the callers from waking it each time; a look takes 20 us
@@ -32,11 +33,11 @@ Steps = Generator[None, None, Any]
 class Operation:
     """One collective or message in progress.
 
-    `waits_for` returns the peers that the operation waits for, in the transport's own terms. `started` is the time when
+    `waits_for` returns the peers that the operation waits for. `started` is the time when
     the operation became the first of its queue: the deadline does not count the operations before it.
     """
 
-    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Awaited]]) -> None:
         self.what, self.deadline_s, self.waits_for = what, deadline_s, waits_for
         self.done = False
         self.error: Exception | None = None
@@ -67,31 +68,46 @@ class Operation:
         self.error, self.done = error, True
 
 
-class OperationQueue:
-    """Operations that run one after the other, such as a group's collectives.
-
-    A failed one fails those behind it. The first that fails has the error itself, also where another rank's report
-    of it came before the call.
+class Breakage:
+    """The error that has ended one or more queues; the first that fails has the error itself.
 
     Attributes:
-        broken: the error that ended the queue, or None.
-        told: True once a caller has had that error.
+        error: that error, or None.
+        told: True once a caller has had it.
     """
 
     def __init__(self) -> None:
-        self.operations: deque[Operation] = deque()
-        self.broken: Exception | None = None
+        self.error: Exception | None = None
         self.told = False
+
+    def fail(self, error: Exception) -> None:
+        """End the queues, if they have not ended before."""
+        self.error = self.error or error
+
+
+class OperationQueue:
+    """Operations that run one after the other, such as a group's collectives.
+
+    A failed one fails those behind it, and those of all queues with the same breakage, also where another rank's report
+    of the failure came before the call.
+    """
+
+    def __init__(self, breakage: Breakage | None = None) -> None:
+        self.operations: deque[Operation] = deque()
+        self.breakage = breakage or Breakage()
 
     def advance(self) -> list[Operation]:
         """Continue with the first operations as far as possible; returns those that are done."""
         done = []
+        if self.breakage.error is not None and self.operations:
+            self.operations[0].fail(self.breakage.error)
         while self.operations and self.operations[0].advance():
             first = self.operations.popleft()
             if first.error is not None:
-                self.broken, self.told = self.broken or first.error, True
+                self.breakage.fail(first.error)
+                self.breakage.told = True
             done.append(first)
-            for behind in self.operations if self.broken else ():
+            for behind in self.operations if self.breakage.error else ():
                 self.fail_as_broken(behind)
         return done
 
@@ -105,9 +121,19 @@ class OperationQueue:
 
     def fail_as_broken(self, operation: Operation) -> None:
         """End an operation of a queue that is broken."""
-        assert self.broken is not None
-        operation.fail(_follow_up_error(self.broken) if self.told else self.broken)
-        self.told = True
+        assert self.breakage.error is not None
+        operation.fail(_follow_up_error(self.breakage.error) if self.breakage.told else self.breakage.error)
+        self.breakage.told = True
+
+
+class Awaited(Protocol):
+    """Whom an operation waits for."""
+
+    def why_over(self) -> str | None:
+        """The reason why nothing more will come of it; None while something may."""
+
+    def state(self) -> str:
+        """The peer and the state of the connection, as text."""
 
 
 class Driver(ABC):
@@ -115,8 +141,12 @@ class Driver(ABC):
 
     Attributes:
         lock: of everything here; what an operation calls when it is done is called without it.
+        failure: class of the error of an operation that can wait no longer.
+        advice: what such an error says at its end, if nothing else explains it.
     """
 
+    failure: ClassVar[type[Exception]] = DistBackendError
+    advice: ClassVar[str] = ""
     _of_process: ClassVar[Any] = None
     _users: ClassVar[int] = 0
 
@@ -147,7 +177,7 @@ class Driver(ABC):
     def start(self, queue: OperationQueue, operation: Operation) -> None:
         """Append an operation to its queue, and continue with all as far as possible."""
         with self.lock:
-            if queue.broken is not None:
+            if queue.breakage.error is not None:
                 queue.fail_as_broken(operation)
                 return
             queue.operations.append(operation)
@@ -209,10 +239,6 @@ class Driver(ABC):
     def _hurry(self) -> None:
         """Have the background thread drive at once; the caller holds the lock."""
 
-    @abstractmethod
-    def _hopeless(self, operation: Operation) -> Exception | None:
-        """The error of an operation that can wait no longer; None while it may."""
-
     def _look(self) -> Calls:
         """Continue as far as possible without waiting; the caller holds the lock."""
         return self._advance()
@@ -246,6 +272,21 @@ class Driver(ABC):
                     error = fault
                 if error is not None:
                     queue.operations[0].fail(error)
+
+    def _hopeless(self, operation: Operation) -> Exception | None:
+        """The error of an operation that can wait no longer; None while it may."""
+        if generation_is_over():
+            return self.failure(f"{operation.what}: the generation is over")
+        waited_s = time.monotonic() - operation.started
+        over = {peer: why for peer in operation.waits_for() if (why := peer.why_over())}
+        # a peer may have done its part just before it ended
+        if reasons := [over[peer] for peer in operation.waits_for() if peer in over] if over else []:
+            return self.failure(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(reasons)}")
+        if waited_s > operation.deadline_s:
+            states = "; ".join(peer.state() for peer in operation.waits_for())
+            waiting = f", waiting: {states}" if states else ""
+            return self.failure(f"{operation.what}: timeout after {waited_s:.1f} s{waiting}{self.advice}")
+        return None
 
     def _oldest_s(self) -> float:
         """Seconds since the start of the oldest operation in progress."""

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled, _record_function_with_args_enter, _record_function_with_args_exit
 from torch.distributed import BarrierOptions, ReduceOp
 
-from paceline.comm.operation import DONE, DrivenWork, Driver, Operation, OperationQueue, Steps
+from paceline.comm.operation import DONE, Awaited, DrivenWork, Driver, Operation, OperationQueue, Steps
 from paceline.errors import SyncError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import TRANSPORTS
 
 Options = Any  # torch's options of a collective; each kind is a class of its own
-
-
+Message = tuple[OperationQueue, Steps, Callable[[], Sequence[Awaited]]]
 LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
 
 
@@ -47,7 +46,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
     CPU tensors of any dtype, contiguous or not.
 
-    A transport adds its messages (`send`, `recv`, `recv_anysource`), `getBackendName` and `shutdown`.
+    A transport adds the steps of its messages, `getBackendName` and `shutdown`.
     """
 
     def __init__(
@@ -230,6 +229,41 @@ class DrivenProcessGroup(dist.ProcessGroup):
         self._check_open()
         return self._start("barrier", self._collectives.barrier(), opts, [], [])
 
+    # Messages
+
+    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
+        self._check_open()
+        [tensor] = tensors
+        queue, steps, waits_for = self._sending(receiver, flattened(tensor), tag)
+        return self._launch(queue, "send", f"send to rank {receiver}", steps, waits_for, tensor)
+
+    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
+        return self._receive("recv", f"rank {sender}", tensors, sender, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
+        return self._receive("recvAnySource", "any rank", tensors, None, tag)
+
+    def _receive(self, title: str, whom: str, tensors: Sequence[Tensor], sender: int | None, tag: int) -> dist.Work:
+        self._check_open()
+        [tensor] = tensors
+        flat = flattened(tensor)
+        queue, receiving, waits_for = self._receiving(sender, flat, tag)
+
+        def steps() -> Steps:
+            source = yield from receiving
+            put_back(flat, tensor)
+            return source
+
+        return self._launch(queue, title, f"receive from {whom}", steps(), waits_for, tensor)
+
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
+        """The steps that send a flat tensor, their queue, and whom they wait for."""
+        raise NotImplementedError
+
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
+        """The steps that fill a flat tensor and return its sender; None: whichever rank is the first."""
+        raise NotImplementedError
+
     # How they are run
 
     def _start(self, what: str, steps: Steps, opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
@@ -250,13 +284,13 @@ class DrivenProcessGroup(dist.ProcessGroup):
         title: str,
         what: str,
         steps: Steps,
-        waits_for: Callable[[], Sequence[Any]],
-        result: list[Tensor],
+        waits_for: Callable[[], Sequence[Awaited]],
+        tensor: Tensor,
     ) -> dist.Work:
         """Start the steps of a message."""
         operation = Operation(what, steps, self._timeout_s, waits_for)
-        self._begin(queue, operation, title, result)
-        return DrivenWork(self._progress, operation, result)
+        self._begin(queue, operation, title, [tensor])
+        return DrivenWork(self._progress, operation, [tensor])
 
     def _begin(self, queue: OperationQueue, operation: Operation, title: str, tensors: Iterable[Tensor]) -> None:
         """Start an operation; an event with the tensors' shapes for this thread's profiler."""
@@ -472,8 +506,8 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    def waits_for(self) -> Sequence[Any]:
-        """The peers that the current collective waits for, in the transport's own terms."""
+    def waits_for(self) -> Sequence[Awaited]:
+        """The peers that the current collective waits for."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """Replace `tensor` by the combination of all ranks'."""

@@ -5,6 +5,7 @@ Torch's store serves runs that another launcher started and that have no key.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -21,7 +22,7 @@ from paceline.cluster.machine import host_identity, own_address
 from paceline.errors import ChannelError, DeadlineError, LaunchError
 from paceline.rank_environment import RankEnvironment, take_store_fd
 from paceline.wire.key import RunKey, name_of, own_key
-from paceline.wire.status import generation_is_over, generations_are_watched
+from paceline.wire.status import GenerationOver, generation_is_over, generations_are_watched
 from paceline.wire.store import StoreClient, StoreServer
 
 _TORCHS_PLACE = "torch's store"  # key under which rank 0 says where it serves that one
@@ -141,6 +142,26 @@ def _listen(address: str, port: int) -> int:
         listener.bind(where)
         listener.listen(1024)
         return listener.detach()
+
+
+def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
+    """Every rank's value (JSON), by rank.
+
+    Raises:
+        LaunchError: ranks did not come in time; names them.
+    """
+    keys = [f"transport/{what}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(value))
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # torch's DistStoreError
+        if generation_is_over():
+            raise GenerationOver(f"rank {rank} waits for these ranks no more") from error
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise LaunchError(
+            f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"
+        ) from error
+    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 T = TypeVar("T")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from paceline.cluster.machine import host_identity as host_identity
 from paceline.comm.process_group import register
+from paceline.comm.rendezvous import tell_all
 from paceline.comm.shm.collectives import segment_bytes
 from paceline.comm.shm.progress import why_no_shared_memory
 from paceline.comm.shm.segment import Handle, attach, create
@@ -25,7 +24,6 @@ from paceline.errors import ClusterError, LaunchError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
-from paceline.wire.status import GenerationOver, generation_is_over
 
 SEVERAL_HOSTS = "the ranks are on several hosts"  # also what `pg_options` of a `tcp` group say where that is known
 
@@ -107,26 +105,6 @@ def _try(attempt: Callable[[], object]) -> str | None:
     except ClusterError as error:
         return str(error)
     return None
-
-
-def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
-    """Every rank's value (JSON), by rank.
-
-    Raises:
-        LaunchError: ranks did not come in time; names them.
-    """
-    keys = [f"transport/{what}/{r}" for r in range(size)]
-    store.set(keys[rank], json.dumps(value))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # torch's DistStoreError
-        if generation_is_over():
-            raise GenerationOver(f"rank {rank} waits for these ranks no more") from error
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise LaunchError(
-            f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"
-        ) from error
-    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 # how often each set of ranks was asked for, by parent

@@ -36,6 +36,7 @@ os.environ.setdefault("WORLD_SIZE", "4")
 # ruff: noqa: E402 - imported after what the suite reads
 import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_group, _world
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed import distributed_test
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend, get_profiling_event
@@ -92,7 +93,7 @@ class Outcome:
     seconds: float
 
 
-class OnGloo(TestDistBackend, DistributedTest._DistTestBase):
+class OnGloo(TestDistBackend, vars(DistributedTest)["_DistTestBase"]):  # type: ignore[misc]
     """The suite on torch's gloo. Its ranks are forked from a server that has torch imported, and killed at the end."""
 
     def setUp(self) -> None:
@@ -126,7 +127,7 @@ class OnOurs(OnGloo):
 
     def _barrier(self, *args: Any, **kwargs: Any) -> None:
         """What every rank calls before a test and after it."""
-        strangers = [group for group in distributed_c10d._world.pg_map if type(group) is not self.stand_in]
+        strangers = [group for group in _world.pg_map if type(group) is not self.stand_in]
         assert not strangers, f"these groups are not ours: {strangers}"
         super()._barrier(*args, **kwargs)
 
@@ -167,7 +168,7 @@ def _profiling_event(title: str, *args: Any, **kwargs: Any) -> Any:
 
     Those of torch's C++ backends all say that they are asynchronous; ours say what they are.
     """
-    name = distributed_c10d._get_default_group().getBackendName()  # type: ignore[attr-defined]  # of our classes
+    name = _get_default_group().getBackendName()  # type: ignore[attr-defined]  # of our classes
     events = get_profiling_event(title.replace("gloo:", f"{name}:"), *args, **kwargs)
     for event in events:
         event.name, event.is_async = event.name.replace(f"{name}:", "gloo:"), True

@@ -49,7 +49,7 @@ def attacked(change: Change) -> tuple[bool, int]:
     with group_through(change) as (group, _):
         is_exact = exact(group)
         dist.barrier()
-        return is_exact, next(iter(group._mesh.links.values())).connections
+        return is_exact, next(iter(group.mesh.links.values())).connections
 
 
 def tampering(number: int, outward: bool, at: int, data: bytes) -> bytes:
@@ -132,7 +132,7 @@ def replayed() -> tuple[bool, bool, int]:
     """All bytes of a connection, said again to rank 0 and, by another port, to rank 1."""
     with group_through(passing) as (group, proxy):
         is_exact, answers = exact(group), b""
-        admission = group._mesh.admission
+        admission = group.mesh.admission
         if proxy is not None:
             before = bytes(proxy.seen[0][True])
             with socket.create_connection(proxy.target, 10) as again:
@@ -233,9 +233,9 @@ def told_to_others() -> list[int]:
     """Lengths of the answers to a key of its own, to TLS 1.2, and to ranks at the wrong door."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
-    link = next(iter(group._mesh.links.values()))
+    link = next(iter(group.mesh.links.values()))
     where = link.peer.address, link.peer.port
-    honest = Greeting(link._member.group, link.own.rank, link.peer.rank, True, True, 0, 0)
+    honest = Greeting(link.member.group, link.own.rank, link.peer.rank, True, True, 0, 0)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -246,10 +246,10 @@ def told_to_others() -> list[int]:
             (RunKey.make().client_context(), honest),
             (old, honest),
             (nobody, honest),
-            (link._member.key.client_context(), replace(honest, group=bytes(16), reconnect=False)),
-            (link._member.key.client_context(), replace(honest, receiver=7, reconnect=False)),
-            (link._member.key.client_context(), replace(honest, sender=link.peer.rank, reconnect=False)),
-            (link._member.key.client_context(), replace(honest, group=bytes(16))),
+            (link.member.key.client_context(), replace(honest, group=bytes(16), reconnect=False)),
+            (link.member.key.client_context(), replace(honest, receiver=7, reconnect=False)),
+            (link.member.key.client_context(), replace(honest, sender=link.peer.rank, reconnect=False)),
+            (link.member.key.client_context(), replace(honest, group=bytes(16))),
         )
     ]
     dist.barrier()
@@ -273,22 +273,16 @@ def at_a_dead_ranks_port() -> tuple[bool, str, bytes]:
 
 
 def intruder_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
-    link, told, failures, until = group._mesh.links[0], b"", list[str](), time.monotonic() + 30
+    link, told, until = group.mesh.links[0], b"", time.monotonic() + 30
     context = RunKey.make().server_context()
     context.verify_mode = ssl.CERT_NONE
-    real, failed = link.peer, link._failed
-
-    def recorded(error: OSError) -> None:
-        failures.append(str(error))
-        failed(error)
-
+    real, state = link.peer, ""
     with socket.create_server(("127.0.0.1", 0)) as intruder:
-        with group._progress.lock:
-            link._failed = recorded  # type: ignore[method-assign]
+        with group.mesh.loop.lock:
             link.peer = replace(real, port=intruder.getsockname()[1])
             link.lose(ConnectionError("as a test wants it"))
         intruder.settimeout(1)
-        while not any("run's key" in failure for failure in failures) and time.monotonic() < until:
+        while "run's key" not in state and time.monotonic() < until:
             with suppress(OSError):
                 handshake = TlsHandshake(intruder.accept()[0], context, accepts=True)
                 handshake.link.settimeout(20)
@@ -296,9 +290,12 @@ def intruder_instead(group: TcpProcessGroup) -> tuple[str, bytes]:
                     told += handshake.message(GREETING_BYTES) or b""
                 finally:
                     handshake.link.close()
-        with group._progress.lock:
+            time.sleep(0.02)  # for the link to see that
+            with group.mesh.loop.lock:
+                state = link.state()
+        with group.mesh.loop.lock:
             link.peer = real
-    return str(failures), told
+    return state, told
 
 
 def test_an_unauthenticated_peer_at_the_port_of_a_dead_rank_learns_nothing(ranks: Ranks) -> None:
@@ -313,8 +310,8 @@ def mutated_frames(count: int) -> tuple[bool, int]:
     """Beginnings of handshakes with random changes, said to the other rank's port while both work."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
-    link = next(iter(group._mesh.links.values()))
-    group._mesh.admission.unauthenticated_per_s = None  # none is to wait
+    link = next(iter(group.mesh.links.values()))
+    group.mesh.admission.unauthenticated_per_s = None  # none is to wait
     is_exact = True
     for seed in range(count):
         where, own = (link.peer.address, link.peer.port), (f"127.0.0.{seed % 250 + 1}", 0)  # not all ports of one

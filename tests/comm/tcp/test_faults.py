@@ -208,8 +208,8 @@ def test_a_failures_text_of_any_characters_arrives(word: str, times: int) -> Non
     with meshes as (first, second):
         with first.loop.lock:
             first.fail(SyncError(word * times))
-        meshes.wait_until(lambda: second.broken is not None)
-        said = str(second.broken)
+        meshes.wait_until(lambda: second.error is not None)
+        said = str(second.error)
     assert (word * times).encode(errors="replace").decode().startswith(said)
 
 

@@ -22,12 +22,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hosts import Hosts
 from paceline.comm.backend import joined
+from paceline.comm.rendezvous import tell_all
 from paceline.comm.tcp import TcpProcessGroup, mesh
-from paceline.comm.tcp.link import PeerLink
+from paceline.comm.tcp import link as link_module
 from paceline.errors import SyncError
+from paceline.wire.listener import TlsHandshake
 from ranks import RankError, Ranks
 
 
@@ -59,8 +62,8 @@ def connections_that_break(every_s: float) -> Iterator[None]:
     def break_them() -> None:
         chance = random.Random(dist.get_rank())
         while not stop.wait(every_s * chance.random()):
-            with group._progress.lock:
-                link = chance.choice(list(group._mesh.links.values()))
+            with group.mesh.loop.lock:
+                link = chance.choice(list(group.mesh.links.values()))
                 if link.stream.connection is not None:
                     link.stream.connection.shutdown(socket.SHUT_RDWR)
 
@@ -80,7 +83,7 @@ def disturbed() -> tuple[list[int], list[int], int]:
     with connections_that_break(0.06):
         result = work(25, 400_000)
     dist.barrier()
-    return undisturbed, result, max(link.connections for link in group._mesh.links.values())
+    return undisturbed, result, max(link.connections for link in group.mesh.links.values())
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -104,7 +107,7 @@ def through_a_cut(rounds: int, folder: Path) -> tuple[list[int], float, str]:
             assert found == expected
         backend = group.backend
         assert isinstance(backend, TcpProcessGroup)
-        states = "; ".join(link.state() for link in backend._mesh.links.values())
+        states = "; ".join(link.state() for link in backend.mesh.links.values())
         dist.barrier()  # nobody has left when the other reads its state
         return found, longest, states
 
@@ -224,7 +227,7 @@ def unauthenticated() -> int:
     """They connect, many at once, and say nothing, something, or much; some stay. The ranks notice nothing."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
-    peer = next(iter(group._mesh.links.values())).peer
+    peer = next(iter(group.mesh.links.values())).peer
     there: list[socket.socket] = []
     expected = work(3, 100_000)
     for i in range(300):
@@ -237,7 +240,7 @@ def unauthenticated() -> int:
         [
             c
             for c in psutil.Process().net_connections("tcp")
-            if c.laddr.port == group._mesh.address[1] and c.status == "ESTABLISHED"
+            if c.laddr.port == group.mesh.address[1] and c.status == "ESTABLISHED"
         ]
     )
     for intruder in there:
@@ -283,8 +286,8 @@ def early_leaver() -> None:
     assert isinstance(group, TcpProcessGroup)
     if dist.get_rank() == 0:
         dist.send(torch.arange(3_000_000), 1)
-        with group._progress.lock:
-            connection = group._mesh.links[1].stream.connection
+        with group.mesh.loop.lock:
+            connection = group.mesh.links[1].stream.connection
             assert connection is not None
             connection.shutdown(socket.SHUT_RDWR)
     else:
@@ -320,19 +323,19 @@ def test_a_group_of_one_host_is_shared_memory_underneath(hosts: Hosts) -> None:
 
 def first_connections() -> int:
     """Attempts of rank 1 to connect in a new group, whose rank 0 knows its peers a while later than rank 1."""
-    meets, tries, attempts = mesh.meet, PeerLink._try, list[float]()
+    attempts = []
 
-    def late(*arguments: Any) -> Any:
-        places = meets(*arguments)
-        if dist.get_rank() == 0:
+    def late(store: Store, what: str, *arguments: Any) -> Any:
+        told = tell_all(store, what, *arguments)
+        if what == "place" and dist.get_rank() == 0:
             time.sleep(0.15)
-        return places
+        return told
 
-    def counted(link: PeerLink, now: float) -> None:
-        attempts.append(now)
-        tries(link, now)
+    def counted(*arguments: Any, **options: Any) -> TlsHandshake:
+        attempts.append(arguments)
+        return TlsHandshake(*arguments, **options)
 
-    with patch.object(mesh, "meet", late), patch.object(PeerLink, "_try", counted):
+    with patch.object(mesh, "tell_all", late), patch.object(link_module, "TlsHandshake", counted):
         group = dist.new_group(backend="tcp")
         dist.barrier(group)
     return len(attempts)

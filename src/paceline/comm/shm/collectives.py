@@ -14,11 +14,9 @@ everywhere.
 from __future__ import annotations
 
 import itertools
-import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from math import ceil
 
 import torch
@@ -27,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import Steps
 from paceline.comm.process_group import Collectives, Reduction
+from paceline.comm.rendezvous import tell_all
 from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
@@ -302,10 +301,10 @@ class Rounds:
         self._arenas_made = 0  # the same on all ranks
         own = create(segment_bytes(size), "group")
         try:
-            handles = _exchange(store, rank, size, own.handle, progress.doorbell, timeout_s)
-            self.segments = [own.segment if r == rank else attach(handle) for r, (handle, _) in enumerate(handles)]
-            self.peers = [progress.meet(r, doorbell) for r, (_, doorbell) in enumerate(handles)]
-            _all_are_here(store, rank, size, timeout_s)
+            told = tell_all(store, "shm", rank, size, timeout_s, [asdict(own.handle), asdict(progress.doorbell)])
+            self.segments = [own.segment if r == rank else attach(Handle(**one)) for r, (one, _) in enumerate(told)]
+            self.peers = [progress.meet(r, Handle(**doorbell)) for r, (_, doorbell) in enumerate(told)]
+            tell_all(store, "mapped", rank, size, timeout_s, None)
         finally:
             own.close_descriptor()
         self.others = [peer for peer in self.peers if peer.rank != rank]
@@ -406,19 +405,3 @@ class Rounds:
         at = _SLOTS_AT + 2 * _SLOT_BYTES + receiver * (MAIL_BYTES + MAIL_WORDS_BYTES)
         segment, ring = self.segments[sender], slice(at + MAIL_WORDS_BYTES, at + MAIL_WORDS_BYTES + MAIL_BYTES)
         return segment.words(at, MAIL_WORDS_BYTES // 8), segment.map[ring], segment.bytes[ring]
-
-
-def _exchange(
-    store: Store, rank: int, size: int, own: Handle, doorbell: Handle, timeout_s: float
-) -> list[tuple[Handle, Handle]]:
-    """Every rank's handles, by rank."""
-    store.set(f"shm/{rank}", json.dumps([asdict(own), asdict(doorbell)]))
-    store.wait([f"shm/{r}" for r in range(size)], timedelta(seconds=timeout_s))
-    found = [json.loads(store.get(f"shm/{r}")) for r in range(size)]
-    return [(Handle(**a), Handle(**b)) for a, b in found]
-
-
-def _all_are_here(store: Store, rank: int, size: int, timeout_s: float) -> None:
-    """Return once every rank has mapped what it needs."""
-    store.set(f"shm/mapped/{rank}", "yes")
-    store.wait([f"shm/mapped/{r}" for r in range(size)], timedelta(seconds=timeout_s))

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import OperationQueue, Steps
-from paceline.comm.process_group import DrivenProcessGroup, Transport, flattened, put_back
+from paceline.comm.process_group import DrivenProcessGroup, Message, Transport
 from paceline.comm.shm.collectives import MAIL_BYTES, Rounds, ShmCollectives
 from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, create
@@ -47,7 +46,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             ShmProgress.release()
             raise
         super().__init__(rank, size, timeout, name, progress, ShmCollectives(self._rounds))
-        self._sending: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
+        self._outboxes: dict[int, tuple[ShmOutbox, OperationQueue]] = {}
         self._inboxes: dict[int, ShmInbox] = {}
 
     @property
@@ -56,45 +55,23 @@ class ShmProcessGroup(DrivenProcessGroup):
 
     # Messages
 
-    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
-        self._check_open()
-        [tensor] = tensors
-        outbox, queue = self._sending.get(receiver) or self._sending.setdefault(
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
+        outbox, queue = self._outboxes.get(receiver) or self._outboxes.setdefault(
             receiver, (ShmOutbox(self._rounds, receiver), OperationQueue())
         )
-        return self._launch(
-            queue, "send", f"send to rank {receiver}", outbox.send(flattened(tensor), tag), outbox.waits_for, [tensor]
-        )
+        return queue, outbox.send(flat, tag), outbox.waits_for
 
-    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
-        self._check_open()
-        [tensor] = tensors
-        inbox, flat = self._inbox(sender), flattened(tensor)
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
+        senders = [r for r in range(self.size()) if r != self.rank()] if sender is None else [sender]
+        inboxes = [self._inbox(r) for r in senders]
 
-        def steps() -> Steps:
-            request = ShmReceive(tag, flat.view(torch.uint8))
-            inbox.request(request)  # here, where no other thread is at the inbox
-            yield from inbox.receive(request)
-            put_back(flat, tensor)
-            return sender
-
-        return self._launch(OperationQueue(), "recv", f"receive from rank {sender}", steps(), inbox.waits_for, [tensor])
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        self._check_open()
-        [tensor] = tensors
-        inboxes, flat = [self._inbox(r) for r in range(self.size()) if r != self.rank()], flattened(tensor)
-
-        def steps() -> Steps:
-            sender = yield from receive_from_any(inboxes, ShmReceive(tag, flat.view(torch.uint8)))
-            put_back(flat, tensor)
-            return sender
-
-        def waits_for() -> list[Peer]:  # one that lives can still send
+        def waits_for() -> list[Peer]:
             silent = [peer for inbox in inboxes for peer in inbox.waits_for()]
-            return silent if len(silent) == len(inboxes) and all(peer.is_gone() for peer in silent) else []
+            if sender is not None or (len(silent) == len(inboxes) and all(peer.why_over() for peer in silent)):
+                return silent
+            return []  # one that lives can still send
 
-        return self._launch(OperationQueue(), "recvAnySource", "receive from any rank", steps(), waits_for, [tensor])
+        return OperationQueue(), receive(inboxes, ShmReceive(tag, flat.view(torch.uint8))), waits_for
 
     def _inbox(self, sender: int) -> ShmInbox:
         return self._inboxes.get(sender) or self._inboxes.setdefault(sender, ShmInbox(self._rounds, sender))
@@ -107,7 +84,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             self._closed = True
             # torch's own caches may keep this object for as long as the process lives.
             del self._collectives, self._rounds, self._progress
-            self._sending.clear()
+            self._outboxes.clear()
             self._inboxes.clear()
             ShmProgress.release()
 
@@ -276,22 +253,6 @@ class ShmInbox:
         self._requests.append(request)
         self._match()
 
-    def receive(self, request: ShmReceive) -> Steps:
-        """Wait until the message is in its place.
-
-        Raises:
-            SyncError: it has another size than the place.
-        """
-        try:
-            while request.message is None or not request.message.whole:
-                self.pump()
-                if request.message is None or not request.message.whole:
-                    yield
-        except GeneratorExit:
-            self.abandon()
-            raise
-        self.deliver(request)
-
     def abandon(self) -> None:
         """Take no further requests."""
         self._abandoned = True
@@ -363,19 +324,24 @@ class ShmInbox:
         self.peer.ring()
 
 
-def receive_from_any(inboxes: Sequence[ShmInbox], request: ShmReceive) -> Steps:
-    """Wait for the first message with the tag from any rank; returns that rank."""
+def receive(inboxes: Sequence[ShmInbox], request: ShmReceive) -> Steps:
+    """Fill the place with the first message with its tag from any of the ranks; returns that rank.
+
+    Raises:
+        SyncError: the message has another size than the place.
+    """
     for inbox in inboxes:
         inbox.request(request)
     try:
-        while request.inbox is None:
+        while request.message is None or not request.message.whole:
             for inbox in inboxes:
                 inbox.pump()
-            if request.inbox is None:
+            if request.message is None or not request.message.whole:
                 yield
     except GeneratorExit:
         for inbox in inboxes:
             inbox.abandon()
         raise
-    yield from request.inbox.receive(request)
+    assert request.inbox is not None
+    request.inbox.deliver(request)
     return request.inbox.peer.rank

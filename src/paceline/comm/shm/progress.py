@@ -18,13 +18,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed import DistBackendError
-
 from paceline.cluster.cgroup import cpu_quota
 from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_all
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
-from paceline.wire.status import generation_is_over
 
 # longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
 _SPIN_S = 20e-6
@@ -34,7 +31,7 @@ _NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
 _SLEEPERS, _RUNG = 0, 1  # the words of a doorbell
 
 
-@dataclass
+@dataclass(eq=False)
 class Peer:
     """Another process of this host: rank, doorbell, and a pidfd that shows its end."""
 
@@ -44,11 +41,14 @@ class Peer:
     bell_address: int
     life: int
 
-    def is_gone(self) -> bool:
-        """True if the process has ended, even if nobody has waited for it yet."""
+    def why_over(self) -> str | None:
+        """The reason why nothing more will come: the process has ended, even if nobody has waited for it yet."""
         poll = select.poll()  # `select` knows no descriptor above 1023
         poll.register(self.life, select.POLLIN)
-        return bool(poll.poll(0))
+        return f"{self.state()} has ended" if poll.poll(0) else None
+
+    def state(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
 
     def ring(self) -> None:
         """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
@@ -184,24 +184,6 @@ class ShmProgress(Driver):
         with self.lock:  # so that whoever starts an operation either is seen here, or sees that nobody watches
             self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
             return self._watching
-
-    def _hopeless(self, operation: Operation) -> DistBackendError | None:
-        if generation_is_over():
-            return DistBackendError(f"{operation.what}: the generation is over")
-        gone = [peer for peer in operation.waits_for() if peer.is_gone()]
-        gone = [
-            peer for peer in operation.waits_for() if peer in gone
-        ]  # it may have done its part just before it ended
-        waited_s = time.monotonic() - operation.started
-        if gone:
-            who = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in gone)
-            return DistBackendError(f"{operation.what}: {who} ended after {waited_s:.1f} s of waiting for it")
-        if waited_s > operation.deadline_s:
-            late = ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in operation.waits_for())
-            return DistBackendError(
-                f"{operation.what}: timeout after {waited_s:.1f} s" + (f"; {late} did not come" if late else "")
-            )
-        return None
 
 
 _SYS_FUTEX = 202  # x86-64

@@ -81,7 +81,7 @@ class PeerLink:
         self.own, self.peer = own, peer
         self.stream = ByteStream(sink)
         self.connections = 0  # made so far
-        self._loop, self._member = loop, member
+        self._loop, self.member = loop, member
         self._connects = own.rank > peer.rank
         self._attempt: _Connecting | None = None
         self._number = 0  # the number of the connection, counted by the rank that accepts
@@ -286,7 +286,7 @@ class PeerLink:
         patience_s = min(_ATTEMPT_S[0] * 1.5 ** max(0, self._attempts - 8), _ATTEMPT_S[1])
         hello = self._greeting(self._number)
         try:
-            self._attempt = _Connecting(self.own, self.peer, self._member.key, hello, now + patience_s)
+            self._attempt = _Connecting(self.own, self.peer, self.member.key, hello, now + patience_s)
         except OSError as error:
             self._failed(error)
             return
@@ -327,15 +327,15 @@ class PeerLink:
             self._failed(ConnectionError(f"{type(error).__name__}: {error}"))
 
     def _greeting(self, number: int) -> Greeting:
-        member, reconnect = self._member, not self._connects
+        member, reconnect = self.member, not self._connects
         return Greeting(
             member.group, self.own.rank, self.peer.rank, reconnect, member.sealed, number, self.stream.received
         )
 
     def _check_sealed(self, other: Greeting) -> None:
-        if other.sealed != self._member.sealed:
+        if other.sealed != self.member.sealed:
             ours, theirs = (
-                "encrypts" if sealed else "has encrypt=off" for sealed in (self._member.sealed, other.sealed)
+                "encrypts" if sealed else "has encrypt=off" for sealed in (self.member.sealed, other.sealed)
             )
             raise SyncError(f"{self.own} {ours}, and {self.peer} {theirs}. Set it alike on every host")
 

@@ -7,7 +7,6 @@ does not block the messages behind it.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -15,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -24,11 +22,12 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.cluster.machine import own_address, own_host
-from paceline.comm.operation import Operation, OperationQueue
+from paceline.comm.operation import Breakage
+from paceline.comm.rendezvous import tell_all
 from paceline.comm.tcp.link import GREETING_BYTES, GROUP_BYTES, Greeting, Membership, PeerLink, RankAddress
 from paceline.comm.tcp.progress import TcpProgress
 from paceline.comm.tcp.stream import MESSAGE_HEADER, AlteredError, OutgoingBytes
-from paceline.comm.transport import encrypts, tell_all
+from paceline.comm.transport import encrypts
 from paceline.errors import ChannelError, LaunchError, SyncError
 from paceline.wire.key import RunKey, own_key
 from paceline.wire.listener import Admission, listen
@@ -56,13 +55,12 @@ class TcpSend:
         self.link.stream.keep(self._piece)
 
 
-class LinkMesh:
+class LinkMesh(Breakage):
     """This rank's links to all others. All but the making and `close` is called under the loop's lock."""
 
     def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:
+        super().__init__()
         self.rank, self.size, self.loop = rank, size, loop
-        self.broken: Exception | None = None
-        self.told = False
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
@@ -72,7 +70,8 @@ class LinkMesh:
         self.address, self.admission = self._listen(member)
         try:
             own = RankAddress(rank, own_host(), *self.address, os.getpid())
-            places = meet(store, own, size, timeout_s)
+            places = [RankAddress(**place) for place in tell_all(store, "place", rank, size, timeout_s, asdict(own))]
+            _must_be_reachable(own, places)
             with loop.lock:
                 for peer in places:
                     if peer.rank != rank:
@@ -102,16 +101,10 @@ class LinkMesh:
         link.flush()
         return TcpSend(link, piece)
 
-    def receive(self, source: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
-        """Have the next message (of the call's tag) from a rank put into a flat tensor."""
-        receive = TcpReceive(call, bytes_of(tensor), source=source)
-        self._inboxes[source].ask(channel, receive)
-        return receive
-
-    def receive_from_any(self, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
-        """Have the next message from whichever rank is the first put into a flat tensor."""
-        receive = TcpReceive(call, bytes_of(tensor))
-        for inbox in self._inboxes.values():
+    def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
+        """Have the next message (of the call's tag) put into a flat tensor; None: from whichever rank is the first."""
+        receive = TcpReceive(call, bytes_of(tensor), source=-1 if source is None else source)
+        for inbox in self._inboxes.values() if source is None else [self._inboxes[source]]:
             if receive.message is None:
                 inbox.ask(channel, receive)
         return receive
@@ -138,9 +131,9 @@ class LinkMesh:
 
         A rank that was told tells it, too: whoever sees it leave the group then has the reason already.
         """
-        if self.broken is not None:
+        if self.error is not None:
             return
-        self.broken = error
+        self.error = error
         said = str(error) if isinstance(error, SyncError) else f"{self._own}: {type(error).__name__}: {error}"
         text = said.encode(errors="replace")[:LONGEST_FAILURE_BYTES].decode(errors="ignore").encode()
         for link in self.links.values():
@@ -149,7 +142,7 @@ class LinkMesh:
 
     def close(self, linger_s: float) -> None:
         """End all links, when the others have received everything, or at the latest after `linger_s`."""
-        until = time.monotonic() + (linger_s if self.broken is None else min(linger_s, _LINGER_BROKEN_S))
+        until = time.monotonic() + (linger_s if self.error is None else min(linger_s, _LINGER_BROKEN_S))
         polite_until = min(until, time.monotonic() + _GOODBYE_S)
 
         def has_left(link: PeerLink) -> bool:
@@ -241,44 +234,10 @@ class LinkMesh:
     def _on_fault(self, link: PeerLink, error: Exception) -> None:
         """End the group after a link's handler raised an exception."""
         self.fail(error)
-        link.end(str(self.broken))
+        link.end(str(self.error))
 
     def _on_failure(self, text: str) -> None:
         self.fail(SyncError(text))
-
-
-class MeshQueue(OperationQueue):
-    """Operations of one group, one after the other.
-
-    The failure of one ends those of all the group's queues, on all ranks.
-    """
-
-    def __init__(self, mesh: LinkMesh) -> None:
-        self._mesh = mesh
-        super().__init__()
-
-    @property
-    def broken(self) -> Exception | None:
-        return self._mesh.broken
-
-    @broken.setter
-    def broken(self, error: Exception | None) -> None:
-        if error is not None:
-            self._mesh.fail(error)
-
-    @property
-    def told(self) -> bool:
-        """True once a caller of any of the group's queues has had that error."""
-        return self._mesh.told
-
-    @told.setter
-    def told(self, told: bool) -> None:
-        self._mesh.told |= told
-
-    def advance(self) -> list[Operation]:
-        if self.broken is not None and self.operations:
-            self.operations[0].fail(self.broken)
-        return super().advance()
 
 
 def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Membership:
@@ -305,12 +264,7 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
     return Membership(bytes.fromhex(offers[0]["group"]), key, sealed)
 
 
-def meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[RankAddress]:
-    """The listening address of every rank, by rank."""
-    keys = [f"tcp/{rank}" for rank in range(size)]
-    store.set(keys[own.rank], json.dumps(asdict(own)))
-    store.wait(keys, timedelta(seconds=timeout_s))
-    places = [RankAddress(**json.loads(value)) for value in store.multi_get(keys)]
+def _must_be_reachable(own: RankAddress, places: Sequence[RankAddress]) -> None:
     unreachable = [p for p in places if ip_address(p.address).is_loopback != ip_address(own.address).is_loopback]
     if unreachable:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]
@@ -319,7 +273,6 @@ def meet(store: Store, own: RankAddress, size: int, timeout_s: float) -> list[Ra
             "PACELINE_ADDRESS on that host to the "
             "address that the others are to use, or MASTER_ADDR to one that is not an alias of loopback."
         )
-    return places
 
 
 COLLECTIVE, MESSAGE, FAILURE = range(3)  # channels

@@ -7,19 +7,18 @@ order: the result has the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from paceline.comm.operation import Steps
-from paceline.comm.process_group import Collectives, DrivenProcessGroup, Reduction, Transport, flattened, put_back
+from paceline.comm.operation import OperationQueue, Steps
+from paceline.comm.process_group import Collectives, DrivenProcessGroup, Message, Reduction, Transport
 from paceline.comm.ring import around
 from paceline.comm.tcp.link import PeerLink
-from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, MeshQueue, TcpReceive, TcpSend
+from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, TcpReceive, TcpSend
 from paceline.comm.tcp.progress import TcpProgress
 
 
@@ -28,76 +27,51 @@ class TcpProcessGroup(DrivenProcessGroup):
 
     Made by `torch.distributed`, once `paceline.comm.tcp` is imported: `dist.init_process_group("tcp")`,
     `dist.new_group(backend="tcp")`.
+
+    Attributes:
+        mesh: the links to the other ranks, until the group ends.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         loop = TcpProgress.acquire()
         try:
-            self._mesh = LinkMesh(loop, store, rank, size, timeout.total_seconds())
+            self.mesh = LinkMesh(loop, store, rank, size, timeout.total_seconds())
         except BaseException:
             TcpProgress.release()
             raise
-        super().__init__(rank, size, timeout, name, loop, TcpCollectives(self._mesh))
-        self._operations = MeshQueue(self._mesh)
+        super().__init__(rank, size, timeout, name, loop, TcpCollectives(self.mesh))
+        self._operations = OperationQueue(self.mesh)
 
     @property
     def transport(self) -> Transport:
         """The transport for `Group`, with the unauthenticated peers that came to this process so far."""
         described = Transport("tcp")
-        described.unauthenticated = 0 if self._closed else self._mesh.loop.unauthenticated
+        described.unauthenticated = 0 if self._closed else self.mesh.loop.unauthenticated
         return described
 
-    def send(self, tensors: Sequence[Tensor], receiver: int, tag: int) -> dist.Work:
-        self._check_open()
-        [tensor] = tensors
-        under_way: list[TcpSend | TcpReceive] = []
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
+        mesh, under_way = self.mesh, list[TcpSend | TcpReceive]()
 
         def steps() -> Steps:
-            flat = flattened(tensor)
-            message = self._mesh.send(receiver, MESSAGE, _message(flat, tag), flat)
+            message = mesh.send(receiver, MESSAGE, _message(flat, tag), flat)
             under_way.append(message)
             while not message.done:
                 yield
             message.end_loan()
 
-        return self._launch(
-            MeshQueue(self._mesh), "send", f"send to rank {receiver}", steps(), self._awaited(under_way), [tensor]
-        )
+        return OperationQueue(mesh), steps(), lambda: mesh.links_of(under_way)
 
-    def recv(self, tensors: Sequence[Tensor], sender: int, tag: int) -> dist.Work:
-        return self._receive(tensors, sender, tag)
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Sequence[Tensor], sender: int | None, tag: int) -> dist.Work:
-        self._check_open()
-        [tensor] = tensors
-        under_way: list[TcpSend | TcpReceive] = []
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
+        mesh, under_way = self.mesh, list[TcpSend | TcpReceive]()
 
         def steps() -> Steps:
-            flat = flattened(tensor)
-            call = _message(flat, tag)
-            mesh = self._mesh
-            receive = (
-                mesh.receive_from_any(MESSAGE, call, flat)
-                if sender is None
-                else mesh.receive(sender, MESSAGE, call, flat)
-            )
-            under_way.append(receive)
-            while not receive.done:
+            message = mesh.receive(sender, MESSAGE, _message(flat, tag), flat)
+            under_way.append(message)
+            while not message.done:
                 yield
-            put_back(flat, tensor)
-            return receive.source
+            return message.source
 
-        title, whom = ("recvAnySource", "any rank") if sender is None else ("recv", f"rank {sender}")
-        return self._launch(
-            MeshQueue(self._mesh), title, f"receive from {whom}", steps(), self._awaited(under_way), [tensor]
-        )
-
-    def _awaited(self, under_way: list[TcpSend | TcpReceive]) -> Callable[[], list[PeerLink]]:
-        mesh = self._mesh  # kept, because a message may be in progress when the group ends
-        return lambda: mesh.links_of(under_way)
+        return OperationQueue(mesh), steps(), lambda: mesh.links_of(under_way)
 
     # The end
 
@@ -116,9 +90,9 @@ class TcpProcessGroup(DrivenProcessGroup):
     def _end(self, linger_s: float) -> None:
         if not self._closed:
             self._closed = True
-            self._mesh.close(linger_s)
+            self.mesh.close(linger_s)
             # torch's own caches may keep this object for as long as the process lives.
-            del self._collectives, self._mesh, self._operations, self._progress
+            del self._collectives, self.mesh, self._operations, self._progress
             TcpProgress.release()
 
     def getBackendName(self) -> str:

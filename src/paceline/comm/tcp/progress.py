@@ -11,13 +11,12 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from paceline.comm.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.errors import SyncError
-from paceline.wire.status import generation_is_over
 
 _NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
 _CLOCK_S = 0.05  # between two looks of the links
@@ -27,22 +26,18 @@ _IDLE_S = 0.05  # how often the thread looks in while nothing is asked of it
 OnFault: TypeAlias = Callable[[Exception], None]
 
 
-class Awaited(Protocol):
-    """Whom an operation waits for."""
-
-    def why_over(self) -> str | None:
-        """The reason why nothing more will come of it; None while something may."""
-
-    def state(self) -> str:
-        """The state of the connection, as text."""
-
-
 class TcpProgress(Driver):
     """Drives the operations and the connections of this process, of all its groups over TCP.
 
     Attributes:
         unauthenticated: connections that the groups' listeners have turned away so far.
     """
+
+    failure = SyncError
+    advice = (
+        ". Look for the first error of the ranks that did not come; if they, or the network, are only slow, raise "
+        "deadline_s."
+    )
 
     def __init__(self) -> None:
         super().__init__()  # the lock is that of the groups' links, too
@@ -202,23 +197,6 @@ class TcpProgress(Driver):
         if self._waiting or self._driving:
             return False
         return bool(self._expected) or (bool(self._busy) and (self._urgent or self._oldest_s() > GRACE_S))
-
-    def _hopeless(self, operation: Operation) -> Exception | None:
-        waited_s = time.monotonic() - operation.started
-        if generation_is_over():
-            return SyncError(f"{operation.what}: the generation is over")
-        awaited: Sequence[Awaited] = operation.waits_for()
-        over = [why for peer in awaited if (why := peer.why_over())]
-        if over:
-            return SyncError(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(over)}")
-        if waited_s > operation.deadline_s:
-            states = "; ".join(peer.state() for peer in awaited)
-            return SyncError(
-                f"{operation.what}: timeout after {waited_s:.1f} s" + (f", waiting: {states}" if states else "") + ". "
-                "Look for the first error of the ranks that did not come; if they, or the network, are only slow, "
-                "raise deadline_s."
-            )
-        return None
 
 
 _Told = TypeVar("_Told")
