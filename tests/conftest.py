@@ -26,7 +26,7 @@ import pytest
 from forked import keep_environment
 from hosts import Hosts, emulating
 from leaks import Snapshot, adopt_orphans
-from ranks import Ranks, run_on_ranks, start_forkserver
+from ranks import Ranks, run_joining, run_on_ranks, start_forkserver
 from simulated.build import COMPILER, build
 from simulated.environment import Simulated
 from slurm_cluster import is_installed as slurm_is_installed
@@ -103,6 +103,12 @@ def ranks(_seed: None) -> Ranks:
     Call a function of the test file on 4 real ranks, over gloo or `backend="shm"`.
     """
     return run_on_ranks
+
+
+@pytest.fixture
+def launched(_seed: None) -> Ranks:
+    """As `ranks`, for a function that joins the run itself, as a launched script does."""
+    return run_joining
 
 
 @pytest.fixture

@@ -95,6 +95,11 @@ def run_on_ranks(
     return run_in_places(on_this_machine(size), function, args, deadline_s, backend)
 
 
+def run_joining(size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 60.0) -> list[Any]:
+    """Call a function on ranks that a launcher has started and that are in no process group yet."""
+    return run_in_places(on_this_machine(size), function, args, deadline_s)
+
+
 def run_in_places(
     places: Sequence[RankPlace],
     function: Callable[..., Any],
