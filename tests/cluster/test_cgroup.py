@@ -35,41 +35,31 @@ def machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_a_quota_on_any_group_above_ours_counts(tmp_path: Path) -> None:
-    assert cpu_quota(machine(tmp_path, V2)) == 2.5
-
-
-def test_the_tightest_of_several_quotas_counts(tmp_path: Path) -> None:
-    assert cpu_quota(machine(tmp_path, V2 | {"sys/fs/cgroup/pod/train/cpu.max": "50000 100000"})) == 0.5
-
-
-def test_a_memory_limit_of_version_2_is_found(tmp_path: Path) -> None:
-    assert memory_limit_bytes(machine(tmp_path, V2)) == 8 * 2**30
-
-
-def test_limits_of_version_1_are_found(tmp_path: Path) -> None:
-    root = machine(tmp_path, V1)
-    assert cpu_quota(root) == 1.5
-    assert memory_limit_bytes(root) == 2 * 2**30
-
-
-def test_a_container_that_cannot_see_its_own_group_reads_its_mount_point(tmp_path: Path) -> None:
-    files = {name.replace("/docker/1f/", "/"): text for name, text in reversed(V1.items())}
-    assert cpu_quota(machine(tmp_path, files)) == 1.5
-
-
-def test_version_2_beside_version_1_is_read_too(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "1:name=systemd:/\n0::/run", "sys/fs/cgroup/unified/run/cpu.max": "300000 100000"}
-    assert cpu_quota(machine(tmp_path, files)) == 3.0
+HIDDEN = {name.replace("/docker/1f/", "/"): text for name, text in reversed(V1.items())}
+BESIDE = {"proc/self/cgroup": "1:name=systemd:/\n0::/run", "sys/fs/cgroup/unified/run/cpu.max": "300000 100000"}
 
 
 @pytest.mark.parametrize(
-    "files",
-    [{}, {"proc/self/cgroup": "0::/../elsewhere"}, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}],
+    ("files", "cores", "memory_gib"),
+    [
+        pytest.param(V2, 2.5, 8, id="version 2, with a quota on a group above"),
+        pytest.param(V2 | {"sys/fs/cgroup/pod/train/cpu.max": "50000 100000"}, 0.5, 8, id="the tightest counts"),
+        pytest.param(V1, 1.5, 2, id="version 1"),
+        pytest.param(HIDDEN, 1.5, 2, id="a container that sees its mount point only"),
+        pytest.param(BESIDE, 3.0, None, id="version 2 beside version 1"),
+        pytest.param({}, None, None, id="no groups"),
+        pytest.param({"proc/self/cgroup": "0::/../elsewhere"}, None, None, id="a group elsewhere"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None, None, id="without a limit"
+        ),
+    ],
 )
-def test_a_machine_without_limits_has_none(tmp_path: Path, files: dict[str, str]) -> None:
+def test_the_limits_of_all_groups_above_count(
+    tmp_path: Path, files: dict[str, str], cores: float | None, memory_gib: int | None
+) -> None:
     root = machine(tmp_path, files)
-    assert (cpu_quota(root), memory_limit_bytes(root)) == (None, None)
+    assert cpu_quota(root) == cores
+    assert memory_limit_bytes(root) == (None if memory_gib is None else memory_gib * 2**30)
 
 
 def test_a_group_of_version_1_gets_a_quota_beside_the_own_group(tmp_path: Path) -> None:

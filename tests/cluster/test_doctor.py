@@ -44,30 +44,37 @@ def test_the_machine_that_runs_the_tests_can_train() -> None:
     assert all(f.advice is None for f in findings if f.level == "ok")
 
 
-def test_what_the_processor_can_do_is_named(tmp_path: Path) -> None:
-    modern = files(tmp_path / "new", proc__cpuinfo="flags : fpu avx2 avx512f avx512_bf16 amx_bf16")
-    assert "AVX2, AVX-512, bf16, AMX" in one(check_machine(FOUR, None, modern), "processor").text
-    old = one(check_machine(FOUR, None, files(tmp_path / "old", proc__cpuinfo="flags : fpu sse2")), "processor")
-    assert (old.level, "Without AVX2" in old.text) == ("note", True)
-    assert one(check_machine(FOUR, None, tmp_path / "hidden"), "processor").level == "ok"
-
-
-def test_a_quota_below_the_cores_is_noted(tmp_path: Path) -> None:
-    root = files(tmp_path, proc__self__cgroup="0::/", **{"sys__fs__cgroup__cpu.max": "150000 100000"})
-    finding = one(check_machine(FOUR, None, root), "cores")
-    assert finding.level == "note"
-    assert "4 logical, 2 physical" in finding.text
-    assert "the control group allows the time of 1.5" in finding.text
+CPUFREQ, BUS = "sys__devices__system__cpu__cpu0__cpufreq__scaling_", "sys__bus__pci__devices__0000:01:00.0__"
+QUOTA = {"proc__self__cgroup": "0::/", "sys__fs__cgroup__cpu.max": "150000 100000"}
 
 
 @pytest.mark.parametrize(
-    ("governor", "driver", "level"),
-    [("powersave", "acpi-cpufreq", "note"), ("powersave", "intel_pstate", "ok"), ("performance", "acpi-cpufreq", "ok")],
+    ("texts", "topic", "level", "said"),
+    [
+        (
+            {"proc__cpuinfo": "flags : fpu avx2 avx512f avx512_bf16 amx_bf16"},
+            "processor",
+            "ok",
+            "AVX2, AVX-512, bf16, AMX",
+        ),
+        ({"proc__cpuinfo": "flags : fpu sse2"}, "processor", "note", "Without AVX2"),
+        ({}, "processor", "ok", "features unknown"),
+        (QUOTA, "cores", "note", "4 logical, 2 physical; the control group allows the time of 1.5"),
+        ({f"{CPUFREQ}governor": "powersave", f"{CPUFREQ}driver": "acpi-cpufreq"}, "clock", "note", "powersave"),
+        ({f"{CPUFREQ}governor": "powersave", f"{CPUFREQ}driver": "intel_pstate"}, "clock", "ok", "powersave"),
+        ({f"{CPUFREQ}governor": "performance", f"{CPUFREQ}driver": "acpi-cpufreq"}, "clock", "ok", "performance"),
+        ({f"{BUS}vendor": "0x10de", f"{BUS}class": "0x030200"}, "GPU", "note", "install the NVIDIA driver"),
+        ({"dev__kfd": ""}, "GPU", "note", "install torch for ROCm"),
+        ({}, "CPU energy", "note", "not available: the kernel shows no RAPL counters"),
+    ],
 )
-def test_a_governor_that_keeps_the_clock_low_is_noted(tmp_path: Path, governor: str, driver: str, level: str) -> None:
-    cpufreq = "sys__devices__system__cpu__cpu0__cpufreq__scaling_"
-    root = files(tmp_path, **{f"{cpufreq}governor": governor, f"{cpufreq}driver": driver})
-    assert one(check_machine(FOUR, None, root), "clock").level == level
+def test_a_machine_is_judged_by_the_kernels_files(
+    texts: dict[str, str], topic: str, level: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    finding = one(check_machine(FOUR, None, files(tmp_path, **texts)), topic)
+    assert finding.level == level
+    assert said in f"{finding.text} {finding.advice}"
 
 
 def test_gpus_are_listed_with_their_links(tmp_path: Path) -> None:
@@ -85,31 +92,10 @@ def test_an_accelerator_that_nvml_does_not_know_is_listed_without_its_driver_and
     assert one(findings, "GPU energy").text == "not available: no counter that is known for these"
 
 
-def test_a_gpu_without_a_driver_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    bus = "sys__bus__pci__devices__0000:01:00.0__"
-    root = files(tmp_path, **{f"{bus}vendor": "0x10de", f"{bus}class": "0x030200"})
-    finding = one(check_machine(FOUR, None, root), "GPU")
-    assert (finding.level, finding.advice) == (
-        "note",
-        "install the NVIDIA driver (in a container: start it with --gpus all)",
-    )
+def test_a_gpu_that_is_hidden_on_purpose_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert one(check_machine(FOUR, None, root), "GPU").level == "ok", "it is hidden on purpose"
-
-
-def test_amds_gpus_that_this_torch_does_not_know_are_noted(tmp_path: Path) -> None:
-    finding = one(check_machine(FOUR, None, files(tmp_path, dev__kfd="")), "GPU")
-    assert (finding.level, finding.advice) == (
-        "note",
-        "install torch for ROCm: https://pytorch.org/get-started/locally",
-    )
-
-
-def test_energy_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    finding = one(check_machine(FOUR, None, tmp_path), "CPU energy")
-    assert finding.level == "note"
-    assert finding.text.startswith("not available: the kernel shows no RAPL counters")
+    root = files(tmp_path, **{f"{BUS}vendor": "0x10de", f"{BUS}class": "0x030200"})
+    assert one(check_machine(FOUR, None, root), "GPU").level == "ok"
 
 
 def test_a_missing_dev_shm_is_noted_for_data_loaders(tmp_path: Path) -> None:

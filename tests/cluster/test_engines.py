@@ -46,6 +46,11 @@ SKY = {
     "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
     "SKYPILOT_TASK_ID": "sky-2026-task",
 }
+JOBS_OF_A_POD = {
+    "PACELINE_HOST_NUMBER": "1",
+    "PACELINE_COORDINATOR": "pace-leader-0-0.pace",
+    "JOB_COMPLETION_INDEX": "0",
+}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"}
 
 
@@ -162,22 +167,21 @@ def test_two_engines_that_say_different_places_are_refused(monkeypatch: pytest.M
         place(monkeypatch, BY_HAND, SLURM)
 
 
-def test_two_engines_that_agree_are_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = place(monkeypatch, BY_HAND, SLURM, {"PACELINE_HOST_NUMBER": "2"})
+@pytest.mark.parametrize(
+    ("variables", "engine", "number"),
+    [
+        pytest.param((BY_HAND, SLURM, {"PACELINE_HOST_NUMBER": "2"}), "hosts", 2, id="two engines that agree"),
+        pytest.param((SLURM, OPEN_MPI), "mpi", 1, id="mpirun within an allocation"),
+        pytest.param((SLURM, BY_HAND, {"PACELINE_ENGINE": "ray"}), "ray", 1, id="Ray within an allocation"),
+        pytest.param((JOB_SET, JOBS_OF_A_POD), "hosts", 1, id="several jobs of a JobSet, numbered by the manifest"),
+    ],
+)
+def test_of_several_engines_the_one_that_started_the_process_says_its_place(
+    variables: tuple[Variables, ...], engine: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = place(monkeypatch, *variables)
     assert found is not None
-    assert (found.number, found.coordinator, found.engine) == (2, "10.0.0.1", "hosts")
-
-
-def test_mpirun_within_an_allocation_of_slurm_says_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = place(monkeypatch, SLURM, OPEN_MPI)
-    assert found is not None
-    assert (found.engine, found.number) == ("mpi", 1)
-
-
-def test_a_starter_of_paceline_within_an_allocation_of_slurm_says_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = place(monkeypatch, SLURM, BY_HAND, {"PACELINE_ENGINE": "ray"})
-    assert found is not None
-    assert (found.engine, found.number) == ("ray", 1)
+    assert (found.engine, found.number) == (engine, number)
 
 
 def test_a_rank_of_torchrun_is_no_host_process_within_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +241,3 @@ def test_pods_of_a_second_replica_of_a_jobsets_job_are_refused_as_they_count_fro
     monkeypatch.setattr(socket, "gethostname", lambda: "pace-node-1-1")
     with pytest.raises(LaunchError, match=r"job 1 of node in the JobSet pace.* replicas: 1 .* PACELINE_HOST_NUMBER"):
         place(monkeypatch, JOB_SET)
-
-
-def test_several_jobs_of_a_jobset_with_a_pod_each_are_hosts_by_the_number_that_the_manifest_gives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = {"PACELINE_HOST_NUMBER": "1", "PACELINE_COORDINATOR": "pace-leader-0-0.pace", "JOB_COMPLETION_INDEX": "0"}
-    found = place(monkeypatch, JOB_SET, given)
-    assert found is not None
-    assert (found.number, found.count, found.coordinator) == (1, 2, "pace-leader-0-0.pace")

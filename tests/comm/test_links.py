@@ -18,38 +18,30 @@ def links(*hosts: int, between: LinkSpeed = BETWEEN) -> GroupLinks:
     return GroupLinks(hosts, between, INSIDE, MEMORY, step_s=1 * MS, flat_step_s=0.5 * MS)
 
 
-def test_a_message_takes_the_latency_and_its_bytes() -> None:
-    assert BETWEEN.message_s(int(5 * MB)) == pytest.approx(51 * MS)
+FAST, FASTEST = LinkSpeed(1 * MS, 10_000 * MB), LinkSpeed(1 * MS, 100_000 * MB)
 
 
-def test_a_flat_ring_of_four_crosses_the_link_with_a_half_more_than_two_hosts_need() -> None:
-    assert links(0, 0, 1, 1).flat_s(int(4 * MB)) == pytest.approx(6 * (0.5 * MS + 10 * MS))
-    assert links(0, 1, 0, 1).flat_s(int(4 * MB)) == pytest.approx(6 * (0.5 * MS + 20 * MS)), (
-        "ranks dealt in turns cross it twice at once"
-    )
-
-
-def test_our_ring_crosses_each_link_once_however_the_ranks_are_dealt() -> None:
-    for hosts in ((0, 0, 1, 1), (0, 1, 0, 1)):
-        assert links(*hosts).ring_s(int(4 * MB)) == pytest.approx(6 * (1 * MS + 10 * MS))
-
-
-def test_a_slow_inside_slows_the_ring() -> None:
-    fast = LinkSpeed(1 * MS, 10_000 * MB)
-    assert links(0, 0, 1, 1, between=fast).ring_s(int(4 * MB)) == pytest.approx(6 * (1 * MS + 1 * MS))
-    assert links(0, 1, 2, 3, between=fast).ring_s(int(4 * MB)) == pytest.approx(6 * (1 * MS + 0.1 * MS)), (
-        "nothing goes inside a host"
-    )
-
-
-def test_by_host_only_what_must_crosses_the_link_and_memory_is_hidden() -> None:
-    assert links(0, 0, 1, 1).hierarchical_s(int(4 * MB)) == pytest.approx(0.04 * MS + 2 * MS + 40 * MS)
-    assert links(0, 0, 1, 1, 2, 2).hierarchical_s(int(3 * MB)) == pytest.approx(0.04 * MS + 4 * MS + 40 * MS)
-    fast = LinkSpeed(1 * MS, 100_000 * MB)
-    limited_by_memory = links(0, 0, 1, 1, between=fast)
-    assert limited_by_memory.hierarchical_s(int(40 * MB)) == pytest.approx(0.04 * MS + 2 * MS + 4 * MS), (
-        "as slow as the memory"
-    )
+@pytest.mark.parametrize(
+    ("time_s", "expected_ms"),
+    [
+        pytest.param(BETWEEN.message_s(5 * MB), 51, id="a message: the latency and its bytes"),
+        pytest.param(links(0, 0, 1, 1).flat_s(int(4 * MB)), 6 * (0.5 + 10), id="flat crosses the link once"),
+        pytest.param(links(0, 1, 0, 1).flat_s(int(4 * MB)), 6 * (0.5 + 20), id="flat, dealt in turns: twice at once"),
+        pytest.param(links(0, 0, 1, 1).ring_s(int(4 * MB)), 6 * (1 + 10), id="our ring crosses each link once"),
+        pytest.param(links(0, 1, 0, 1).ring_s(int(4 * MB)), 6 * (1 + 10), id="however the ranks are dealt"),
+        pytest.param(links(0, 0, 1, 1, between=FAST).ring_s(int(4 * MB)), 6 * (1 + 1), id="a slow inside slows it"),
+        pytest.param(
+            links(0, 1, 2, 3, between=FAST).ring_s(int(4 * MB)), 6 * (1 + 0.1), id="unless nothing goes inside a host"
+        ),
+        pytest.param(links(0, 0, 1, 1).hierarchical_s(int(4 * MB)), 0.04 + 2 + 40, id="by host: memory is hidden"),
+        pytest.param(links(0, 0, 1, 1, 2, 2).hierarchical_s(int(3 * MB)), 0.04 + 4 + 40, id="over three hosts"),
+        pytest.param(
+            links(0, 0, 1, 1, between=FASTEST).hierarchical_s(int(40 * MB)), 0.04 + 2 + 4, id="as slow as the memory"
+        ),
+    ],
+)
+def test_the_formulas_give_what_is_counted_by_hand(time_s: float, expected_ms: float) -> None:
+    assert time_s == pytest.approx(expected_ms * MS)
 
 
 def test_large_tensors_want_the_hierarchy() -> None:

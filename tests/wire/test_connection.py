@@ -79,7 +79,7 @@ def test_who_waits_for_a_peer_that_ends_is_told_and_so_is_who_sends(ends: tuple[
 
 def test_a_peer_that_was_killed_is_told_in_plain_words_to_who_sends(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
-    there._link.shutdown(socket.SHUT_RDWR)  # as the kernel does: TLS says no word
+    there.end()  # as the kernel does: TLS says no word
     with pytest.raises(ChannelError, match=r"has closed the connection|Broken pipe|reset by peer"):
         _ = [here.send(Note("too late")) for _ in range(10_000)]  # type: ignore[func-returns-value]
 

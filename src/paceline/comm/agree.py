@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group import Group, Messages, Op, Pending
+from paceline.comm.process_group import different_calls
 from paceline.device import is_accelerator, widest_float
 from paceline.device import name as device_name
 from paceline.errors import SyncError
@@ -111,10 +112,7 @@ class CheckedGroup(Group):
 
 
 def _differ(rank: int, call: bytes, other: int, its: bytes) -> SyncError:
-    return SyncError(
-        f"the ranks made different calls: rank {rank} {_text(call)}, rank {other} {_text(its)}. Every rank of a group "
-        "must make the same calls in the same order, with tensors of the same shape and dtype."
-    )
+    return different_calls(f"rank {rank} {_text(call)}", f"rank {other} {_text(its)}")
 
 
 def _described(tensor: Tensor) -> str:

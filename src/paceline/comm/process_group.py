@@ -398,6 +398,14 @@ def _check_divides(tensor: Tensor, ranks: int) -> None:
         raise ValueError(f"all_to_all: {tensor.shape[0]} rows cannot be dealt evenly to {ranks} ranks; give the sizes")
 
 
+def different_calls(first: str, other: str) -> SyncError:
+    """The error of two ranks that make different calls, each named with its rank."""
+    return SyncError(
+        f"the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the same "
+        "order, with tensors of the same type and size."
+    )
+
+
 def _check_sizes(what: str, of_ranks: Sequence[Tensor], own: Tensor) -> None:
     for rank, tensor in enumerate(of_ranks):
         if tensor.numel() * tensor.element_size() != own.numel() * own.element_size():

@@ -171,46 +171,6 @@ def test_a_stopped_rank_is_named_at_the_deadline(ranks: Ranks) -> None:
         assert "raise deadline_s" in error
 
 
-def different(cases: list[list[str]]) -> list[list[str]]:
-    """What the ranks say that make one call each; in every case in a new group."""
-    errors: list[list[str]] = []
-    for calls in cases:
-        group = world()
-        errors.append([])
-        for _ in range(2):
-            try:
-                kind, size, dtype, how = calls[group.rank % len(calls)].split()
-                tensor = torch.zeros(int(size), dtype=getattr(torch, dtype))
-                if kind == "broadcast":
-                    group.broadcast(tensor, root=int(how))
-                else:
-                    group.all_reduce(tensor, "max" if how == "max" else "sum")
-            except SyncError as error:
-                errors[-1].append(str(error))
-    return errors
-
-
-DIFFERENT = [
-    (
-        ["all_reduce 4 float32 sum", "all_reduce 5 float32 sum"],
-        ["all_reduce sum of 4 float32", "rank 1 all_reduce sum of 5 float32"],
-    ),
-    (["all_reduce 4 float32 sum", "all_reduce 90000 float32 sum"], ["of 4 float32", "of 90000 float32"]),
-    (["all_reduce 4 float32 sum", "all_reduce 4 int32 sum"], ["of 4 float32", "of 4 int32"]),
-    (["all_reduce 4 float32 sum", "all_reduce 4 float32 max"], ["all_reduce sum", "all_reduce max"]),
-    (["all_reduce 4 float32 sum", "broadcast 4 float32 0"], ["all_reduce sum of 4", "broadcast from rank 0 of 4"]),
-    (["broadcast 4 float32 1", "broadcast 4 float32 0"], ["broadcast from rank 1", "broadcast from rank 0"]),
-]
-
-
-def test_calls_that_differ_are_both_named_and_end_the_group(ranks: Ranks) -> None:
-    for of_rank in ranks(3, different, [calls for calls, _ in DIFFERENT], backend="shm"):
-        for (first, second), (_, words) in zip(of_rank, DIFFERENT, strict=True):
-            assert "the ranks called different collectives" in first
-            assert all(word in first for word in words), first
-            assert "this group cannot be used any more, since: the ranks called different" in second
-
-
 def cpu_times(wait_s: float) -> float:
     """The processor time that this rank took while one of them let the others wait."""
     group = world()

@@ -26,6 +26,7 @@ QUICK = [
     "test_all_reduce_sum_async",
     "test_all_to_all_complex",
     "test_all_to_all_single_unequal_split_group",
+    "test_barrier_timeout_global",
     "test_batch_isend_irecv_gloo_tags",
     "test_broadcast",
     "test_broadcast_group",
@@ -53,9 +54,11 @@ QUICK = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_quick_part_of_the_suite_passes(tmp_path: Path) -> None:
-    outcomes = run_suite("--on", "shm", *QUICK, folder=tmp_path, deadline_s=200)
-    assert {name: by["shm"]["why"] for name, by in outcomes.items() if by["shm"]["how"] != "passed"} == {}
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_quick_part_of_the_suite_passes(tmp_path: Path, backend: str) -> None:
+    """All of it over TCP: `python tests/comm/shm/torch_suite.py --on gloo,tcp`."""
+    outcomes = run_suite("--on", backend, *QUICK, folder=tmp_path, deadline_s=200)
+    assert {name: by[backend]["why"] for name, by in outcomes.items() if by[backend]["how"] != "passed"} == {}
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.comm.operation import Steps
-from paceline.comm.process_group import Collectives, Reduction
+from paceline.comm.process_group import Collectives, Reduction, different_calls
 from paceline.comm.rendezvous import tell_all
 from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
@@ -219,7 +219,7 @@ class ShmCollectives(Collectives):
         key = (name, how, tensor.dtype, len(tensor))
         call = self._calls.get(key)
         if call is None:
-            words = [name, how, "of", str(len(tensor)), str(tensor.dtype).removeprefix("torch.")]
+            words = [name, how, "of", str(tensor.dtype).removeprefix("torch."), "x", str(len(tensor))]
             call = self._calls[key] = " ".join(word for word in words if word).encode()
         return call
 
@@ -372,11 +372,7 @@ class Rounds:
         """Equal but for the place is well."""
         theirs = bytes(self.segments[rank].map[at + _PLACE.size : at + _CALL_BYTES]).split(b"\0", 1)[0]
         if theirs != own:
-            raise SyncError(
-                f"the ranks called different collectives: rank {self.rank} {own.decode()}, rank {rank} "
-                f"{theirs.decode()}. Every rank of a group must make the same calls in the same order, with tensors of "
-                "the same type and size."
-            )
+            raise different_calls(f"rank {self.rank} {own.decode()}", f"rank {rank} {theirs.decode()}")
 
     # Memory that all share
 

@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.cluster.machine import own_address, own_host
 from paceline.comm.operation import Breakage
+from paceline.comm.process_group import different_calls
 from paceline.comm.rendezvous import tell_all
 from paceline.comm.tcp.link import GREETING_BYTES, GROUP_BYTES, Greeting, Membership, PeerLink, RankAddress
 from paceline.comm.tcp.progress import TcpProgress
@@ -224,12 +225,7 @@ class LinkMesh(Breakage):
         if ours == theirs:  # all_to_all, whose sizes may differ from pair to pair
             ours += f" of {len(receive.target)} bytes from rank {source}"
             theirs += f" of {len(message.data)} bytes to rank {own.rank}"
-        self.fail(
-            SyncError(
-                f"the ranks made different calls: {own} {ours}, {peer} {theirs}. Every rank of a group must make the "
-                "same calls in the same order, with tensors of the same type and size."
-            )
-        )
+        self.fail(different_calls(f"{own} {ours}", f"{peer} {theirs}"))
 
     def _on_fault(self, link: PeerLink, error: Exception) -> None:
         """End the group after a link's handler raised an exception."""

@@ -1,4 +1,4 @@
-"""Collectives over shared memory give what a plain computation gives.
+"""Collectives over shared memory and over TCP give what a plain computation gives.
 
 On all ranks the same bits: any type, size, layout, group.
 """
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from paceline.comm.shm import ShmProcessGroup
 from paceline.comm.shm.collectives import _CACHED_BYTES, _SMALL_BYTES, CHUNK_BYTES
-from ranks import Ranks
+from paceline.errors import SyncError
+from ranks import Backend, Ranks
 
 Expected = list[Tensor]
 Started = tuple[Any, list[Tensor], Expected]  # the handle, the tensors that it writes to, and what they should hold
@@ -33,6 +33,7 @@ COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
 OPS = ("sum", "min", "max", "product", "avg", "band", "bor", "bxor")
 ARENA_BYTES = 6 * CHUNK_BYTES
+ours = pytest.mark.parametrize("backend", ["shm", "tcp"])
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ def laid_out(flat: Tensor, layout: str, memory: Memory) -> Tensor:
 
 
 class Memory:
-    """Tensors in shared memory: at the same place on all ranks, at another on each, or with gaps."""
+    """Tensors in memory of the transport, if it has some.
 
-    def __init__(self, group: ShmProcessGroup) -> None:
-        arena = group.transport.empty(ARENA_BYTES, torch.uint8)
-        assert arena is not None
-        self.arena, self.rank = arena, dist.get_rank()
+    They are at the same place on all ranks, at another on each, or with gaps.
+    """
+
+    def __init__(self) -> None:
+        arena = of_the_transport(ARENA_BYTES, torch.uint8)
+        self.arena, self.rank = torch.zeros(ARENA_BYTES, dtype=torch.uint8) if arena is None else arena, dist.get_rank()
         self.used = self.kept = 0  # bytes; the first `kept` belong to calls that are still under way
 
     def take(self, numel: int, dtype: torch.dtype, layout: str) -> Tensor:
@@ -102,6 +105,14 @@ class Memory:
         if self.used > ARENA_BYTES:
             return torch.zeros(numel * stride, dtype=dtype)[::stride]
         return self.arena[start : start + numel * stride * dtype.itemsize].view(dtype)[::stride]
+
+
+def of_the_transport(numel: int, dtype: torch.dtype) -> Tensor | None:
+    """A tensor in shared memory; None over TCP."""
+    group: Any = dist.group.WORLD
+    shared: Tensor | None = group.transport.empty(numel, dtype)
+    assert (shared is not None) == (dist.get_backend() == "shm")
+    return shared
 
 
 def combined(op: str, parts: Sequence[Tensor]) -> Tensor:
@@ -140,7 +151,7 @@ class Caller:
     """Starts the calls of one rank."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
-        self.groups, self.memory = groups, Memory(groups[0])
+        self.groups, self.memory = groups, Memory()
 
     def start(self, case: Case) -> Started | None:
         """None where this rank is not in the case's group."""
@@ -258,7 +269,9 @@ CALLS = sorted(
 def run(cases: Sequence[Case]) -> None:
     """Make these calls; raises where a result is wrong."""
     size = dist.get_world_size()
-    some = [dist.new_group(members, backend="shm") for members in (range(size - 1), [size - 1, 0], range(size))]
+    some = [
+        dist.new_group(members, backend=dist.get_backend()) for members in (range(size - 1), [size - 1, 0], range(size))
+    ]
     caller = Caller([dist.group.WORLD, *some])
     pending = []
     for case in cases:
@@ -324,40 +337,39 @@ ON_RANKS = settings(
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])  # 4 ranks have a group of 3
+@ours
 @ON_RANKS
 @given(cases=st.lists(CASES, min_size=40, max_size=60))
 def test_any_calls_after_each_other_and_at_once_give_the_plain_results(
-    ranks: Ranks, size: int, cases: list[Case]
+    ranks: Ranks, size: int, backend: Backend, cases: list[Case]
 ) -> None:
-    ranks(size, run, cases, backend="shm", deadline_s=60)
+    ranks(size, run, cases, backend=backend, deadline_s=60)
 
 
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)), 3])
-def test_every_call_at_every_border(ranks: Ranks, size: int) -> None:
-    ranks(size, run, every_border(), backend="shm")
+@ours
+def test_every_call_at_every_border(ranks: Ranks, size: int, backend: Backend) -> None:
+    ranks(size, run, every_border(), backend=backend)
 
 
 def every_border() -> list[Case]:
     sizes = (0, 1, 3, *(b // 4 + d for b in (_SMALL_BYTES, CHUNK_BYTES) for d in (-1, 0, 1)), CHUNK_BYTES // 2 + 5)
-    layouts = ("contiguous", "strided", "arena")
+    kinds = [(layout, numel) for numel in sizes for layout in ("contiguous", "strided", "arena")]
+    kinds.append(("contiguous", 2**20 + 3))  # goes around a ring in many chunks
     return [
         Case(call, torch.float32, numel, "sum", i, layout, 0, later=False, seed=i)
         for call in CALLS
-        for i, numel in enumerate(sizes)
-        for layout in layouts
+        for i, (layout, numel) in enumerate(kinds)
     ]
 
 
 def random_sums(dtype: torch.dtype) -> str:
     """A digest of sums of any numbers, whose last bits depend on the order in which they are added."""
-    group = dist.group.WORLD
-    assert isinstance(group, ShmProcessGroup)
     digest = hashlib.sha256()
     for numel in (5, _SMALL_BYTES, CHUNK_BYTES + 7):
         own = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())).to(dtype)
-        shared = group.transport.empty(numel, dtype)
-        assert shared is not None
-        for tensor in (own.clone(), shared.copy_(own)):
+        shared = of_the_transport(numel, dtype)
+        for tensor in (own.clone(), own.clone() if shared is None else shared.copy_(own)):
             dist.all_reduce(tensor)
             total = sum(
                 torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype).double()
@@ -371,5 +383,110 @@ def random_sums(dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_have_the_same_bits_on_all_ranks(ranks: Ranks, dtype: torch.dtype) -> None:
-    assert len(set(ranks(4, random_sums, dtype, backend="shm"))) == 1
+@ours
+def test_sums_have_the_same_bits_on_all_ranks(ranks: Ranks, dtype: torch.dtype, backend: Backend) -> None:
+    assert len(set(ranks(4, random_sums, dtype, backend=backend))) == 1
+
+
+def strange_tensors() -> None:
+    """With gaps, of eight bits, empty, complex, sparse, and of other sizes for each pair of ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wide = torch.full((1000, 60), float(rank))
+    dist.all_reduce(wide[:, ::2])
+    assert (wide[:, ::2] == sum(range(size))).all()
+    assert (wide[:, 1::2] == rank).all()
+    small = torch.full((100_000,), 2.0).to(torch.float8_e5m2)
+    dist.all_reduce(small, dist.ReduceOp.AVG)
+    assert (small.float() == 2).all()
+    turning = torch.full((5,), 1 + rank * 1j)
+    dist.all_reduce(turning)
+    assert (turning == size + sum(range(size)) * 1j).all()
+    sparse = torch.sparse_coo_tensor(torch.tensor([[rank, size]]), torch.tensor([1.0, 1.0]), (size + 1,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * size + [size]
+    counts = [(rank + r) % 3 for r in range(size)]
+    received = torch.empty(sum(counts))
+    dist.all_to_all_single(received, torch.full((sum(counts),), float(rank)), counts, counts)
+    assert received.tolist() == [float(r) for r in range(size) for _ in range(counts[r])]
+
+
+@ours
+def test_tensors_of_every_kind(ranks: Ranks, backend: Backend) -> None:
+    ranks(3, strange_tensors, backend=backend)
+
+
+ALL_REDUCE = "all_reduce sum of float32 x 4"
+DIFFERENT = [
+    (ALL_REDUCE, "all_reduce sum of float32 x 5"),
+    (ALL_REDUCE, "all_reduce sum of float32 x 90000"),
+    ("all_reduce sum of float32 x 1000000", "all_reduce sum of float32 x 1000001"),
+    (ALL_REDUCE, "all_reduce sum of int32 x 4"),
+    (ALL_REDUCE, "all_reduce max of float32 x 4"),
+    (ALL_REDUCE, "broadcast of float32 x 4"),
+    (ALL_REDUCE, "barrier"),
+]
+
+
+def different() -> list[list[str]]:
+    """Errors of a rank that makes another call than the others, in every case in a new group, and of the next call."""
+    errors = []
+    for calls in DIFFERENT:
+        group = dist.new_group(backend=dist.get_backend())
+        what, *words = calls[dist.get_rank() % 2].split()
+        op = ReduceOp.MAX if "max" in words else ReduceOp.SUM
+        said = []
+        for _ in range(2):
+            try:
+                if what == "barrier":
+                    dist.barrier(group)
+                elif what == "broadcast":
+                    dist.broadcast(torch.zeros(4), 0, group)
+                else:
+                    dist.all_reduce(torch.zeros(int(words[-1]), dtype=getattr(torch, words[2])), op, group)
+            except (SyncError, RuntimeError) as error:
+                said.append(str(error))
+        errors.append(said)
+    return errors
+
+
+@ours
+def test_calls_that_differ_are_both_named_and_end_the_group(ranks: Ranks, backend: Backend) -> None:
+    for of_rank in ranks(2, different, backend=backend):
+        for calls, said in zip(DIFFERENT, of_rank, strict=True):
+            # over TCP a rank that has done its part hears of it with its next call
+            assert "the ranks made different calls: rank " in said[0]
+            assert all(word in said[0] for call in calls for word in call.replace("broadcast of", "broadcast").split())
+            assert "this group cannot be used any more, since: the ranks made different calls" in said[-1]
+
+
+def different_messages() -> str:
+    group = dist.new_group(backend="tcp")
+
+    def talk() -> None:
+        dist.send(torch.zeros(5), 1, group) if dist.get_rank() == 0 else dist.recv(torch.zeros(6), 0, group)
+        dist.barrier(group)
+
+    with pytest.raises((SyncError, RuntimeError)) as caught:
+        talk()
+    return str(caught.value)
+
+
+def test_over_tcp_messages_that_differ_end_the_group(ranks: Ranks) -> None:
+    for error in ranks(2, different_messages, backend="tcp"):
+        assert "message of float32 x 5" in error
+        assert "message of float32 x 6" in error
+
+
+def one_of_four_differs() -> str:
+    try:
+        dist.all_reduce(torch.zeros(500_000 + (dist.get_rank() == 2)))
+        dist.barrier()
+    except SyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_do_not_talk_to_the_odd_one_are_told(ranks: Ranks) -> None:
+    for error in ranks(4, one_of_four_differs, backend="tcp"):
+        assert "all_reduce sum of float32 x 500000" in error
+        assert "all_reduce sum of float32 x 500001" in error
