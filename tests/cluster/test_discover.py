@@ -17,14 +17,6 @@ from paceline.cluster.machine import cores_by_physical
 from paceline.errors import ClusterError
 
 
-def alone(code: str, **variables: str) -> str:
-    """What `code` prints in a Python of its own."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=os.environ | variables, capture_output=True, text=True, check=True, timeout=60
-    ).stdout.strip()
-
-
 def test_this_machine_has_what_the_kernel_lets_us_use() -> None:
     cluster = discover()
     host = cluster.hosts[0]
@@ -35,15 +27,20 @@ def test_this_machine_has_what_the_kernel_lets_us_use() -> None:
     assert cluster.describe().startswith("this machine: ")
 
 
-def test_cores_that_we_may_not_run_on_are_no_devices() -> None:
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
-    code += "from paceline.cluster.discover import discover; "
-    assert alone(code + "print(discover().devices)", CUDA_VISIBLE_DEVICES="") == "1"
+def test_cores_that_we_may_not_run_on_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    try:
+        assert discover().devices == 1
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
-@pytest.mark.parametrize("variable", [{"CUDA_VISIBLE_DEVICES": ""}, {"PACELINE_DEVICE": "cpu"}], ids=str)
-def test_hidden_gpus_leave_a_machine_of_cores(variable: dict[str, str]) -> None:
-    assert alone("from paceline.cluster.discover import discover; print(discover().kind)", **variable) == "cpu"
+@pytest.mark.parametrize("variable", [("CUDA_VISIBLE_DEVICES", ""), ("PACELINE_DEVICE", "cpu")])
+def test_hidden_gpus_leave_a_machine_of_cores(variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*variable)
+    assert discover().kind == "cpu"
 
 
 def test_a_discovered_machine_survives_its_yaml(tmp_path: Path) -> None:
@@ -57,7 +54,9 @@ def test_discovery_starts_without_torch() -> None:
         "import sys; from paceline.cluster.discover import discover, environment; "
         "discover(); environment(); print('torch' in sys.modules)"
     )
-    assert alone(code) == "False"
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.strip() == "False"
 
 
 def test_hyper_threads_of_a_core_stay_together_and_sockets_apart(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("64xH100-SXM", "is one host with 64 devices; a usual one has 8: 8x8xH100-SXM"),
         ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. The nearest there: '),
         ("8xH100, oversubscribed 0.5:1", "a network is oversubscribed 1:1 or more"),
-        ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "oversubscribed twice"),
+        ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two oversubscriptions"),
         ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'),
         ("2x8xH100, 0gbit", "carries nothing"),
         ("2x8xH100, 400gbit, 200gbit", "two rates"),

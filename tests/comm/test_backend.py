@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline.comm import backend
 from paceline.comm.backend import join, joined, leave
@@ -60,7 +61,7 @@ def meet_late() -> float:
     rank = int(os.environ["RANK"])
     if rank == 0:
         with (
-            patch.object(backend, "_met", lambda *_: (dist.HashStore(), ("gloo", None))),
+            patch.object(backend, "_met", lambda *_: (HashStore(), ("gloo", None))),
             pytest.raises(Exception, match=r"(?s)."),
             watch_generation(lambda: True),
             joined(deadline_s=0.1, generation=Generation(0, (0, 1))),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.comm.backend import joined
 from paceline.comm.group import Messages
-from paceline.comm.ring import PIECE_BYTES, ring_all_reduce
+from paceline.comm.ring import CHUNK_BYTES, ring_all_reduce
 from paceline.errors import SyncError
 from ranks import Backend, RankError, Ranks
 from thread_ranks import Arrival, Wires, in_threads
@@ -32,11 +32,11 @@ def whole_numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     numel=st.integers(0, 200),
     dtype=st.sampled_from(DTYPES),
     op=st.sampled_from(["sum", "max"]),
-    piece=st.integers(1, 64),
+    chunk=st.integers(1, 64),
     turn=st.integers(0, 7),
 )
 def test_every_rank_gets_the_exact_result(
-    size: int, numel: int, dtype: torch.dtype, op: str, piece: int, turn: int
+    size: int, numel: int, dtype: torch.dtype, op: str, chunk: int, turn: int
 ) -> None:
     parts = torch.stack([whole_numbers(rank, numel, dtype) for rank in range(size)])
     expected = parts.sum(0, dtype=dtype) if op == "sum" else parts.amax(0)
@@ -44,7 +44,7 @@ def test_every_rank_gets_the_exact_result(
 
     def call(wires: Wires) -> Tensor:
         tensor = parts[wires.rank].clone()
-        ring_all_reduce(wires, tensor, op, order=order, piece_bytes=piece * tensor.element_size())  # type: ignore[arg-type]
+        ring_all_reduce(wires, tensor, op, order=order, chunk_bytes=chunk * tensor.element_size())  # type: ignore[arg-type]
         return tensor
 
     for result in in_threads(size, call):
@@ -55,7 +55,7 @@ def test_every_rank_gets_the_exact_result(
 def test_sums_that_are_rounded_have_the_same_bits_on_every_rank(size: int) -> None:
     def call(wires: Wires) -> Tensor:
         tensor = torch.randn(10_001, generator=torch.Generator().manual_seed(wires.rank))
-        ring_all_reduce(wires, tensor, piece_bytes=4096)
+        ring_all_reduce(wires, tensor, chunk_bytes=4096)
         return tensor
 
     first, *others = in_threads(size, call)
@@ -82,7 +82,7 @@ def test_every_element_is_prepared_once_before_it_is_read_and_handed_on_once_whe
         def finish(start: int, end: int) -> None:
             given_on[start:end] += tensor[start:end]
 
-        ring_all_reduce(wires, tensor, prepare=prepare, finish=finish, piece_bytes=8 * 17)
+        ring_all_reduce(wires, tensor, prepare=prepare, finish=finish, chunk_bytes=8 * 17)
         return tensor, given_on
 
     for tensor, given_on in in_threads(3, call):
@@ -101,7 +101,7 @@ def test_pieces_follow_each_other_before_the_first_has_arrived() -> None:
         def wait(self) -> None:
             started.append(-1)
 
-    ring_all_reduce(Watched(0, 2, {}), torch.zeros(8 * PIECE_BYTES // 4))
+    ring_all_reduce(Watched(0, 2, {}), torch.zeros(8 * CHUNK_BYTES // 4))
     under_way = [sum(started[: i + 1]) for i in range(len(started))]
     assert max(under_way) == 4
     assert min(under_way[3:-4]) == 3, "another one starts whenever one ends"

@@ -161,15 +161,15 @@ def test_ranks_that_ask_at_once_fetch_once(bucket: Path) -> None:
     assert sum(line.endswith("MB)") for line in said) == 1
 
 
-def test_a_file_that_changes_under_the_download_is_refused(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (bucket / "a").write_text("before")
+def test_a_file_that_changes_under_the_download_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("before")
 
-    def changes(size: int) -> None:
-        (bucket / "a").write_text("after it was asked for")
+    def change(_: int) -> None:
+        (tmp_path / "a").write_text("after it was asked for")
 
-    monkeypatch.setattr(Store, "_part", changes)
     with pytest.raises(StorageError, match="changed while it was fetched"):
-        data.fetched(f"file://{bucket}/a", lambda line: None)
+        Store(f"file://{tmp_path}").fetch("a", tmp_path / "copy", change)
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_disk_that_is_too_small_is_told_before_the_download(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> None:

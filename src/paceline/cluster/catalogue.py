@@ -406,6 +406,7 @@ _P100_SHEET = "P100 data sheet; its sums in fp32 take an fp32 unit, so that fp16
 _MAMF = "largest products measured, of an A100's part (ml-engineering, Bekman, MAMF)"
 _MAF = "largest products measured, of an A100's part (ROCm blogs, Measuring Max-Achievable FLOPs, part 2)"
 _SCALED = "an H100-SXM's, by power for each multiprocessor (catalogue/power.py)"
+_BY_POWER = "an MI355X's, by power (catalogue/power.py)"
 
 _P100 = Chip("pascal", 56, peaks(5.3, 10.6, 10.6))
 _V100 = Chip("volta", 80, peaks(7.8, 15.7, 125, bf16=15.7))
@@ -445,13 +446,7 @@ _MI250X = Chip("cdna2", 110, peaks(47.85, 47.85, 191.5, int8=191.5))
 _MI300X = Chip("cdna3", 304, peaks(163.4, 163.4, 1307.4, tf32=653.7, fp8=2614.9, int8=2614.9), 0.62, _MAF)
 _MI325X = _MI300X._replace(sustained=0.74)
 _MI355X = Chip("cdna4", 256, peaks(78.6, 157.3, 2516.6, fp8=5033.2, fp4=10066.3, int8=5033.2), 0.72, _MAMF)
-_MI350X = Chip(
-    "cdna4",
-    256,
-    peaks(72.1, 144.2, 2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7),
-    0.66,
-    "an MI355X's, by power (catalogue/power.py)",
-)
+_MI350X = Chip("cdna4", 256, peaks(72.1, 144.2, 2306.9, fp8=4613.7, fp4=9227.5, int8=4613.7), 0.66, _BY_POWER)
 
 
 def _of_another_memory(device: Accelerator, name: str, memory_gib: float, memory_gbps: float) -> Accelerator:
@@ -518,6 +513,7 @@ GPUS = (
 
 _HALF = "a core, half of a chip, as frameworks see it; ICI: 4 links of 656 Gbit/s for 2 cores"
 _AS_V5P = {"network": "assumed, as a v5p's"}
+_V3_ASSUMED = {"device": _HALF, "network": "assumed: 100 Gbit/s for a host of 8", "host": "assumed"}
 
 # fp32 and tf32: an eighth and a quarter of bf16's, as the Gaudi 3 has them; fp64 in software
 _GAUDI_2 = Chip("gaudi", 2, peaks(9, 54, 432, tf32=108, fp8=865))
@@ -530,54 +526,19 @@ _TRAINIUM_2 = (
 )
 
 TPUS = (
-    tpu(
-        "TPU-v7x",
-        2307,
-        192,
-        7380,
-        600,
-        9216,
-        100,
-        torus=3,
-        machine=4,
-        host_gib=240,
-        fp8=4614,
-    ),
+    tpu("TPU-v7x", 2307, 192, 7380, 600, 9216, 100, torus=3, machine=4, host_gib=240, fp8=4614),
     tpu("TPU-v6e", 918, 32, 1638, 400, 256, 100, torus=2, machine=8, host_gib=192, fp8=918, int8=1836),
     tpu("TPU-v5p", 459, 95, 2765, 600, 8960, 50, torus=3, machine=4, host_gib=104, fp8=459, int8=918),
     tpu("TPU-v5e", 197, 16, 819, 200, 256, 25, torus=2, machine=8, host_gib=64, int8=393),
     tpu(
         "TPU-v4", 275, 32, 1200, 300, 4096, 50, torus=3, machine=4, host_gib=95, int8=275, power_w=192, assumed=_AS_V5P
     ),
-    tpu(
-        "TPU-v3",
-        61.5,
-        16,
-        450,
-        164,
-        2048,
-        12.5,
-        torus=2,
-        machine=8,
-        host_gib=40,
-        power_w=131,
-        assumed={"device": _HALF, "network": "assumed: 100 Gbit/s for a host of 8", "host": "assumed"},
-    ),
+    tpu("TPU-v3", 61.5, 16, 450, 164, 2048, 12.5, torus=2, machine=8, host_gib=40, power_w=131, assumed=_V3_ASSUMED),
 )
 OTHERS = (
     gpu("Gaudi-3", _GAUDI_3, 128, 3700, 900, GAUDI_3, "Gaudi 3 white paper", HPU),
     gpu("Gaudi-2", _GAUDI_2, 96, 2450, 600, GAUDI_2, "Gaudi 2 white paper; fp32, tf32 assumed", HPU),
-    neuron(
-        "Trainium-2",
-        peaks(7.5, 45.25, 166.75, tf32=166.75, fp8=324.75),
-        24,
-        725,
-        128,
-        64,
-        50,
-        32,
-        _TRAINIUM_2,
-    ),
+    neuron("Trainium-2", peaks(7.5, 45.25, 166.75, tf32=166.75, fp8=324.75), 24, 725, 128, 64, 50, 32, _TRAINIUM_2),
     neuron("Trainium-1", peaks(4, 23.75, 95, tf32=95, fp8=95, int8=190), 16, 410, 96, 32, 25, 16, _TRAINIUM_1),
 )
 CORES = (

@@ -258,7 +258,6 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
 
 
 def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
-    """The numbers of the processes in these namespaces and control groups."""
     return processes_in([os.fstat(namespace).st_ino for namespace in namespaces], groups)
 
 

@@ -333,7 +333,6 @@ class Mpi(LaunchEngine):
 
 
 def _set_by_srun() -> bool:
-    """True if PMI's variables are of a job step of Slurm."""
     pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
     return all(other in os.environ and os.environ.get(own) == os.environ[other] for own, other in pairs)
 

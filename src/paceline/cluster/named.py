@@ -25,6 +25,7 @@ _SHAPE = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(?:(\d+)\s*[x×*]\s*)?(?![-+.\d]+\s*
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt])(?:bit(?:/s)?|b/s|bps)(?: ?(?:/|per) ?(host|device|gpu))?", re.IGNORECASE)
 _PRICE = re.compile(r"[$€]?(\d+(?:\.\d+)?) ?[$€]? ?(?:/ ?|per )h(?:our)?", re.IGNORECASE)
 _OVERSUBSCRIBED = re.compile(r"oversubscribed (\d+(?:\.\d+)?)(?: ?: ?1)?(?: beyond (\d+)(?: hosts)?)?", re.IGNORECASE)
+_WORDS = {"rate": _RATE, "price": _PRICE, "oversubscription": _OVERSUBSCRIBED}
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _MOST_DEVICES = 10**6
 _MOST_ON_A_HOST = 16
@@ -68,7 +69,7 @@ def cluster_names(text: str) -> list[str]:
     for part in text.split(";"):
         words = [word for word in map(str.strip, part.split(",")) if word]
         for place, word in enumerate(words):
-            if place and any(of.fullmatch(word) for of in (_RATE, _PRICE, _OVERSUBSCRIBED)):
+            if place and any(of.fullmatch(word) for of in _WORDS.values()):
                 names[-1] += f", {word}"
             else:
                 names.append(word)
@@ -97,37 +98,31 @@ def read_name(text: str) -> NamedCluster:
     """The parts of a name. Raises as `cluster_from` does."""
     shape, *words = [word.strip() for word in text.split(",")]
     hosts, per_host, device = _shape(shape, text)
-    rate_gbps: float | None = None
-    price: float | None = None
-    oversubscribed: tuple[float, int] | None = None
+    found: dict[str, re.Match[str]] = {}
     for word in filter(None, words):
-        if match := _RATE.fullmatch(word):
-            if rate_gbps is not None:
-                raise ClusterError(f'cluster "{text}" has two rates; leave one out')
-            rate_gbps = (
-                float(match[1])
-                * _UNITS[match[2].lower()]
-                / 1e9
-                * (1 if (match[3] or "").lower() == "host" else per_host)
-            )
-        elif match := _PRICE.fullmatch(word):
-            if price is not None:
-                raise ClusterError(f'cluster "{text}" has two prices; leave one out')
-            price = float(match[1])
-        elif match := _OVERSUBSCRIBED.fullmatch(word):
-            if oversubscribed is not None:
-                raise ClusterError(f'cluster "{text}" is oversubscribed twice; leave one out')
-            oversubscribed = _oversubscribed(float(match[1]), int(match[2] or 1), text)
-        else:
+        matches = {kind: match for kind, pattern in _WORDS.items() if (match := pattern.fullmatch(word))}
+        if not matches:
             raise ClusterError(
                 f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'
                 ", nor oversubscribed 3:1"
             )
+        if twice := next(iter(matches.keys() & found.keys()), None):
+            raise ClusterError(f'cluster "{text}" has two {twice}s; leave one out')
+        found |= matches
+    rate_gbps = price = None
+    oversubscribed: tuple[float, int] | tuple[()] = ()
+    if rate := found.get("rate"):
+        sharing = 1 if (rate[3] or "").lower() == "host" else per_host
+        rate_gbps = float(rate[1]) * _UNITS[rate[2].lower()] / 1e9 * sharing
+    if found.get("price"):
+        price = float(found["price"][1])
+    if times := found.get("oversubscription"):
+        oversubscribed = _oversubscribed(float(times[1]), int(times[2] or 1), text)
     if rate_gbps == 0:
         raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
     usual = device.network.bandwidth * 8 / 1e9 * per_host
     assumed = rate_gbps is None and hosts > 1
-    return NamedCluster(hosts, per_host, device, rate_gbps or usual, assumed, price, *(oversubscribed or ()))
+    return NamedCluster(hosts, per_host, device, rate_gbps or usual, assumed, price, *oversubscribed)
 
 
 def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
@@ -188,17 +183,17 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
     else:
         gpus = tuple(
             Device(
-                index=i, kind=device.kind, name=device.name, memory_bytes=device.memory_bytes, bf16=_has_bf16(device)
+                index=i,
+                kind=device.kind,
+                name=device.name,
+                memory_bytes=device.memory_bytes,
+                bf16=device.peak_flops["bf16"] > device.peak_flops["fp32"],
             )
             for i in range(named.per_host)
         )
         memory_bytes = device.host_memory_bytes * named.per_host
         alike = Host(name="0", cores=8 * named.per_host, memory_bytes=memory_bytes, cpu="CPU", gpus=gpus, links=(link,))
     return tuple(alike.model_copy(update={"name": f"host-{i}"}) for i in range(named.hosts))
-
-
-def _has_bf16(device: Accelerator) -> bool:
-    return device.peak_flops["bf16"] > device.peak_flops["fp32"]
 
 
 def described(named: NamedCluster) -> str:
@@ -230,42 +225,21 @@ def described(named: NamedCluster) -> str:
 HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
 
 # Families by how names spell them; in the order in which they are tried. What follows a number must not be one.
+_SPELLED_AS_NAMED = (
+    "B300 B200 H200 H100 H800 H20 A100 A800 V100 P100 A10G A10 A40 L40S L40 L20 L4 A6000 T4 MI355X "
+    "MI350X MI325X MI300X MI250X MI250 MI210 CPU"
+)
 _FAMILIES = {
     "GB300": r"gb300",
     "GB200": r"gb200",
     "GH200": r"gh200",
-    "B300": r"\bb300",
-    "B200": r"\bb200",
-    "H200": r"\bh200",
-    "H100": r"\bh100",
-    "H800": r"\bh800",
-    "H20": r"\bh20",
-    "A100": r"\ba100",
-    "A800": r"\ba800",
-    "V100": r"\bv100",
-    "P100": r"\bp100",
-    "A10G": r"\ba10g",
-    "A10": r"\ba10",
-    "A40": r"\ba40",
-    "L40S": r"\bl40s",
-    "L40": r"\bl40",
-    "L20": r"\bl20",
-    "L4": r"\bl4",
-    "A6000": r"\ba6000",
+    **{name: rf"\b{name.lower()}" for name in _SPELLED_AS_NAMED.split()},
     "RTX-PRO-6000": r"\b(?:rtx ?)?pro 6000",
     "RTX-5090": r"\b(?:rtx ?)?5090",
     "RTX-4090": r"\b(?:rtx ?)?4090",
     "RTX-3090": r"\b(?:rtx ?)?3090",
     "RTX-2080-Ti": r"\b(?:rtx ?)?2080 ?ti",
     "TITAN-RTX": r"\b(?:titan rtx|rtx titan)",
-    "T4": r"\bt4",
-    "MI355X": r"\bmi355x",
-    "MI350X": r"\bmi350x",
-    "MI325X": r"\bmi325x",
-    "MI300X": r"\bmi300x",
-    "MI250X": r"\bmi250x",
-    "MI250": r"\bmi250",
-    "MI210": r"\bmi210",
     "TPU-v7x": r"\bironwood|(?:\b|tpu ?)(?:v7x|tpu7x)",
     "TPU-v6e": r"\btrillium|(?:\b|tpu)v6e",
     "TPU-v5p": r"(?:\b|tpu)v5p",
@@ -276,7 +250,6 @@ _FAMILIES = {
     "Gaudi-2": r"\bgaudi ?2|\bhl ?225",
     "Trainium-2": r"\btrainium ?2|\btrn2u?\b",
     "Trainium-1": r"\btrainium(?: ?1)?|\btrn1n?\b",
-    "CPU": r"\bcpu",
 }
 _FORMS = {"PCIe": r"\bpcie", "NVL": r"\bnvl\b", "SXM-96": r"\bhbm2e", "SXM": r"\b(?:sxm|dgx|hgx|hbm3)"}
 _SIZE = re.compile(r"\b(\d{2,3}) ?(?:gi?b?)?\b")

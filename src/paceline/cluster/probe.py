@@ -215,7 +215,6 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:
-    """FLOP/s of a product of square matrices that are large enough to reach the peak."""
     n = 256  # seconds for a product of 1024 rows, where a device computes in bf16 without having it
     # the fastest: other work only ever adds time
     while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:

@@ -117,7 +117,7 @@ class HierarchicalAllReduce(OwnAllReduce):
     With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring
     of its counterparts on the other hosts, and writes the result into the memory of all L. So a link between hosts
     carries 2 (h - 1) / h of the tensor for h hosts, whatever L is, all ranks work, and work in memory overlaps with
-    messages: both go piece by piece (see `ring`). The division of the work is that of Cho et al., 2019, "BlueConnect".
+    messages: both go chunk by chunk (see `ring`). The division of the work is that of Cho et al., 2019, "BlueConnect".
     """
 
     name = "hierarchical"

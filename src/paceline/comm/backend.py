@@ -192,7 +192,6 @@ def _keep_gloo_to_the_interface() -> None:
 
 
 def _hosts(group: Group) -> tuple[int, ...]:
-    """The host index of each rank."""
     names = group.gather_json(host_identity())
     order = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return tuple(order[name] for name in names)

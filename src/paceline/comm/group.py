@@ -529,7 +529,7 @@ class Bucket:
         self.pending = None
 
 
-def _like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A view of `piece` with the shape and strides of `parameter`, e.g. channels-last."""
+def _like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A view of `flat` with the shape and strides of `parameter`, e.g. channels-last."""
     # the same order, without gaps
-    return piece.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
+    return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

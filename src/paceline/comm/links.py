@@ -157,7 +157,6 @@ def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], N
 
 
 def _memory(group: Group) -> LinkSpeed:
-    """Sums over the ranks of a host."""
     host = group.host
     small, large = torch.zeros(_SMALL // 4, device=group.device), host.empty(_MEMORY_BYTES // 4, torch.float32)
     meeting_s = _small_s(group, lambda: host.all_reduce(small))

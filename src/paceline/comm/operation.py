@@ -289,7 +289,6 @@ class Driver(ABC):
         return None
 
     def _oldest_s(self) -> float:
-        """Seconds since the start of the oldest operation in progress."""
         now = time.monotonic()
         return now - min((queue.operations[0].started for queue in self._busy if queue.operations), default=now)
 
@@ -319,7 +318,6 @@ def call_all(calls: Iterable[Callable[[], None]]) -> None:
 
 
 def _follow_up_error(error: Exception) -> DistBackendError:
-    """The error of operations in a queue that has failed."""
     return DistBackendError(f"this group cannot be used any more, since: {error}")
 
 

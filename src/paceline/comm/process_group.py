@@ -287,7 +287,6 @@ class DrivenProcessGroup(dist.ProcessGroup):
         waits_for: Callable[[], Sequence[Awaited]],
         tensor: Tensor,
     ) -> dist.Work:
-        """Start the steps of a message."""
         operation = Operation(what, steps, self._timeout_s, waits_for)
         self._begin(queue, operation, title, [tensor])
         return DrivenWork(self._progress, operation, [tensor])

@@ -1,7 +1,7 @@
 """The ring of an all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
 
 Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
-All-reduce Algorithms for Clusters of Workstations". A piece is passed on as soon as it has arrived and was added, while
+All-reduce Algorithms for Clusters of Workstations". A chunk is passed on as soon as it has arrived and was added, while
 others are still under way. Every element is summed along the ring by one chain of ranks and then copied, so that it has
 the same bits everywhere. The algorithm `ring` runs it over any group, the transport `tcp` within its collectives.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from paceline.comm.group import Messages
 from paceline.comm.process_group import Reduction
 
-PIECE_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
-IN_FLIGHT = 4  # pieces: one arrives, one is added, and the others wait in the buffers of the connection
+CHUNK_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
+IN_FLIGHT = 4  # chunks: one arrives, one is added, and the others wait in the buffers of the connection
 
 T = TypeVar("T")
-OnPiece = Callable[[int, int], object]  # of consecutive elements: the first, and the end
+OnChunk = Callable[[int, int], object]  # of consecutive elements: the first, and the end
 
 
 class Wait(Protocol):
@@ -51,16 +51,16 @@ def ring_all_reduce(
     op: Literal["sum", "max"] = "sum",
     *,
     order: Sequence[int] | None = None,
-    prepare: OnPiece | None = None,
-    finish: OnPiece | None = None,
-    piece_bytes: int = PIECE_BYTES,
+    prepare: OnChunk | None = None,
+    finish: OnChunk | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Replace a flat contiguous tensor by the sum or maximum over the ranks.
 
     Args:
         order: the ranks around the ring; ascending by default. Neighbours should be near each other.
-        prepare: called for every piece before its elements are read, while others are on their way.
-        finish: called for every piece when its elements are those of the result, while others are on their way.
+        prepare: called for every chunk before its elements are read, while others are on their way.
+        finish: called for every chunk when its elements are those of the result, while others are on their way.
 
     Raises:
         SyncError: a rank is gone, or did not come within the deadline (from `wires`).
@@ -69,7 +69,7 @@ def ring_all_reduce(
     n, place = len(ranks), ranks.index(wires.rank)
     following, before = ranks[(place + 1) % n], ranks[place - 1]
     share = -(-tensor.numel() // n)
-    pieces = max(1, -(-share // max(1, piece_bytes // tensor.element_size())))
+    chunks = max(1, -(-share // max(1, chunk_bytes // tensor.element_size())))
     reduction = Reduction.of(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, tensor.dtype, n)
 
     def start(sent: Tensor, target: Tensor) -> Wait:
@@ -81,13 +81,13 @@ def ring_all_reduce(
         range(2 * (n - 1)),
         start,
         reduction=reduction,
-        piece=-(-share // pieces),
+        chunk=-(-share // chunks),
         ahead=IN_FLIGHT,
         prepare=prepare,
         finish=finish,
     )
     traced, shown = torch._C._autograd._profiler_enabled(), -1
-    with ExitStack() as span:  # of a step in the profiler's trace; it lasts until the step's last piece is in
+    with ExitStack() as span:  # of a step in the profiler's trace; it lasts until the step's last chunk is in
         for step, exchange in moves:
             if traced and step != shown:
                 span.close()
@@ -105,11 +105,11 @@ def around(
     steps: range,
     start: Callable[[Tensor, Tensor], T],
     *,
-    piece: int,
+    chunk: int,
     ahead: int,
     reduction: Reduction | None = None,
-    prepare: OnPiece | None = None,
-    finish: OnPiece | None = None,
+    prepare: OnChunk | None = None,
+    finish: OnChunk | None = None,
 ) -> Iterator[tuple[int, T]]:
     """Some of the 2 (n - 1) steps of a ring all-reduce among n ranks.
 
@@ -120,8 +120,8 @@ def around(
         shares: n flat tensors; a share has the same length on every rank.
         start: begins to send a tensor to the next place and to receive another from the one before. Either may be
             empty if there are fewer elements than places.
-        piece: number of elements that are sent at once.
-        ahead: maximum number of pieces under way.
+        chunk: number of elements that are sent at once.
+        ahead: maximum number of chunks under way.
         reduction: how to combine what is received in the first half.
         prepare, finish: as of `ring_all_reduce`; elements are counted over all shares.
 
@@ -130,20 +130,20 @@ def around(
     """
     n, summing = len(shares), len(shares) - 1  # steps of the first half
     begins = [0, *accumulate(map(len, shares))]
-    pieces = max(1, -(-max(map(len, shares)) // max(1, piece)))
-    # A piece is sent when it came in by the step before, so no more are under way than a step has.
-    window = min(ahead, pieces)
-    buffers = [shares[0].new_empty(piece) for _ in range(window if steps.start < summing else 0)]
+    chunks = max(1, -(-max(map(len, shares)) // max(1, chunk)))
+    # A chunk is sent when it came in by the step before, so no more are under way than a step has.
+    window = min(ahead, chunks)
+    buffers = [shares[0].new_empty(chunk) for _ in range(window if steps.start < summing else 0)]
     under_way: deque[tuple[int, int, Tensor, Tensor, T]] = deque()
 
     def cut(share: int, part: int) -> tuple[int, Tensor]:
-        """A piece, and where it begins."""
+        """A chunk, and where it begins."""
         whole, begin = shares[share % n], begins[share % n]
-        skipped = min(part * piece, len(whole))
-        return begin + skipped, whole[skipped : skipped + piece]
+        skipped = min(part * chunk, len(whole))
+        return begin + skipped, whole[skipped : skipped + chunk]
 
     def end() -> Iterator[tuple[int, T]]:
-        """See a piece in, add it up, and hand it on if it is final."""
+        """See a chunk in, add it up, and hand it on if it is final."""
         step, at, own, target, exchange = under_way.popleft()
         if prepare is not None and step < summing:
             prepare(at, at + len(own))  # while it is on its way
@@ -156,7 +156,7 @@ def around(
         if finish is not None and step >= summing - 1:
             finish(at, at + len(own))
 
-    for number, (step, part) in enumerate((step, part) for step in steps for part in range(pieces)):
+    for number, (step, part) in enumerate((step, part) for step in steps for part in range(chunks)):
         if len(under_way) == window:
             yield from end()
         (sent_at, sent), (at, own) = cut(place - step - 1, part), cut(place - step - 2, part)

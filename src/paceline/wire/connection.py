@@ -271,17 +271,13 @@ class Connection:
             ChannelError: the connection is lost, or what came is no message.
             DeadlineError: none came in time. The connection is as before.
         """
-        return self.receive_attached(deadline_s)[0]
-
-    def receive_attached(self, deadline_s: float) -> tuple[Any, memoryview | None]:
-        """The next message, and the memory attached to it. Raises as `receive`."""
         until = time.monotonic() + deadline_s
-        found = self.take_attached() if self.holds_bytes else None
-        while found is None:
+        message = self.take() if self.holds_bytes else None
+        while message is None:
             if not self.wait(select.POLLIN, until):
                 raise DeadlineError(f"{self.peer} sent nothing for {deadline_s:g} s")
-            found = self.take_attached()
-        return found
+            message = self.take()
+        return message
 
     def post(
         self, message: msgspec.Struct, *, attached: Sequence[memoryview] = (), descriptor: int | None = None
@@ -480,7 +476,6 @@ class _Outgoing:
 
 
 def _rights(descriptor: int) -> tuple[int, int, bytes]:
-    """A descriptor as sendmsg sends it."""
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]).tobytes()
 
 

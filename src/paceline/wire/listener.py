@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import ChannelError
 from paceline.wire.connection import GREETING, HANDSHAKE_S, Connection, FrameLimits
@@ -71,7 +71,7 @@ class Listener:
             raise ChannelError("without the run's key only a Unix socket is listened on")
         self.address = self._own_path or _address_of(listening)
         self._served: dict[int, Connection] = {}
-        self._loop = _ThreadLoop(listening.fileno(), self._forget_closed)
+        self._loop, self._listening_fd = SocketLoop(), listening.fileno()
         self.admission = Admission(
             listening,
             None if self._within_host else key,
@@ -94,12 +94,16 @@ class Listener:
             self._closing = True
             self._loop.wake()
             self._thread.join()
-            self._loop.close()
+            self._loop.close_loop()
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._loop.turn(self.admission.patience_s())
+                ready = self._loop.ready(self.admission.patience_s())
+                # new connections after those that are served already
+                for fd, events in sorted(ready, key=lambda event: event[0] == self._listening_fd):
+                    if fd in self._loop.handlers:  # an earlier handler may have removed it
+                        self._loop.handlers[fd][0](events)
                 self.admission.look(time.monotonic())
         finally:
             for connection in self._served.values():
@@ -120,7 +124,7 @@ class Listener:
         if self._on_message is not None:
             fd = connection.fileno()
             # the loop tells at once what has come already
-            self._loop.watch(fd, _EDGES, partial(self._serve, fd, connection))
+            self._loop.watch(fd, _EDGES, partial(self._serve, fd, connection), lambda _: self._forget_closed(fd))
             self._served[fd] = connection
 
     def _serve(self, fd: int, connection: Connection, _: int) -> None:
@@ -137,8 +141,7 @@ class Listener:
 
     def _forget_closed(self, fd: int) -> None:
         """Forget a connection that somebody else has closed, and whose descriptor has come again."""
-        if (connection := self._served.pop(fd, None)) is not None:
-            self._on_close(connection)
+        self._on_close(self._served.pop(fd))
 
     def _tell_of_refused(self, who: str) -> None:
         if self.unauthenticated == 1:
@@ -147,51 +150,6 @@ class Listener:
                 "Others will be, too, without a word.",
                 file=sys.stderr,
             )
-
-
-class _ThreadLoop:
-    """Waits for sockets in one thread, and calls the listening one's handler last.
-
-    Args:
-        listening: descriptor of the socket that takes new connections.
-        on_reuse: called with a descriptor before it is watched, as an earlier one of that number may have been closed.
-    """
-
-    def __init__(self, listening: int, on_reuse: Callable[[int], None]) -> None:
-        self._listening, self._on_reuse = listening, on_reuse
-        self._handlers: dict[int, Callable[[int], None]] = {}
-        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._wakes, select.EPOLLIN)
-
-    def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: object = None) -> None:
-        """Call `handler` on these events. Its faults end the thread."""
-        self._on_reuse(fd)
-        self._handlers[fd] = handler
-        self._epoll.register(fd, events)
-
-    def change(self, fd: int, events: int) -> None:
-        self._epoll.modify(fd, events)
-
-    def forget(self, fd: int) -> None:
-        if self._handlers.pop(fd, None) is not None:
-            with suppress(OSError):  # closing it has taken it out
-                self._epoll.unregister(fd)
-
-    def turn(self, patience_s: float | None) -> None:
-        """Wait, and call handlers once."""
-        for fd, events in sorted(self._epoll.poll(patience_s), key=lambda event: event[0] == self._listening):
-            if (handler := self._handlers.get(fd)) is not None:
-                handler(events)
-
-    def wake(self) -> None:
-        """End a wait; for any thread, once."""
-        os.eventfd_write(self._wakes, 1)
-
-    def close(self) -> None:
-        """Close what is the loop's own."""
-        self._epoll.close()
-        os.close(self._wakes)
 
 
 def _address_of(listener: socket.socket) -> tuple[str, int] | Path:
@@ -206,19 +164,51 @@ _UNAUTHENTICATED = 64.0  # in a row, before a listener with a limit rests
 _PAUSE_S = 0.05  # where no descriptor is left
 
 
-class Loop(Protocol):
-    """Waits for sockets, and calls their handlers with the events of epoll."""
+OnFault = Callable[[Exception], object]
 
-    def watch(
-        self, fd: int, events: int, handler: Callable[[int], None], on_fault: Callable[[Exception], None]
-    ) -> None:
-        """Call `handler` on these events, and `on_fault` with an exception of the handler."""
+
+class SocketLoop:
+    """Sockets that one thread at a time waits for, and their handlers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {}
+        self._epoll = select.epoll()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wakes, select.EPOLLIN)
+
+    def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: OnFault) -> None:
+        """Call `handler` with the epoll events of a descriptor.
+
+        Args:
+            on_fault: called with an exception of the handler, and where the descriptor was closed and comes again.
+        """
+        if (closed := self.handlers.pop(fd, None)) is not None:
+            closed[1](ConnectionError("it was closed"))
+        self.handlers[fd] = handler, on_fault
+        self._epoll.register(fd, events)
 
     def change(self, fd: int, events: int) -> None:
-        """Wait for other events."""
+        """Watch for other events."""
+        self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Wait no more; for descriptors that are closed already, too."""
+        """Watch a descriptor no more; it may be closed already."""
+        if self.handlers.pop(fd, None) is not None:
+            with suppress(OSError):  # closing it has taken it out
+                self._epoll.unregister(fd)
+
+    def ready(self, patience_s: float | None) -> list[tuple[int, int]]:
+        """Wait until sockets are ready; their descriptors and events."""
+        return self._epoll.poll(patience_s)
+
+    def wake(self) -> None:
+        """End all waits from now on; for any thread."""
+        os.eventfd_write(self._wakes, 1)
+
+    def close_loop(self) -> None:
+        """Close what is the loop's own."""
+        self._epoll.close()
+        os.close(self._wakes)
 
 
 class Admission:
@@ -243,7 +233,7 @@ class Admission:
         self,
         listening: socket.socket,
         key: RunKey | None,
-        loop: Loop,
+        loop: SocketLoop,
         welcome: Callable[[socket.socket, bytes], None],
         *,
         expects: int = 0,
@@ -331,7 +321,6 @@ class Admission:
         self.pending[fd] = _Pending(handshake, peer_name(link), time.monotonic() + HANDSHAKE_S)
 
     def _go_on(self, fd: int, key: RunKey, _: int) -> None:
-        """Go on with the handshake of an unproven connection."""
         handshake = self.pending[fd].handshake
         try:
             message = handshake.message(self._expects)
@@ -366,8 +355,6 @@ class Admission:
 
 @dataclass
 class _Pending:
-    """A connection that has yet to prove that it belongs to the run."""
-
     handshake: TlsHandshake
     who: str
     until: float

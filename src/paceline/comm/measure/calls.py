@@ -164,7 +164,7 @@ def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = N
     """
     rank, size, part = group.rank, group.size, numel // group.size
     own = slice(rank * part, (rank + 1) * part)
-    whole, piece = torch.zeros(numel, device=group.device), torch.zeros(part, device=group.device)
+    whole, share = torch.zeros(numel, device=group.device), torch.zeros(part, device=group.device)
     pattern = (torch.arange(numel, device=group.device) % _PERIOD).to(torch.float32)
     match collective:
         case "all_reduce":
@@ -174,10 +174,10 @@ def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = N
             return TimedCollective(tensor, tensor, pattern + rank, _sum(pattern, size), run, release)
         case "all_gather":
             expected = torch.cat([pattern[r * part : (r + 1) * part] + r for r in range(size)])
-            return TimedCollective(piece, whole, pattern[own] + rank, expected, partial(group.all_gather, whole, piece))
+            return TimedCollective(share, whole, pattern[own] + rank, expected, partial(group.all_gather, whole, share))
         case "reduce_scatter":
             total = _sum(pattern, size)[own]
-            return TimedCollective(whole, piece, pattern + rank, total, partial(group.reduce_scatter, piece, whole))
+            return TimedCollective(whole, share, pattern + rank, total, partial(group.reduce_scatter, share, whole))
         case "all_to_all":
             received, expected = torch.zeros_like(whole), torch.cat([pattern[own] + r for r in range(size)])
             run = partial(group.all_to_all, received, whole)

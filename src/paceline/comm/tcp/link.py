@@ -365,8 +365,6 @@ class PeerLink:
 
 
 class _Connecting:
-    """A connection that is being made."""
-
     def __init__(self, own: RankAddress, peer: RankAddress, key: RunKey, hello: Greeting, until: float) -> None:
         self.until, self.hello = until, hello
         family = socket.AF_INET6 if ":" in peer.address else socket.AF_INET

@@ -33,7 +33,7 @@ from paceline.errors import ChannelError, LaunchError, SyncError
 from paceline.wire.key import RunKey, own_key
 from paceline.wire.listener import Admission, listen
 
-_SMALL_BYTES = 2**15  # a message up to here is copied into one piece with its header
+_SMALL_BYTES = 2**15  # a message up to here is copied into one chunk with its header
 _GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died
 _LINGER_BROKEN_S = 1.0  # for word of a failure to go out
 _UNAUTHENTICATED_PER_S = 50.0  # peers without the key, before the listener rests
@@ -43,8 +43,8 @@ _REST_S = 0.05  # after a fault
 class TcpSend:
     """A message being sent. After `end_loan` the tensor may change."""
 
-    def __init__(self, link: PeerLink, piece: OutgoingBytes) -> None:
-        self.link, self._piece, self._end = link, piece, piece.end
+    def __init__(self, link: PeerLink, chunk: OutgoingBytes) -> None:
+        self.link, self._chunk, self._end = link, chunk, chunk.end
 
     @property
     def done(self) -> bool:
@@ -53,7 +53,7 @@ class TcpSend:
 
     def end_loan(self) -> None:
         """Keep a copy of what may have to be sent again."""
-        self.link.stream.keep(self._piece)
+        self.link.stream.keep(self._chunk)
 
 
 class LinkMesh(Breakage):
@@ -95,12 +95,12 @@ class LinkMesh(Breakage):
         link, data = self.links[to], bytes_of(tensor)
         head = header(channel, call, len(data))
         if len(data) <= _SMALL_BYTES:
-            piece = link.stream.give(memoryview(head + bytes(data)), lent=False)
+            chunk = link.stream.give(memoryview(head + bytes(data)), lent=False)
         else:
             link.stream.give(memoryview(head), lent=False)
-            piece = link.stream.give(data, lent=True)
+            chunk = link.stream.give(data, lent=True)
         link.flush()
-        return TcpSend(link, piece)
+        return TcpSend(link, chunk)
 
     def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
         """Have the next message (of the call's tag) put into a flat tensor; None: from whichever rank is the first."""
@@ -159,7 +159,6 @@ class LinkMesh(Breakage):
             self._stop_listening()
 
     def _listen(self, member: Membership) -> tuple[tuple[str, int], Admission]:
-        """Listen on the cluster's address alone."""
         try:
             listening = listen((own_address(), 0))
         except (ChannelError, OSError) as error:
@@ -228,7 +227,6 @@ class LinkMesh(Breakage):
         self.fail(different_calls(f"{own} {ours}", f"{peer} {theirs}"))
 
     def _on_fault(self, link: PeerLink, error: Exception) -> None:
-        """End the group after a link's handler raised an exception."""
         self.fail(error)
         link.end(str(self.error))
 

@@ -1,6 +1,6 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Small tensors go from every rank to every other, for a single wait. Large ones go around a ring in pieces: one piece is
+Small tensors go from every rank to every other, for a single wait. Large ones go around a ring in chunks: one chunk is
 added while the next is under way. Every element is added up along one chain of ranks, or by all ranks in the same
 order: the result has the same bits everywhere.
 """
@@ -104,8 +104,8 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
 
 
 _SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
-_PIECE_BYTES = (2**17, 2**20)  # at least, at most
-_PIECES = 8  # of a rank's share, at least, unless they became too small
+_CHUNK_BYTES = (2**17, 2**20)  # at least, at most
+_CHUNKS = 8  # of a rank's share, at least, unless they became too small
 _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
 
 
@@ -151,14 +151,14 @@ class TcpCollectives(Collectives):
             else:
                 yield from self._done([self._receive(root, call, tensor)])
             return
-        pieces, last = tensor.split(self._piece(tensor)), self._right == root
-        receives = [] if self.rank == root else [self._receive(self._left, call, piece) for piece in pieces]
+        chunks, last = tensor.split(self._chunk(tensor)), self._right == root
+        receives = [] if self.rank == root else [self._receive(self._left, call, chunk) for chunk in chunks]
         sends: list[TcpSend] = []
-        for i, piece in enumerate(pieces):
+        for i, chunk in enumerate(chunks):
             if receives:
                 yield from self._wait([receives[i]])
             if not last:
-                sends.append(self._send(self._right, call, piece))
+                sends.append(self._send(self._right, call, chunk))
         yield from self._done(sends)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
@@ -217,8 +217,8 @@ class TcpCollectives(Collectives):
         self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None
     ) -> Steps:
         """Some steps of a ring all-reduce in the order of the ranks (see `comm.ring`)."""
-        piece, sends = self._piece(max(shares, key=len)), list[TcpSend]()
-        ahead = max(1, _AHEAD_BYTES // (piece * shares[0].element_size()))
+        chunk, sends = self._chunk(max(shares, key=len)), list[TcpSend]()
+        ahead = max(1, _AHEAD_BYTES // (chunk * shares[0].element_size()))
 
         def start(sent: Tensor, target: Tensor) -> list[TcpReceive]:
             receives = [self._receive(self._left, call, target)] if len(target) else []
@@ -226,7 +226,7 @@ class TcpCollectives(Collectives):
                 sends.append(self._send(self._right, call, sent))
             return receives
 
-        for _, receives in around(shares, self.rank, steps, start, piece=piece, ahead=ahead, reduction=reduction):
+        for _, receives in around(shares, self.rank, steps, start, chunk=chunk, ahead=ahead, reduction=reduction):
             yield from self._wait(receives)
         yield from self._done(sends)
 
@@ -275,10 +275,10 @@ class TcpCollectives(Collectives):
     def _is_small(self, nbytes: int) -> bool:
         return nbytes * (self.size - 1) <= _SMALL_BYTES
 
-    def _piece(self, share: Tensor) -> int:
-        """Elements of a piece, the same on all ranks."""
-        least, most = _PIECE_BYTES
-        return max(1, min(most, max(least, share.nbytes // _PIECES)) // share.element_size())
+    def _chunk(self, share: Tensor) -> int:
+        """Elements of a chunk, the same on all ranks."""
+        least, most = _CHUNK_BYTES
+        return max(1, min(most, max(least, share.nbytes // _CHUNKS)) // share.element_size())
 
 
 def _combine(reduction: Reduction, out: Tensor, parts: Sequence[Tensor]) -> None:

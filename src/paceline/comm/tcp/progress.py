@@ -7,26 +7,21 @@ lost connections are made anew, and what was received is acknowledged, also whil
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from paceline.comm.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, call_all
 from paceline.errors import SyncError
+from paceline.wire.listener import OnFault, SocketLoop
 
 _NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
 _CLOCK_S = 0.05  # between two looks of the links
 _IDLE_S = 0.05  # how often the thread looks in while nothing is asked of it
 
 
-OnFault: TypeAlias = Callable[[Exception], None]
-
-
-class TcpProgress(Driver):
+class TcpProgress(Driver, SocketLoop):
     """Drives the operations and the connections of this process, of all its groups over TCP.
 
     Attributes:
@@ -40,13 +35,10 @@ class TcpProgress(Driver):
     )
 
     def __init__(self) -> None:
-        super().__init__()  # the lock is that of the groups' links, too
+        Driver.__init__(self)  # the lock is that of the groups' links, too
+        SocketLoop.__init__(self)
         self._turns = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)
-        self._epoll = select.epoll()
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._doorbell, select.EPOLLIN)
-        self._handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {self._doorbell: (lambda _: None, _ignore)}
         self._clocks: dict[object, tuple[Callable[[float], None], OnFault]] = {}
         self._expected: set[object] = set()
         self._driving = False
@@ -59,30 +51,9 @@ class TcpProgress(Driver):
 
     def close(self) -> None:
         super().close()
-        self._epoll.close()
-        os.close(self._doorbell)
+        self.close_loop()
 
-    # Sockets and clocks; the caller holds the lock
-
-    def watch(self, fd: int, events: int, handler: Callable[[int], None], on_fault: OnFault) -> None:
-        """Call `handler` with the epoll events of a descriptor.
-
-        Args:
-            on_fault: called with an exception that the handler raises. It ends the connection or the group that the
-                descriptor belongs to. Other groups of the process go on.
-        """
-        self._handlers[fd] = handler, on_fault
-        self._epoll.register(fd, events)
-
-    def change(self, fd: int, events: int) -> None:
-        """Watch for other events."""
-        self._epoll.modify(fd, events)
-
-    def forget(self, fd: int) -> None:
-        """Watch a descriptor no more."""
-        if self._handlers.pop(fd, None) is not None:
-            with suppress(OSError):  # closing it has taken it out
-                self._epoll.unregister(fd)
+    # Sockets (see `SocketLoop`) and clocks; the caller holds the lock
 
     def add_clock(self, key: object, look: Callable[[float], None], on_fault: OnFault) -> None:
         """Call `look` with the time every few hundredths of a second; `on_fault` as in `watch`."""
@@ -120,7 +91,7 @@ class TcpProgress(Driver):
 
     def _wake_thread(self) -> None:
         self._wanted.notify_all()
-        os.eventfd_write(self._doorbell, 1)  # never read: called once, at the end
+        self.wake()
 
     def _look(self) -> Calls:
         return [] if self._driving else self._turn(0)
@@ -151,12 +122,12 @@ class TcpProgress(Driver):
         try:
             self.lock.release()
             try:
-                ready = self._epoll.poll(nap_s)
+                ready = self.ready(nap_s)
             finally:
                 self.lock.acquire()
             for fd, events in ready:
-                if fd in self._handlers:  # an earlier handler may have removed it
-                    _call(*self._handlers[fd], events)
+                if fd in self.handlers:  # an earlier handler may have removed it
+                    _call(*self.handlers[fd], events)
             now = time.monotonic()
             if now - self._looked_at >= _CLOCK_S:
                 self._looked_at = now
@@ -208,7 +179,3 @@ def _call(handler: Callable[[_Told], None], on_fault: OnFault, told: _Told) -> N
         handler(told)
     except Exception as error:  # noqa: BLE001 - whatever it is, other groups go on
         on_fault(error)
-
-
-def _ignore(_: Exception) -> None:
-    """The doorbell's handler raises nothing."""

@@ -30,7 +30,7 @@ from paceline.errors import SyncError
 
 KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
-RECORD_BYTES = 2**20  # of plaintext, at most: a piece of a ring, so that Python's turns cost little beside the cipher
+RECORD_BYTES = 2**20  # of plaintext, at most: a chunk of a ring, so that Python's turns cost little beside the cipher
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
 # Consecutive parts of at most this size are copied into one record, up to _MOST_GATHERED of them.
 _GATHERED_BYTES = 2**12
@@ -199,7 +199,7 @@ def _nonce(number: int) -> bytes:
 MESSAGE_HEADER = struct.Struct("<BBBBiQqQQ")  # channel, what, how, dtype, root, number, tag, elements, bytes
 _FRAME = struct.Struct("<IQ")
 _GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this connection or any other
-# At most in a frame, so that word of what was received is never far behind: a piece of a ring, and its header.
+# At most in a frame, so that word of what was received is never far behind: a chunk of a ring, and its header.
 FRAME_BYTES = RECORD_BYTES + MESSAGE_HEADER.size
 _ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
 WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again
@@ -272,10 +272,10 @@ class ByteStream:
 
         Lent ones must stay as they are until `written` has passed them and `keep` was called.
         """
-        piece = OutgoingBytes(self.given, data, lent)
-        self._queued.append(piece)
-        self.given = piece.end
-        return piece
+        chunk = OutgoingBytes(self.given, data, lent)
+        self._queued.append(chunk)
+        self.given = chunk.end
+        return chunk
 
     @property
     def written(self) -> int:
@@ -287,15 +287,15 @@ class ByteStream:
         """Bytes that the other side is not known to have."""
         return self.given - self.acknowledged
 
-    def keep(self, piece: OutgoingBytes) -> None:
+    def keep(self, chunk: OutgoingBytes) -> None:
         """End a loan: copy what may have to be sent again."""
-        if piece.lent:
-            begin = max(piece.start, self.acknowledged)
-            piece.data, piece.start = (
-                memoryview(bytes(piece.data[begin - piece.start :])) if begin < piece.end else memoryview(b""),
+        if chunk.lent:
+            begin = max(chunk.start, self.acknowledged)
+            chunk.data, chunk.start = (
+                memoryview(bytes(chunk.data[begin - chunk.start :])) if begin < chunk.end else memoryview(b""),
                 begin,
             )
-            piece.lent = False
+            chunk.lent = False
 
     # Connections
 
@@ -365,14 +365,14 @@ class ByteStream:
         payload: list[memoryview] = []
         left = max(room, 0)
         while left:
-            piece = self._queued[0]
-            offset = self.sent - piece.start
-            part = piece.data[offset : offset + left]
+            chunk = self._queued[0]
+            offset = self.sent - chunk.start
+            part = chunk.data[offset : offset + left]
             if part:
                 payload.append(part)
             self.sent += len(part)
             left -= len(part)
-            if self.sent >= piece.end:
+            if self.sent >= chunk.end:
                 self._kept.append(self._queued.popleft())
         self._frame_payload = max(room, 0)
         self._frame = [memoryview(_FRAME.pack(self._frame_payload, self.received)), *payload]
@@ -381,7 +381,6 @@ class ByteStream:
         return True
 
     def _drop(self, count: int) -> None:
-        """The kernel has taken bytes of the frame."""
         self._frame_left -= count
         if not self._frame_left:
             self._frame = []
@@ -462,6 +461,6 @@ class ByteStream:
         if not self.acknowledged <= position <= self.given:
             raise AlteredError(f"the other side acknowledges {position} bytes of {self.given}")
         self.acknowledged = position
-        for pieces in (self._kept, self._queued):
-            while pieces and pieces[0].end <= position:
-                pieces.popleft()
+        for chunks in (self._kept, self._queued):
+            while chunks and chunks[0].end <= position:
+                chunks.popleft()
