@@ -225,7 +225,7 @@ def answer(question: dict[str, float], groups: dict[str, Any]) -> object:
     if "steps_s" in question:
         return steps_per_s(question["steps_s"], sealed)
     assert isinstance(sealed, TcpProcessGroup)
-    return sealed._mesh.address[1]
+    return sealed.mesh.address[1]
 
 
 def times_of(size: int, groups: dict[str, Any]) -> Times:

@@ -164,9 +164,6 @@ def test_a_run_without_shared_memory_trains_over_gloo_and_says_so(tmp_path: Path
     [event] = events(tmp_path / "run", "transport")
     assert event["transport"] == "gloo"
     assert "is refused" in event["reason"]
-    with largest_file(2_000_000):
-        insisted = paceline("train", job, "--plan", "dp=2 transport=shm", "--run", "other", folder=tmp_path)
-    assert "transport=shm cannot be had: shared memory of" in insisted.error
 
 
 def test_the_same_run_over_both_transports_learns_the_same(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from paceline.job.spec import load_object
 from paceline.planning.sync_info import TRANSPORTS
 
 Options = Any  # torch's options of a collective; each kind is a class of its own
-Message = tuple[OperationQueue, Steps, Callable[[], Sequence[Awaited]]]
+MessageSteps = tuple[OperationQueue, Steps, Callable[[], Sequence[Awaited]]]
 LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
 
 
@@ -256,11 +256,11 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
         return self._launch(queue, title, f"receive from {whom}", steps(), waits_for, tensor)
 
-    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> MessageSteps:
         """The steps that send a flat tensor, their queue, and whom they wait for."""
         raise NotImplementedError
 
-    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
         """The steps that fill a flat tensor and return its sender; None: whichever rank is the first."""
         raise NotImplementedError
 

@@ -80,8 +80,6 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
 
     It is found out by trying, and told to all.
     """
-    if len(set(tell_all(store, "host", rank, size, timeout_s, host_identity()))) > 1:
-        return SEVERAL_HOSTS
     own, reason = None, why_no_shared_memory()
     try:
         if reason is None:
@@ -89,9 +87,11 @@ def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str 
     except ClusterError as error:
         reason = str(error)
     try:
-        offers = tell_all(store, "offer", rank, size, timeout_s, [own and asdict(own.handle), reason])
-        if all(handle for handle, _ in offers):
-            reason = _try(lambda: [attach(Handle(**handle)) for handle, _ in offers])
+        offers = tell_all(store, "offer", rank, size, timeout_s, [host_identity(), own and asdict(own.handle)])
+        if len({host for host, _ in offers}) > 1:
+            return SEVERAL_HOSTS
+        if all(handle for _, handle in offers):
+            reason = _try(lambda: [attach(Handle(**handle)) for _, handle in offers])
         verdicts = tell_all(store, "verdict", rank, size, timeout_s, reason)
     finally:
         if own is not None:

@@ -24,7 +24,6 @@ from paceline.errors import SyncError
 from paceline.wire.key import RunKey
 from paceline.wire.listener import TlsHandshake
 from ranks import RankError, Ranks
-from unauthenticated import mutated_hello
 
 ROUNDS, NUMEL = 6, 300_000
 TELLING = b"nobody is to read this" * 100
@@ -304,27 +303,3 @@ def test_an_unauthenticated_peer_at_the_port_of_a_dead_rank_learns_nothing(ranks
     assert second
     assert "does not show this run's key" in error
     assert told == b""
-
-
-def mutated_frames(count: int) -> tuple[bool, int]:
-    """Beginnings of handshakes with random changes, said to the other rank's port while both work."""
-    group = dist.group.WORLD
-    assert isinstance(group, TcpProcessGroup)
-    link = next(iter(group.mesh.links.values()))
-    group.mesh.admission.unauthenticated_per_s = None  # none is to wait
-    is_exact = True
-    for seed in range(count):
-        where, own = (link.peer.address, link.peer.port), (f"127.0.0.{seed % 250 + 1}", 0)  # not all ports of one
-        with socket.create_connection(where, 60, own) as intruder, suppress(OSError):
-            intruder.sendall(mutated_hello(seed))
-        if seed % (count // 4) == 0:
-            is_exact &= exact(group)
-    dist.barrier()
-    return is_exact, link.connections
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
-def test_mutated_handshakes_have_no_effect(ranks: Ranks, count: int) -> None:
-    for is_exact, connections in ranks(2, mutated_frames, count, backend="tcp", deadline_s=60 + count / 40):
-        assert is_exact
-        assert connections == 1

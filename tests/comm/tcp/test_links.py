@@ -32,6 +32,7 @@ from paceline.comm.tcp import link as link_module
 from paceline.errors import SyncError
 from paceline.wire.listener import TlsHandshake
 from ranks import RankError, Ranks
+from unauthenticated import mutated_hello
 
 
 def work(rounds: int, numel: int) -> list[int]:
@@ -224,7 +225,7 @@ def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(ranks: Ra
 
 
 def unauthenticated() -> int:
-    """They connect, many at once, and say nothing, something, or much; some stay. The ranks notice nothing."""
+    """They connect, many at once, and say nothing, something, or a changed handshake; some stay."""
     group = dist.group.WORLD
     assert isinstance(group, TcpProcessGroup)
     peer = next(iter(group.mesh.links.values())).peer
@@ -232,7 +233,7 @@ def unauthenticated() -> int:
     expected = work(3, 100_000)
     for i in range(300):
         intruder = socket.create_connection((peer.address, peer.port), timeout=10)
-        intruder.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"pace-tcp" + bytes(60)][i % 4])
+        intruder.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", b"pace-tcp" + bytes(60), mutated_hello(i)][i % 4])
         there.append(intruder)
     with connections_that_break(0.1):
         assert work(6, 100_000)[:3] == expected

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.messages import Matching, Message, Receive
 from paceline.comm.operation import OperationQueue, Steps
-from paceline.comm.process_group import DrivenProcessGroup, Message, Transport
+from paceline.comm.process_group import DrivenProcessGroup, MessageSteps, Transport
 from paceline.comm.shm.collectives import MAIL_BYTES, Rounds, ShmCollectives
 from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, create
@@ -55,13 +54,13 @@ class ShmProcessGroup(DrivenProcessGroup):
 
     # Messages
 
-    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> MessageSteps:
         outbox, queue = self._outboxes.get(receiver) or self._outboxes.setdefault(
             receiver, (ShmOutbox(self._rounds, receiver), OperationQueue())
         )
         return queue, outbox.send(flat, tag), outbox.waits_for
 
-    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
         senders = [r for r in range(self.size()) if r != self.rank()] if sender is None else [sender]
         inboxes = [self._inbox(r) for r in senders]
 
@@ -71,7 +70,7 @@ class ShmProcessGroup(DrivenProcessGroup):
                 return silent
             return []  # one that lives can still send
 
-        return OperationQueue(), receive(inboxes, ShmReceive(tag, flat.view(torch.uint8))), waits_for
+        return OperationQueue(), receive(inboxes, Receive(tag, flat.view(torch.uint8))), waits_for
 
     def _inbox(self, sender: int) -> ShmInbox:
         return self._inboxes.get(sender) or self._inboxes.setdefault(sender, ShmInbox(self._rounds, sender))
@@ -198,35 +197,6 @@ class ShmOutbox:
         return [self._peer] if self._free() < _HEADER.size else []
 
 
-@dataclass
-class ShmMessage:
-    """One that is coming in, or waits to be asked for."""
-
-    tag: int
-    size: int
-    data: Tensor
-    received: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """True once all bytes have arrived."""
-        return self.received == self.size
-
-
-@dataclass
-class ShmReceive:
-    """A place for the next message with a tag, and the message once it comes."""
-
-    tag: int
-    target: Tensor
-    message: ShmMessage | None = None
-    inbox: ShmInbox | None = None
-
-    def take(self, message: ShmMessage, inbox: ShmInbox) -> None:
-        """The message is found."""
-        self.message, self.inbox = message, inbox
-
-
 class ShmInbox:
     """This rank's end of the ring from one sender."""
 
@@ -234,12 +204,11 @@ class ShmInbox:
         self.peer = rounds.peers[sender]
         self._words, self._headers, self._ring = rounds.mailbox(sender, rounds.rank)
         self._read = 0
-        self._coming: ShmMessage | None = None
+        self._coming: Message | None = None
         self._abandoned = False
-        self._kept: deque[ShmMessage] = deque()
-        self._requests: deque[ShmReceive] = deque()
+        self._matching = Matching()
 
-    def request(self, request: ShmReceive) -> None:
+    def request(self, request: Receive) -> None:
         """Ask for a message; those who ask first are served first.
 
         Raises:
@@ -250,24 +219,13 @@ class ShmInbox:
                 f"this group cannot be used any more for messages from rank {self.peer.rank}, since a receive "
                 "from it failed"
             )
-        self._requests.append(request)
-        self._match()
+        message = self._matching.ask(request.call, request)
+        if message is not None:
+            request.take(message, self.peer.rank)
 
     def abandon(self) -> None:
         """Take no further requests."""
         self._abandoned = True
-
-    def deliver(self, request: ShmReceive) -> None:
-        """Put a whole message where it was asked for."""
-        message, target = request.message, request.target
-        assert message is not None
-        if message.size != len(target):
-            raise SyncError(
-                f"rank {self.peer.rank} sent a message of {message.size} bytes (tag {request.tag}) for a "
-                f"tensor of {len(target)} bytes"
-            )
-        if message.data is not target:
-            target.copy_(message.data)
 
     def pump(self) -> None:
         """Take what has come out of the ring."""
@@ -279,43 +237,28 @@ class ShmInbox:
                 self._take(_HEADER.size)
             else:
                 message = self._coming
-                count = min(there, MAIL_BYTES - at, message.size - message.received, _STEP_BYTES)
+                count = min(there, MAIL_BYTES - at, len(message.data) - message.received, _STEP_BYTES)
                 message.data[message.received : message.received + count].copy_(self._ring[at : at + count])
                 message.received += count
                 self._take(count)
             if self._coming.whole:
-                self._take(-self._coming.size % _HEADER.size)
+                self._take(-len(self._coming.data) % _HEADER.size)
                 self._coming = None
 
     def waits_for(self) -> list[Peer]:
         """The sender, while nothing of it is there to be read."""
         return [self.peer] if self._words[_WRITTEN] == self._read else []
 
-    def _begin(self, tag: int, size: int) -> ShmMessage:
+    def _begin(self, tag: int, size: int) -> Message:
         """Straight into the first place that waits for it; else into memory of its own."""
-        request = next((r for r in self._open() if r.tag == tag), None)
+        request = self._matching.who_waits(tag)
         fits = request is not None and len(request.target) == size
-        message = ShmMessage(
-            tag, size, request.target if request is not None and fits else torch.empty(size, dtype=torch.uint8)
-        )
+        message = Message(tag, request.target if request and fits else torch.empty(size, dtype=torch.uint8))
         if request is None:
-            self._kept.append(message)
+            self._matching.keep(tag, message)
         else:
-            request.take(message, self)
+            request.take(message, self.peer.rank)
         return message
-
-    def _match(self) -> None:
-        """Give what was kept to those who ask for it."""
-        for request in self._open():
-            found = next((i for i, message in enumerate(self._kept) if message.tag == request.tag), None)
-            if found is not None:
-                request.take(self._kept[found], self)
-                del self._kept[found]
-
-    def _open(self) -> list[ShmReceive]:
-        """Requests whose message has not begun; others may have been served by another sender."""
-        self._requests = deque(request for request in self._requests if request.message is None)
-        return list(self._requests)
 
     def _take(self, count: int) -> None:
         self._read += count
@@ -324,7 +267,7 @@ class ShmInbox:
         self.peer.ring()
 
 
-def receive(inboxes: Sequence[ShmInbox], request: ShmReceive) -> Steps:
+def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
     """Fill the place with the first message with its tag from any of the ranks; returns that rank.
 
     Raises:
@@ -333,15 +276,22 @@ def receive(inboxes: Sequence[ShmInbox], request: ShmReceive) -> Steps:
     for inbox in inboxes:
         inbox.request(request)
     try:
-        while request.message is None or not request.message.whole:
+        while not request.done:
             for inbox in inboxes:
                 inbox.pump()
-            if request.message is None or not request.message.whole:
+            if not request.done:
                 yield
     except GeneratorExit:
         for inbox in inboxes:
             inbox.abandon()
         raise
-    assert request.inbox is not None
-    request.inbox.deliver(request)
-    return request.inbox.peer.rank
+    message, target = request.message, request.target
+    assert message is not None
+    if len(message.data) != len(target):
+        raise SyncError(
+            f"rank {request.source} sent a message of {len(message.data)} bytes (tag {request.call}) for a tensor of "
+            f"{len(target)} bytes"
+        )
+    if message.data is not target:
+        target.copy_(message.data)
+    return request.source

@@ -11,9 +11,8 @@ import os
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline.cluster.machine import own_address, own_host
+from paceline.comm.messages import Matching, Message, Receive
 from paceline.comm.operation import Breakage
 from paceline.comm.process_group import different_calls
 from paceline.comm.rendezvous import tell_all
@@ -102,15 +102,15 @@ class LinkMesh(Breakage):
         link.flush()
         return TcpSend(link, chunk)
 
-    def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
+    def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> Receive:
         """Have the next message (of the call's tag) put into a flat tensor; None: from whichever rank is the first."""
-        receive = TcpReceive(call, bytes_of(tensor), source=-1 if source is None else source)
+        receive = Receive(call, bytes_of(tensor), source=-1 if source is None else source)
         for inbox in self._inboxes.values() if source is None else [self._inboxes[source]]:
             if receive.message is None:
                 inbox.ask(channel, receive)
         return receive
 
-    def links_of(self, under_way: Sequence[TcpSend | TcpReceive]) -> list[PeerLink]:
+    def links_of(self, under_way: Sequence[TcpSend | Receive]) -> list[PeerLink]:
         """The links that messages wait for.
 
         A message from any rank waits for all links, unless every other rank is over, since one may still send.
@@ -218,7 +218,7 @@ class LinkMesh(Breakage):
             connection.close()
             self._on_fault(link, error)
 
-    def _on_mismatch(self, source: int, receive: TcpReceive, message: TcpMessage) -> None:
+    def _on_mismatch(self, source: int, receive: Receive, message: Message) -> None:
         own, peer = self._own, self.links[source].peer
         ours, theirs = str(receive.call), str(message.call)
         if ours == theirs:  # all_to_all, whose sizes may differ from pair to pair
@@ -330,36 +330,6 @@ def header(channel: int, call: CurrentCall, nbytes: int) -> bytes:
     return MESSAGE_HEADER.pack(channel, what, how, dtype, root, number, tag, elements, nbytes)
 
 
-@dataclass
-class TcpMessage:
-    """One that is coming in, or waits to be asked for."""
-
-    channel: int
-    call: CurrentCall
-    data: memoryview
-    received: int = 0
-
-    @property
-    def whole(self) -> bool:
-        """True once all bytes have arrived."""
-        return self.received == len(self.data)
-
-
-@dataclass(eq=False)
-class TcpReceive:
-    """A place for a message that is waited for."""
-
-    call: CurrentCall
-    target: memoryview
-    message: TcpMessage | None = None
-    source: int = -1
-
-    @property
-    def done(self) -> bool:
-        """True once the message is in its place."""
-        return self.message is not None and self.message.whole
-
-
 class TcpInbox:
     """Receiver of one rank's messages.
 
@@ -367,31 +337,27 @@ class TcpInbox:
     """
 
     def __init__(
-        self, source: int, on_mismatch: Callable[[int, TcpReceive, TcpMessage], None], on_failure: Callable[[str], None]
+        self, source: int, on_mismatch: Callable[[int, Receive, Message], None], on_failure: Callable[[str], None]
     ) -> None:
         self.source = source
         self._on_mismatch, self._on_failure = on_mismatch, on_failure
-        self._receives: dict[int, deque[TcpReceive]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
-        self._kept: dict[int, deque[TcpMessage]] = {channel: deque() for channel in (COLLECTIVE, MESSAGE)}
+        self._matching = Matching()
         self._header = memoryview(bytearray(MESSAGE_HEADER.size))
         self._header_received = 0
-        self._coming: TcpMessage | None = None
+        self._coming: Message | None = None
 
-    def ask(self, channel: int, receive: TcpReceive) -> None:
+    def ask(self, channel: int, receive: Receive) -> None:
         """Wait for a message; those who ask first are served first."""
-        kept = self._kept[channel]
-        for at, message in enumerate(kept):
-            if channel != MESSAGE or message.call.tag == receive.call.tag:
-                del kept[at]
-                self._give(receive, message)
-                return
-        self._receives[channel].append(receive)
+        message = self._matching.ask(_key(channel, receive.call.tag), receive)
+        if message is not None:
+            self._give(receive, message)
 
     # As the sink of a stream
 
     def target(self) -> memoryview:
         if self._coming is not None:
-            return self._coming.data[self._coming.received :]
+            rest: memoryview = self._coming.data[self._coming.received :]
+            return rest
         return self._header[self._header_received :]
 
     def advance(self, count: int) -> None:
@@ -406,52 +372,44 @@ class TcpInbox:
             message.received += count
         if message.whole:
             self._coming = None
-            if message.channel == FAILURE:
+            if message.call is None:  # it came on the channel of failures
                 self._on_failure(bytes(message.data).decode(errors="replace"))
 
-    def _begin(self) -> TcpMessage:
+    def _begin(self) -> Message:
         """Straight into the place that waits for it, else into memory of its own."""
         channel, what, how, dtype, root, number, tag, elements, nbytes = MESSAGE_HEADER.unpack(self._header)
         call = CurrentCall(what, how, dtype, root, number, tag, elements)
         if channel == FAILURE:
             if nbytes > LONGEST_FAILURE_BYTES:
                 raise AlteredError(f"a failure's text of {nbytes} bytes is not one of paceline's")
-            return TcpMessage(channel, call, memoryview(bytearray(nbytes)))
-        receive = self._who_waits(channel, tag)
+            return Message(None, memoryview(bytearray(nbytes)))
+        receive = self._matching.who_waits(_key(channel, tag))
         if receive is not None and self._fits(receive, call, nbytes):
-            receive.message, receive.source = TcpMessage(channel, call, receive.target), self.source
-            return receive.message
-        message = TcpMessage(channel, call, torch.empty(nbytes, dtype=torch.uint8).numpy().data)
+            message = Message(call, receive.target)
+            receive.take(message, self.source)
+            return message
+        message = Message(call, torch.empty(nbytes, dtype=torch.uint8).numpy().data)
         if receive is None:
-            self._kept[channel].append(message)
+            self._matching.keep(_key(channel, tag), message)
         else:
             self._on_mismatch(self.source, receive, message)
         return message
 
-    def _who_waits(self, channel: int, tag: int) -> TcpReceive | None:
-        waiting = self._receives[channel]
-        while waiting and waiting[0].message is not None:  # it asked several ranks, and another one has served it
-            waiting.popleft()
-        for at, receive in enumerate(waiting):
-            if receive.message is None and (channel != MESSAGE or receive.call.tag == tag):
-                del waiting[at]
-                return receive
-        return None
-
-    def _give(self, receive: TcpReceive, message: TcpMessage) -> None:
+    def _give(self, receive: Receive, message: Message) -> None:
         if not self._fits(receive, message.call, len(message.data)):
             self._on_mismatch(self.source, receive, message)
-        elif message.whole:
-            receive.target[:] = message.data
-            receive.message, receive.source = message, self.source
-        else:  # what is still to come goes to its place
+        else:
             receive.target[: message.received] = message.data[: message.received]
-            message.data = receive.target
-            receive.message, receive.source = message, self.source
+            message.data = receive.target  # what is still to come goes to its place
+            receive.take(message, self.source)
 
     @staticmethod
-    def _fits(receive: TcpReceive, call: CurrentCall, nbytes: int) -> bool:
+    def _fits(receive: Receive, call: CurrentCall, nbytes: int) -> bool:
         return receive.call == call and len(receive.target) == nbytes
+
+
+def _key(channel: int, tag: int) -> tuple[int, int]:
+    return channel, tag if channel == MESSAGE else 0
 
 
 def bytes_of(flat: Tensor) -> memoryview:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from paceline.comm.messages import Receive
 from paceline.comm.operation import OperationQueue, Steps
-from paceline.comm.process_group import Collectives, DrivenProcessGroup, Message, Reduction, Transport
+from paceline.comm.process_group import Collectives, DrivenProcessGroup, MessageSteps, Reduction, Transport
 from paceline.comm.ring import around
 from paceline.comm.tcp.link import PeerLink
-from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, TcpReceive, TcpSend
+from paceline.comm.tcp.mesh import COLLECTIVE, MESSAGE, CurrentCall, LinkMesh, TcpSend
 from paceline.comm.tcp.progress import TcpProgress
 
 
@@ -49,8 +50,8 @@ class TcpProcessGroup(DrivenProcessGroup):
         described.unauthenticated = 0 if self._closed else self.mesh.loop.unauthenticated
         return described
 
-    def _sending(self, receiver: int, flat: Tensor, tag: int) -> Message:
-        mesh, under_way = self.mesh, list[TcpSend | TcpReceive]()
+    def _sending(self, receiver: int, flat: Tensor, tag: int) -> MessageSteps:
+        mesh, under_way = self.mesh, list[TcpSend | Receive]()
 
         def steps() -> Steps:
             message = mesh.send(receiver, MESSAGE, _message(flat, tag), flat)
@@ -61,8 +62,8 @@ class TcpProcessGroup(DrivenProcessGroup):
 
         return OperationQueue(mesh), steps(), lambda: mesh.links_of(under_way)
 
-    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> Message:
-        mesh, under_way = self.mesh, list[TcpSend | TcpReceive]()
+    def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
+        mesh, under_way = self.mesh, list[TcpSend | Receive]()
 
         def steps() -> Steps:
             message = mesh.receive(sender, MESSAGE, _message(flat, tag), flat)
@@ -117,7 +118,7 @@ class TcpCollectives(Collectives):
         self._others = [r for r in range(self.size) if r != self.rank]
         self._left, self._right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self._number = 0
-        self._under_way: Sequence[TcpSend | TcpReceive] = ()
+        self._under_way: Sequence[TcpSend | Receive] = ()
 
     def waits_for(self) -> list[PeerLink]:
         return self._mesh.links_of(self._under_way)
@@ -220,7 +221,7 @@ class TcpCollectives(Collectives):
         chunk, sends = self._chunk(max(shares, key=len)), list[TcpSend]()
         ahead = max(1, _AHEAD_BYTES // (chunk * shares[0].element_size()))
 
-        def start(sent: Tensor, target: Tensor) -> list[TcpReceive]:
+        def start(sent: Tensor, target: Tensor) -> list[Receive]:
             receives = [self._receive(self._left, call, target)] if len(target) else []
             if len(sent):
                 sends.append(self._send(self._right, call, sent))
@@ -243,7 +244,7 @@ class TcpCollectives(Collectives):
         else:
             yield from self._done([self._send(root, call, tensor)])
 
-    def _done(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
+    def _done(self, messages: Sequence[TcpSend | Receive]) -> Steps:
         """Wait until they all are; then what was sent may change.
 
         What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is
@@ -254,7 +255,7 @@ class TcpCollectives(Collectives):
             if isinstance(message, TcpSend):
                 message.end_loan()
 
-    def _wait(self, messages: Sequence[TcpSend | TcpReceive]) -> Steps:
+    def _wait(self, messages: Sequence[TcpSend | Receive]) -> Steps:
         if not all(message.done for message in messages):
             self._under_way = messages
             yield
@@ -265,7 +266,7 @@ class TcpCollectives(Collectives):
     def _send(self, to: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
         return self._mesh.send(to, COLLECTIVE, call, tensor)
 
-    def _receive(self, source: int, call: CurrentCall, tensor: Tensor) -> TcpReceive:
+    def _receive(self, source: int, call: CurrentCall, tensor: Tensor) -> Receive:
         return self._mesh.receive(source, COLLECTIVE, call, tensor)
 
     def _call(self, what: str, tensor: Tensor, *, how: str = "", root: int = -1) -> CurrentCall:

@@ -1,0 +1,87 @@
+"""Messages between two ranks, and the receives that wait for them, as both transports match them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False)
+class Message:
+    """A message that is coming in, or waits to be asked for.
+
+    Attributes:
+        call: what its sender says of it.
+        data: memory for its bytes: that of the receive that waited for it, or its own.
+    """
+
+    call: Any
+    data: Any
+    received: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """True once all bytes have arrived."""
+        return self.received == len(self.data)
+
+
+@dataclass(eq=False)
+class Receive:
+    """A place for the next message from a rank, or from whichever of several ranks is the first.
+
+    Attributes:
+        call: what the receiver expects.
+        source: the sender, once it is known; else -1.
+    """
+
+    call: Any
+    target: Any
+    source: int = -1
+    message: Message | None = None
+
+    @property
+    def done(self) -> bool:
+        """True once all bytes have arrived."""
+        return self.message is not None and self.message.whole
+
+    def take(self, message: Message, source: int) -> None:
+        """The message is found."""
+        self.message, self.source = message, source
+
+
+class Matching:
+    """Pairs the messages of one sender with receives, among those of one key in order.
+
+    A message that was not requested yet is kept, so that it does not block the messages behind it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, deque[Message]] = {}
+        self._waiting: dict[Hashable, deque[Receive]] = {}
+
+    def ask(self, key: Hashable, receive: Receive) -> Message | None:
+        """The message that was kept for a receive; without one the receive waits."""
+        if (messages := self._kept.pop(key, None)) is None:
+            self._waiting.setdefault(key, deque()).append(receive)
+            return None
+        message = messages.popleft()
+        if messages:
+            self._kept[key] = messages
+        return message
+
+    def who_waits(self, key: Hashable) -> Receive | None:
+        """The receive that a message is for, if one waits; another sender may have served some."""
+        receives = self._waiting.pop(key, deque())
+        while receives:
+            receive = receives.popleft()
+            if receive.message is None:
+                if receives:
+                    self._waiting[key] = receives
+                return receive
+        return None
+
+    def keep(self, key: Hashable, message: Message) -> None:
+        """Keep a message that nobody has asked for yet."""
+        self._kept.setdefault(key, deque()).append(message)
