@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from hosts import namespaces_of
-from paceline.cluster.emulate import EmulatedHost, Emulation
+from paceline.cluster.emulate import EmulatedHost, Emulation, enter_host
 from paceline.cluster.host import Emulate
 from paceline.cluster.network import inside
 from paceline.errors import ClusterError
@@ -55,14 +55,27 @@ def receive(end: socket.socket, size: int) -> bytes:
     return data
 
 
-def run_inside(host: EmulatedHost, code: str) -> str:
-    """What a new process prints that enters the host first."""
-    imports = "from paceline.cluster.emulate import enter_host\nfrom paceline.rank_environment import HostEntry\n"
-    script = f"{imports}enter_host(HostEntry.from_env())\n{code}"
-    environment = os.environ | host.entry.to_env()
-    return subprocess.run(
-        [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
-    ).stdout
+def run_inside(host: EmulatedHost, *command: str) -> list[str]:
+    """Lines that a process prints that has entered the host before it ran the command."""
+    done = subprocess.run(
+        command,
+        preexec_fn=lambda: enter_host(host.entry),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.splitlines()
+
+
+def shown(namespace: str, *command: str) -> Any:
+    """What a command of iproute2 prints in a namespace, as JSON."""
+    inside = ["nsenter", f"--net={namespace}", *command]
+    return json.loads(subprocess.run(inside, check=True, capture_output=True).stdout)
+
+
+def queues_in(namespace: str) -> list[Any]:
+    """The queues that limit a rate, as `tc` describes them."""
+    return [queue for queue in shown(namespace, "tc", "-j", "qdisc", "show") if queue["kind"] == "tbf"]
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 30) -> None:
@@ -91,21 +104,12 @@ def test_what_one_host_sends_another_is_counted_on_their_links_and_on_no_other()
 def test_every_link_has_its_rate_both_ways() -> None:
     with Emulation(Emulate(hosts=3, rate=("25mbit", "1gbit", "100mbit"))) as emulation:
         bridge, hosts = emulation.hosts[0].bridge, emulation.hosts
-        downwards = {q["dev"]: q["options"]["rate"] for q in queues(bridge) if q["kind"] == "tbf"}
-        upwards = [q["options"]["rate"] for host in hosts for q in queues(host.namespace) if q["kind"] == "tbf"]
+        downwards = {q["dev"]: q["options"]["rate"] for q in queues_in(bridge)}
+        upwards = [q["options"]["rate"] for host in hosts for q in queues_in(host.namespace)]
         assert namespaces_of(os.getpid()) == [bridge, *(host.namespace for host in hosts)]
     bytes_per_s = [25e6 / 8, 1e9 / 8, 100e6 / 8]
     assert upwards == bytes_per_s
     assert downwards == dict(zip(("host-0", "host-1", "host-2"), bytes_per_s, strict=True))
-
-
-def queues(namespace: str) -> Any:
-    """As `tc` describes them."""
-    return json.loads(
-        subprocess.run(
-            ["nsenter", f"--net={namespace}", "tc", "-j", "qdisc", "show"], check=True, capture_output=True
-        ).stdout
-    )
 
 
 @pytest.mark.parametrize("delay_ms", [None, 1])
@@ -190,26 +194,37 @@ def test_two_emulations_at_once_have_nothing_in_common() -> None:
         assert other.carried()["host-1"].received_bytes == 0
 
 
+def test_the_kernel_takes_the_slowest_and_the_fastest_rate_that_a_cluster_file_may_name() -> None:
+    with Emulation(Emulate(hosts=2, rate=("10kbit", "400gbit"))) as emulation:
+        rates = [q["options"]["rate"] for host in emulation.hosts for q in queues_in(host.namespace)]
+    assert rates == [10_000 / 8, 400e9 / 8]
+
+
+def test_neighbours_need_not_be_asked_for_so_that_only_what_ranks_send_is_on_a_link() -> None:
+    with Emulation(Emulate(hosts=3)) as emulation:
+        for host in emulation.hosts:
+            known = {neighbour["dst"]: neighbour["state"] for neighbour in shown(host.namespace, "ip", "-j", "neigh")}
+            assert known == {other.address: ["PERMANENT"] for other in emulation.hosts if other is not host}
+
+
 # The hosts
 
 
 def test_a_process_that_enters_a_host_has_its_network_and_its_cores_and_so_has_what_it_starts() -> None:
-    look = "import os; print(os.stat('/proc/self/ns/net').st_ino, open('/proc/self/cgroup').read())"
     with Emulation(Emulate(hosts=2, cpu=(1, 0.5))) as emulation:
         for host in emulation.hosts:
-            child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {look!r}], check=True)"
-            namespace, _, groups = run_inside(host, child).partition(" ")
+            child = "stat -L -c %i /proc/self/ns/net; cat /proc/self/cgroup"
+            namespace, *groups = run_inside(host, "sh", "-c", f"sh -c '{child}'; true")
             assert int(namespace) == os.stat(host.namespace).st_ino
             assert host.group is not None
-            assert f"/{host.group.name}\n" in groups
+            assert any(group.endswith(f"/{host.group.name}") for group in groups)
 
 
 def test_a_host_that_is_gone_cannot_be_entered() -> None:
     with Emulation(Emulate(hosts=1)) as emulation:
         host = emulation.hosts[0]
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        run_inside(host, "")
-    assert f"the network namespace {host.namespace} cannot be entered" in caught.value.stderr
+    with pytest.raises(ClusterError, match=f"the network namespace {host.namespace} cannot be entered"):
+        enter_host(host.entry)
 
 
 # The end

@@ -8,6 +8,7 @@ from paceline.cluster import machine
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.cluster.host import Emulate, bits_per_s
+from paceline.cluster.network import shape
 from paceline.errors import ClusterError
 
 MACHINE = (
@@ -106,3 +107,12 @@ def test_a_rate_is_bits_a_second_in_powers_of_ten(text: str, expected: int) -> N
 def test_what_is_no_rate_or_might_mean_bytes_is_refused_with_what_would_be_one(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate such as 25mbit or 1gbit"):
         bits_per_s(text)
+
+
+@pytest.mark.parametrize("rate_bps", [10_000, 25 * 10**6, 10**9, 4 * 10**11])
+def test_a_bucket_holds_a_frame_and_two_ms_and_a_queue_what_tcp_sends_at_once_and_fifty(rate_bps: int) -> None:
+    words = shape(rate_bps).split()
+    burst, queue = (int(words[words.index(name) + 1]) for name in ("burst", "limit"))
+    assert burst >= max(10 * 1514, rate_bps / 8 * 0.002 - 1)
+    assert queue >= max(4 * 65536, rate_bps / 8 * 0.05 - 1)
+    assert queue < 2**32, "what tc takes"
