@@ -1,4 +1,4 @@
-"""Messages between two ranks, and the receives that wait for them, as both transports match them."""
+"""Messages between two ranks, matched with the receives that wait for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Message:
 
 @dataclass(eq=False)
 class Receive:
-    """A place for the next message from a rank, or from whichever of several ranks is the first.
+    """A place for the next message from a rank, or from any of several.
 
     Attributes:
         call: what the receiver expects.
@@ -72,8 +72,8 @@ class Matching:
         return message
 
     def who_waits(self, key: Hashable) -> Receive | None:
-        """The receive that a message is for, if one waits; another sender may have served some."""
-        receives = self._waiting.pop(key, deque())
+        """The first receive that waits for a message of this key."""
+        receives = self._waiting.pop(key, deque())  # another sender may have served some
         while receives:
             receive = receives.popleft()
             if receive.message is None:

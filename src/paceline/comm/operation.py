@@ -69,7 +69,9 @@ class Operation:
 
 
 class Breakage:
-    """The error that has ended one or more queues; the first that fails has the error itself.
+    """The error that has ended one or more queues.
+
+    The first operation that fails has the error itself.
 
     Attributes:
         error: that error, or None.

@@ -261,7 +261,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
         raise NotImplementedError
 
     def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
-        """The steps that fill a flat tensor and return its sender; None: whichever rank is the first."""
+        """The steps that fill a flat tensor and return its sender. None: from any rank."""
         raise NotImplementedError
 
     # How they are run

@@ -28,7 +28,7 @@ What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "d
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
-    """A call, numbered so that an answer that comes after its deadline is known as such.
+    """A numbered call, so that an answer after its deadline is known as such.
 
     `get` and `wait` are answered when all keys are there.
     """

@@ -268,7 +268,7 @@ class ShmInbox:
 
 
 def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
-    """Fill the place with the first message with its tag from any of the ranks; returns that rank.
+    """Fill the place with the first message of its tag; returns the sender.
 
     Raises:
         SyncError: the message has another size than the place.

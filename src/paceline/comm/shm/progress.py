@@ -42,7 +42,7 @@ class Peer:
     life: int
 
     def why_over(self) -> str | None:
-        """The reason why nothing more will come: the process has ended, even if nobody has waited for it yet."""
+        """Say that the process has ended, even if nobody has waited for it yet."""
         poll = select.poll()  # `select` knows no descriptor above 1023
         poll.register(self.life, select.POLLIN)
         return f"{self.state()} has ended" if poll.poll(0) else None

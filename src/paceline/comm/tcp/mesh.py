@@ -103,7 +103,7 @@ class LinkMesh(Breakage):
         return TcpSend(link, chunk)
 
     def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> Receive:
-        """Have the next message (of the call's tag) put into a flat tensor; None: from whichever rank is the first."""
+        """Have the next message of the call's tag put into a flat tensor. None: from any rank."""
         receive = Receive(call, bytes_of(tensor), source=-1 if source is None else source)
         for inbox in self._inboxes.values() if source is None else [self._inboxes[source]]:
             if receive.message is None:
