@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from paceline.errors import PlanError
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.split.deferred_init import allocate
-from paceline.split.fsdp import FullySharded, shard_fully
+from paceline.split.fsdp import FullySharded
 from paceline.split.layout import Parts, local, whole_parts
 from ranks import Backend, Ranks
 
@@ -101,7 +101,7 @@ def sharded(size: int, zero: int) -> tuple[Words, Parts, FullySharded]:
     parts = whole_parts(model)
     blocks = submodules(model, find_blocks(model))
     named = dict(model.named_parameters())
-    fully = shard_fully(
+    fully = FullySharded(
         [model],
         blocks,
         named,
@@ -288,7 +288,7 @@ def gradients_in_a_pipeline(schedule: str, zero: int) -> Weights:
     number, reader = mesh.get_coordinate() or (0, 0)
     stage = stages()[number]
     parts = whole_parts(stage)
-    fully = shard_fully(
+    fully = FullySharded(
         [stage], submodules(stage, find_blocks(stage)), dict(stage.named_parameters()), parts, mesh["fsdp"],
         zero=zero, precision="fp32", offload=False, pipelined=True,
     )  # fmt: skip
@@ -334,7 +334,7 @@ def in_bfloat16(norms: bool) -> tuple[bool, str, str, str, list[str]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if norms else nn.LayerNorm(4), nn.Linear(4, 4))
     seen = []
     model[2].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    fully = shard_fully(
+    fully = FullySharded(
         [model],
         [model[2]],
         dict(model.named_parameters()),
@@ -369,7 +369,7 @@ def test_a_model_with_batch_norms_is_left_to_autocast(ranks: Ranks) -> None:
 def with_two_types() -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     with pytest.raises(PlanError) as error:
-        shard_fully(
+        FullySharded(
             [model], [], dict(model.named_parameters()), whole_parts(model), init_device_mesh("cpu", (2,)),
             zero=3, precision="fp32", offload=False, pipelined=False,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import PlanError
 from paceline.job.zoo.models import GPT
 from paceline.planning.model.forward_pass import find_blocks, submodules
-from paceline.split.fsdp import shard_fully
+from paceline.split.fsdp import FullySharded
 from paceline.split.layout import local, whole_parts
 from paceline.split.remat import compile_blocks, rematerialise
 from ranks import Backend, Ranks
@@ -186,7 +186,7 @@ def fully_sharded(how: How, compiled: bool = False) -> Gradients:
     blocks = submodules(model, find_blocks(model))
     if compiled:
         compile_blocks(blocks, "on", torch.device("cpu"))
-    shard_fully(
+    FullySharded(
         [model], blocks, dict(model.named_parameters()), whole_parts(model), init_device_mesh("cpu", (2,)),
         zero=3, precision="fp32", offload=False, pipelined=False,
     )  # fmt: skip

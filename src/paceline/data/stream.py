@@ -10,11 +10,11 @@ import json
 import operator
 import random
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, count, islice
+from itertools import count, islice
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from paceline.comm import Group
 from paceline.errors import DataError
-from paceline.job.partition import even_shares
+from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
 _AT_ONCE = 65536  # indices that are drawn and sent together where drawing early changes nothing
@@ -333,10 +333,7 @@ class SamplerStream:
         return f"{self.name} raised {type(error).__name__}: {error}. Iterate it alone to see why"
 
     def _shard(self, batch: list[Any]) -> list[Any]:
-        if self.single:
-            return batch
-        ends = (0, *accumulate(even_shares(len(batch), self.replicas)))
-        return batch[ends[self.replica] : ends[self.replica + 1]]
+        return batch if self.single else batch[even_shard(len(batch), self.replica, self.replicas)]
 
     def _encoded_batch(self, batch: Any) -> list[Any]:
         if self.single:
@@ -407,11 +404,37 @@ def _decoded(index: Any) -> Any:
 _PURE = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
 # nothing of a sampler's is looked for in these
 _WITHOUT = (Dataset, nn.Module, Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
-_GENERATORS: dict[type, str] = {
-    torch.Generator: "torch.Generator",
-    np.random.Generator: "numpy.random.Generator",
-    np.random.RandomState: "numpy.random.RandomState",
-    random.Random: "random.Random",
+
+
+class _Generator(NamedTuple):
+    """How a kind of generator gives its state as JSON values, and takes it back."""
+
+    name: str
+    saved: Callable[[Any], Any]
+    load: Callable[[Any, Any], object]
+
+
+_GENERATORS: dict[type, _Generator] = {
+    torch.Generator: _Generator(
+        "torch.Generator",
+        lambda g: base64.b64encode(bytes(g.get_state().tolist())).decode(),
+        lambda g, state: g.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8)),
+    ),
+    np.random.Generator: _Generator(
+        "numpy.random.Generator",
+        lambda g: _plain(g.bit_generator.state),
+        lambda g, state: setattr(g.bit_generator, "state", _arrays(state)),
+    ),
+    np.random.RandomState: _Generator(
+        "numpy.random.RandomState",
+        lambda g: _plain(g.get_state(legacy=False)),
+        lambda g, state: g.set_state(_arrays(state)),
+    ),
+    random.Random: _Generator(
+        "random.Random",
+        lambda g: g.getstate(),
+        lambda g, state: g.setstate((state[0], tuple(state[1]), state[2])),
+    ),
 }
 _DEPTH, _LONGEST = 6, 64  # how deep generators are looked for, and in how long a container
 
@@ -440,7 +463,10 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
             "Resume with the loader that the run was started with"
         )
     for part, state in zip(parts, states, strict=True):
-        _load(part, state["state"])
+        if generator := _generator(part):
+            generator.load(part, state["state"])
+        else:
+            part.load_state_dict(state["state"])
 
 
 def is_pure(root: object) -> bool:
@@ -498,10 +524,13 @@ def _inside(value: Any) -> Iterable[Any]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 
 
+def _generator(value: object) -> _Generator | None:
+    return next((generator for kind, generator in _GENERATORS.items() if isinstance(value, kind)), None)
+
+
 def _kind(value: object) -> str | None:
-    for kind, name in _GENERATORS.items():
-        if isinstance(value, kind):
-            return name
+    if generator := _generator(value):
+        return generator.name
     return f"{name_of(value)}.state_dict" if hasattr(value, "__iter__") and _has_state(value) else None
 
 
@@ -510,39 +539,16 @@ def _has_state(value: object) -> bool:
 
 
 def _saved(part: Any) -> dict[str, Any]:
-    state: Any
-    if isinstance(part, torch.Generator):
-        state = base64.b64encode(bytes(part.get_state().tolist())).decode()
-    elif isinstance(part, np.random.Generator):
-        state = _plain(part.bit_generator.state)
-    elif isinstance(part, np.random.RandomState):
-        state = _plain(part.get_state(legacy=False))
-    elif isinstance(part, random.Random):
-        state = part.getstate()
-    else:
-        state = part.state_dict()
-        try:
-            json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, "
-                f"lists): {error}"
-            ) from error
+    if generator := _generator(part):
+        return {"kind": generator.name, "state": generator.saved(part)}
+    state = part.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, lists): {error}"
+        ) from error
     return {"kind": _kind(part), "state": state}
-
-
-def _load(part: Any, state: Any) -> None:
-    if isinstance(part, torch.Generator):
-        part.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
-    elif isinstance(part, np.random.Generator):
-        part.bit_generator.state = _arrays(state)
-    elif isinstance(part, np.random.RandomState):
-        part.set_state(_arrays(state))
-    elif isinstance(part, random.Random):
-        version, numbers, gauss = state
-        part.setstate((version, tuple(numbers), gauss))
-    else:
-        part.load_state_dict(state)
 
 
 def _plain(state: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, count, islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, get_worker_info
 from paceline.comm import Group
 from paceline.data.samples import Collate, RequestedSamples, SampleRequest
 from paceline.errors import DataError
-from paceline.job.partition import even_shares
+from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
 _LOOKED_AT = 64  # numbers of a tensor that its digest is made of
@@ -85,9 +85,8 @@ class Items(RequestedSamples):
             )
         own = item
         if samples is not None and self.replicas > 1:
-            ends = (0, *accumulate(even_shares(samples, self.replicas)))
-            first, end = ends[self.replica : self.replica + 2]
-            own = cut(item, slice(first, end)) if end > first else None
+            rows = even_shard(samples, self.replica, self.replicas)
+            own = cut(item, rows) if rows.stop > rows.start else None
         info, batch = get_worker_info(), None if own is None else self._collated(own, where)
         return BatchShard(batch, 1 if samples is None else samples, digest_of(item), True, info.id if info else 0)
 
@@ -169,8 +168,7 @@ class Iterated(Items):
         return self._collated([first] * count, f"a batch of {self.name}")
 
     def _share(self, samples: list[Any], worker: int) -> BatchShard:
-        ends = (0, *accumulate(even_shares(len(samples), self.replicas)))
-        part = samples[ends[self.replica] : ends[self.replica + 1]]
+        part = samples[even_shard(len(samples), self.replica, self.replicas)]
         digests = [digest_of(sample) for sample in samples]
         whole = zlib.crc32(repr(digests).encode())
         batch = self._collated(part or samples[:1], f"a batch of {self.name}")

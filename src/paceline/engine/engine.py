@@ -231,9 +231,9 @@ class Engine:
         if isinstance(begun, StepResult):
             return begun
         self.on_phase("sync", begun.step)
-        reduced, norm = begun.numbers.read()
+        reduced, norm = begun.read()
         self.guard.check(self.group, begun.batch, begun.samples, step=begun.step, loss=reduced.loss, norm=norm)
-        timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.numbers.own_busy_s)
+        timing = self.meter.ended(begun.step, reduced.slowest_busy_s, begun.own_busy_s)
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def examines(self, step: int) -> bool:
@@ -345,6 +345,7 @@ class Engine:
         """Queue the rest of a step without a wait for the device."""
         by_samples = self.compute.normalization.by_samples
         unread = reduction.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
+        unread.step, unread.total, unread.batch, unread.samples = step, position.total, batch, self.loader.indices
         self.on_phase("optimizer", step)
         self._prepare_update(step)
         self._step_optimizer(step)
@@ -353,7 +354,7 @@ class Engine:
         self.meter.end(step)
         # behind the end of the step, so that one wait is for both
         unread.send()
-        return UnreadStep(step, position.total, batch, self.loader.indices, unread)
+        return unread
 
     def _update(self, step: int, norm: float) -> None:
         self._prepare_update(step)

@@ -327,9 +327,13 @@ class LocalReduction(GradientReduction):
         return torch.cat([together[len(tensor) :].view(replicas, -1)[place], together[: len(tensor)]])
 
 
-@dataclass(slots=True)
 class UnreadStep:
-    """A queued step whose numbers the host has not read.
+    """A queued step whose signals and gradient norms are still on an accelerator.
+
+    Args:
+        parts: in order; floats are known already.
+        norms: how many at the end are norms, of gradients that are not rescaled yet.
+        own_busy_s: busy seconds of this rank that the signals have.
 
     Attributes:
         step, total: number and global batch of the step.
@@ -340,17 +344,6 @@ class UnreadStep:
     total: int
     batch: Batch | None
     samples: list[int]
-    numbers: Unread
-
-
-class Unread:
-    """Signals and norms of gradients that are still on an accelerator.
-
-    Args:
-        parts: in order; floats are known already.
-        norms: how many at the end are norms, of gradients that are not rescaled yet.
-        own_busy_s: busy seconds of this rank that the signals have.
-    """
 
     def __init__(self, signals: StepSignals, parts: Sequence[float | Tensor], norms: int, own_busy_s: float) -> None:
         self.signals, self.own_busy_s = signals, own_busy_s
@@ -379,7 +372,7 @@ class Unread:
 class ReductionAhead(GradientReduction):
     """Reduction under synchronous rules without a wait; it rescales and clips on the device."""
 
-    def queue(self, local: LocalLoss, step: int, *, by_samples: bool, clip_norm: float | None) -> Unread:
+    def queue(self, local: LocalLoss, step: int, *, by_samples: bool, clip_norm: float | None) -> UnreadStep:
         """Reduce as `reduce` does, and clip the gradients, without a wait for the device.
 
         Args:
@@ -394,7 +387,7 @@ class ReductionAhead(GradientReduction):
         else:
             summed = self._sum_over_all(self.split)
             sums, norms = self.signals.own(local) if alone else [summed[:-1]], [summed[-1:].sqrt()]
-        unread = Unread(self.signals, [*sums, *norms], len(norms), own_busy_s)
+        unread = UnreadStep(self.signals, [*sums, *norms], len(norms), own_busy_s)
         items = local.items if alone else 1.0 if by_samples else unread.tensor[ITEMS]
         factor = self.signals.factor(items)
         if clip_norm is not None and norms:

@@ -7,7 +7,6 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +271,7 @@ class _Table:
         self.module, self.max_norm = module, module.max_norm
         module.max_norm = None
         self.seen = torch.zeros(module.num_embeddings, device=module.weight.device)
-        self._hook = module.register_forward_pre_hook(partial(_look_up, self), with_kwargs=True)
+        self._hook = module.register_forward_pre_hook(self._look_up, with_kwargs=True)
 
     def shorten(self, rows: Tensor) -> None:
         if len(rows):
@@ -283,13 +282,12 @@ class _Table:
         self._hook.remove()
         self.module.max_norm = self.max_norm
 
-
-def _look_up(table: _Table, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    given: Tensor = args[0] if args else keywords["input"]
-    rows = given.detach().reshape(-1).unique().long()
-    rows = rows[table.seen[rows] == 0]
-    table.shorten(rows)
-    table.seen[rows] = 1.0
+    def _look_up(self, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given: Tensor = args[0] if args else keywords["input"]
+        rows = given.detach().reshape(-1).unique().long()
+        rows = rows[self.seen[rows] == 0]
+        self.shorten(rows)
+        self.seen[rows] = 1.0
 
 
 MOST = 2  # times that a rank is healed; the next time ends the run

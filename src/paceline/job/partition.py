@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -131,6 +132,12 @@ class Partition:
         Empty lists: a tail smaller than the replicas.
         """
         return self._deal.batches(epoch, start_step)
+
+
+def even_shard(samples: int, replica: int, replicas: int) -> slice:
+    """The samples of one replica, where they are divided by `even_shares`."""
+    ends = (0, *accumulate(even_shares(samples, replicas)))
+    return slice(ends[replica], ends[replica + 1])
 
 
 def even_shares(samples: int, replicas: int) -> tuple[int, ...]:

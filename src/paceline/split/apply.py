@@ -19,7 +19,7 @@ from paceline.planning.plan import REPLICA, Plan
 from paceline.split.context_parallel import Context, divide_context
 from paceline.split.deferred_init import DeferredModel, allocate
 from paceline.split.expert import divide_experts, refuse_other_readers
-from paceline.split.fsdp import FullySharded, inseparable, refuse_writes, shard_fully, watched
+from paceline.split.fsdp import FullySharded, inseparable, refuse_writes, watched
 from paceline.split.layout import (
     Part,
     Parts,
@@ -152,7 +152,7 @@ class Split:
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile, self.mesh.world.device))
         if plan.fsdp > 1:
             named = [(name, m) for module in self.modules for name, m in module.named_modules() if m in blocks]
-            self.fully = shard_fully(
+            self.fully = FullySharded(
                 self.modules,
                 [block for name, block in named if name not in self._together],
                 self._named(model),

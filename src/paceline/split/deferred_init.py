@@ -217,7 +217,7 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
     replaces their memory once more.
 
     Args:
-        module: plain, or sharded by `shard_fully`.
+        module: plain, or sharded by `FullySharded`.
         device: the device that the rank computes on.
         offload: put FSDP2's shards in host memory instead (`CPUOffloadPolicy` demands it); all other tensors still go
             to `device`.

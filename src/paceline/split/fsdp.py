@@ -42,30 +42,104 @@ from paceline.split.record_forward import Call, trace_forward
 
 
 class FullySharded:
-    """Settings of FSDP2 that the engine changes in the course of a step. Made by `shard_fully`.
+    """FSDP2 over a rank's modules, and the settings that change within a step.
+
+    The modules are sharded in place: parameters become DTensors, and `parts` notes their slices. Each block is
+    gathered and reduced as one unit, and the remainder of a stage as another. All reductions are sums.
+
+    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with
+    the remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their
+    gradients as partial sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one
+    process; but a *block* must be run by all ranks or by none, since its collectives need all.
+
+    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards
+    kept, in float32, and a stage's output is float32 again, so that losses are computed in it. Other than under
+    autocast, norms, softmax and residual sums are bfloat16, too; and half the bytes are gathered. Batch norms do not
+    support that, so a model that has some stays with autocast.
+
+    Args:
+        stages: the model, or a rank's pipeline stages; on the meta device or real.
+        blocks: modules within them, none within another (`find_blocks`).
+        named: every parameter of the stages by its key in `parts`.
+        devices: the one-dimensional mesh along fsdp.
+        zero: 1, 2 or 3 (above).
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and
+            adds a note, where the rank computes on the CPU.
+        pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Attributes:
         casts: True if FSDP2 casts parameters and inputs to bfloat16 itself; otherwise bf16 needs autocast.
         offload: True if the shards lie in host memory while the rank computes on another device (see `allocate`).
         notes: sentences for the user.
+
+    Raises:
+        PlanError: a block's trainable parameters differ in type.
     """
 
     def __init__(
         self,
         stages: Sequence[nn.Module],
+        blocks: Sequence[nn.Module],
+        named: Mapping[str, nn.Parameter],
+        parts: Parts,
         devices: DeviceMesh,
-        zero: int,
         *,
-        pipelined: bool,
-        casts: bool,
+        zero: int,
+        precision: str,
         offload: bool,
+        pipelined: bool,
     ) -> None:
-        self.casts, self.offload = casts, offload
-        self.notes: list[str] = []
-        self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        bf16 = precision == "bf16"
+        self.casts = bf16 and not any(isinstance(m, _BatchNorm) for stage in stages for m in stage.modules())
+        self.offload = offload and devices.device_type != "cpu"
         self._zero, self._pipelined, self._devices = zero, pipelined, devices
+        scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
+        _note_slices(named, parts, devices, scalars)
+        for parameter in named.values():
+            # FSDP2 supports no other memory order
+            parameter.data = parameter.data.contiguous()
+        # FSDP2 assigns to the `data` of buffers, which torch allows between the CPU and some devices only
+        here = devices.device_type
+        replace_tensors(nn.ModuleList(stages), None, lambda b: b if b.is_meta or b.device.type == here else b.to(here))
+        options: dict[str, Any] = {
+            "mesh": devices,
+            "ignored_params": scalars,
+            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+        }
+        narrow = (torch.bfloat16, torch.float32, torch.float32) if self.casts else ()
+        again = zero == 3 and not pipelined
+        pieces = _own_pieces(stages, blocks)
+        _refuse_mixed_types(stages, pieces, {parameter: name for name, parameter in named.items()})
+        for block in pieces:
+            policy = MixedPrecisionPolicy(*narrow[:2])
+            fully_shard(block, reshard_after_forward=again, mp_policy=policy, **options)
+        for stage in stages:
+            policy = MixedPrecisionPolicy(*narrow)
+            fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=policy, **options)
+            _sum_only(stage)
+        self._stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self._handles = [stage.register_forward_hook(_forget_gathered) for stage in stages]
         self._used = _Used(stages)
+        whole = f"; {len(scalars)} without dimensions stay whole" if scalars else ""
+        self.notes = [
+            f"fsdp: {len(set(named.values())) - len(scalars)} parameters in {devices.size()} shards along dimension 0, "
+            f"gathered as {len(pieces) + len(stages)} units{whole}"
+        ]
+        if offload and not self.offload:
+            self.notes.append(
+                "offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they "
+                "are"
+            )
+        if bf16 and not self.casts:
+            self.notes.append(
+                "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
+                "autocast casts"
+            )
+        if pipelined and zero != 1:
+            self.notes.append(
+                f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
+                "steps they are slices"
+            )
 
     def microbatch(self, last: bool) -> None:
         """Set when gradients are reduced and parameters resharded; called before each microbatch without a pipeline.
@@ -95,93 +169,6 @@ class FullySharded:
             # set in the first forward pass, before which there is nothing to free
             if stage._get_fsdp_state()._is_root:
                 stage.reset_iter_state()
-
-
-def shard_fully(
-    stages: Sequence[nn.Module],
-    blocks: Sequence[nn.Module],
-    named: Mapping[str, nn.Parameter],
-    parts: Parts,
-    devices: DeviceMesh,
-    *,
-    zero: int,
-    precision: str,
-    offload: bool,
-    pipelined: bool,
-) -> FullySharded:
-    """Shard a rank's modules over `devices` in place. Parameters become DTensors, and `parts` notes their slices.
-
-    Each block is gathered and reduced as one unit, and the remainder of a stage as another. All reductions are sums.
-
-    Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with
-    the remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their
-    gradients as partial sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one
-    process; but a *block* must be run by all ranks or by none, since its collectives need all.
-
-    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards
-    kept, in float32, and a stage's output is float32 again, so that losses are computed in it. Other than under
-    autocast, norms, softmax and residual sums are bfloat16, too; and half the bytes are gathered. Batch norms do not
-    support that, so a model that has some stays with autocast (`FullySharded.casts` is False).
-
-    Args:
-        stages: the model, or a rank's pipeline stages; on the meta device or real.
-        blocks: modules within them, none within another (`find_blocks`).
-        named: every parameter of the stages by its key in `parts`.
-        devices: the one-dimensional mesh along fsdp.
-        zero: 1, 2 or 3 (above).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and
-            adds a note, where the rank computes on the CPU.
-        pipelined: True if PyTorch's pipeline schedules run the stages.
-
-    Raises:
-        PlanError: a block's trainable parameters differ in type.
-    """
-    casts = precision == "bf16" and not any(isinstance(m, _BatchNorm) for stage in stages for m in stage.modules())
-    offloads = offload and devices.device_type != "cpu"
-    scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
-    _note_slices(named, parts, devices, scalars)
-    for parameter in named.values():
-        # FSDP2 supports no other memory order
-        parameter.data = parameter.data.contiguous()
-    # FSDP2 assigns to the `data` of buffers, which torch allows between the CPU and some devices only
-    there = devices.device_type
-    replace_tensors(nn.ModuleList(stages), None, lambda b: b if b.is_meta or b.device.type == there else b.to(there))
-    options: dict[str, Any] = {
-        "mesh": devices,
-        "ignored_params": scalars,
-        "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
-    }
-    inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if casts else MixedPrecisionPolicy()
-    outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if casts else MixedPrecisionPolicy()
-    again = zero == 3 and not pipelined
-    pieces = _own_pieces(stages, blocks)
-    _refuse_mixed_types(stages, pieces, {parameter: name for name, parameter in named.items()})
-    for block in pieces:
-        fully_shard(block, reshard_after_forward=again, mp_policy=inner, **options)
-    for stage in stages:
-        fully_shard(stage, reshard_after_forward=None if again else False, mp_policy=outer, **options)
-        _sum_only(stage)
-    sharded = FullySharded(stages, devices, zero, pipelined=pipelined, casts=casts, offload=offloads)
-    whole = f"; {len(scalars)} without dimensions stay whole" if scalars else ""
-    sharded.notes.append(
-        f"fsdp: {len(set(named.values())) - len(scalars)} parameters in {devices.size()} shards along dimension 0, "
-        f"gathered as {len(pieces) + len(stages)} units{whole}"
-    )
-    if offload and not offloads:
-        sharded.notes.append(
-            "offload: this rank computes on the CPU, so parameters and optimizer state lie in host memory as they are"
-        )
-    if precision == "bf16" and not casts:
-        sharded.notes.append(
-            "precision=bf16: the model has batch norms, which need float32 weights; fsdp gathers float32 and "
-            "autocast casts"
-        )
-    if pipelined and zero != 1:
-        sharded.notes.append(
-            f"zero={zero}: a pipeline keeps parameters gathered, and gradients whole, within a step; between "
-            "steps they are slices"
-        )
-    return sharded
 
 
 def _note_slices(

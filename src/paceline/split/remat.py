@@ -103,39 +103,33 @@ def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) 
 
 def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     results: list[Any] = []
-    return _Keep(results), _Replay(results)
+    return _Kept(results, replays=False), _Kept(results, replays=True)
 
 
-class _Mode(TorchDispatchMode):
-    def __init__(self, results: list[Any]) -> None:
-        super().__init__()
-        self.results = results
-
-
-class _Keep(_Mode):
-    """Dispatch mode that records the results to keep.
+class _Kept(TorchDispatchMode):
+    """Dispatch mode that records the results to keep, or returns them instead of computing them.
 
     Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place
     (an activation, a sum over ranks); and they can be replayed more than once, as zero-bubble schedules do.
     """
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        if _is_kept(operator, args, kwargs or {}):
-            self.results.append(_copied_on_write(result))
-        return result
+    def __init__(self, results: list[Any], *, replays: bool) -> None:
+        super().__init__()
+        self.results, self.replays = results, replays
 
-
-class _Replay(_Mode):
-    def __enter__(self) -> _Replay:
+    def __enter__(self) -> _Kept:
         self.left = iter(self.results)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_kept(operator, args, kwargs or {}):
+        is_kept = _is_kept(operator, args, kwargs or {})
+        if is_kept and self.replays:
             return _copied_on_write(next(self.left))
-        return operator(*args, **(kwargs or {}))
+        result = operator(*args, **(kwargs or {}))
+        if is_kept:
+            self.results.append(_copied_on_write(result))
+        return result
 
 
 def _copied_on_write(result: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,11 +91,14 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     """
     share = ModelShare.of(engine)
     _check_same_model(engine, share, loaded)
-    alone = own_tensors(engine, loaded, share.parameters, share.coordinate.sizes)
-    state = _optimizer_state(share, engine.optimizer, loaded, own_optimizer(alone, share.parameters))
+    alone = _own_tensors(engine, loaded, share.parameters, share.coordinate.sizes)
+    state = _optimizer_state(share, engine.optimizer, loaded, _own_optimizer(alone, share.parameters))
     for name, parameter in share.parameters.items():
         loaded.shared.fill(f"model/{name}", local(parameter).detach(), share.part(name).layout)
-    own_parameters(alone, share.parameters)
+    with torch.no_grad():
+        for name, parameter in share.parameters.items():
+            if (saved := alone.get(f"{OWN}model/{name}")) is not None:  # where it differed from the agreed one
+                local(parameter).copy_(saved)
     own = loaded.own_of(share.coordinate)
     with torch.no_grad():
         for name, buffer in share.buffers.items():
@@ -103,7 +106,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     engine.optimizer.load_state_dict(state)
     values = loaded.values
     restore_counters(engine, values["step"], values)
-    if said := restore_rule(engine, loaded, alone):
+    if said := _restore_rule(engine, loaded, alone):
         report("sync", {"said": said})
     if loaded.mesh == share.coordinate.sizes:
         if said := restore_random(engine.device, own, loaded.own_values[share.coordinate.rank]):
@@ -228,9 +231,10 @@ def _optimizer_state(
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[str, dict[str, Any]] = {}
-    for full_name, name, key in _saved_states(loaded):
-        if name not in share.parameters:
-            continue  # of another pipeline stage
+    for full_name in loaded.shared:
+        name, key = parameter_and_key(full_name)
+        if not full_name.startswith("optimizer/") or name not in share.parameters:
+            continue  # a parameter, or of another pipeline stage
         if id(share.parameters[name]) not in held:
             raise CheckpointError(
                 f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer "
@@ -244,12 +248,6 @@ def _optimizer_state(
         for name, scalars in own_values.get("scalars", {}).items():
             state.setdefault(name, {}).update(scalars)
     return optimizer_state(optimizer, share.parameters, state, saved_groups)
-
-
-def _saved_states(loaded: Loaded) -> Iterator[tuple[str, str, str]]:
-    for full_name in loaded.shared:
-        if full_name.startswith("optimizer/"):
-            yield full_name, *parameter_and_key(full_name)
 
 
 def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
@@ -271,7 +269,7 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
     return loaded.shared[full_name]
 
 
-def own_tensors(
+def _own_tensors(
     engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
 ) -> dict[str, Tensor]:
     """This rank's tensors as a snapshot holds them; empty where rule, mesh or parameters differ."""
@@ -285,7 +283,7 @@ def own_tensors(
     return loaded.of_rank(rank)
 
 
-def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
+def _restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
     """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
@@ -304,15 +302,7 @@ def restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> l
     ]
 
 
-def own_parameters(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Restore this rank's local parameter values, where they differed from the agreed ones."""
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if (saved := own.get(f"{OWN}model/{name}")) is not None:
-                local(parameter).copy_(saved)
-
-
-def own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
+def _own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
     """This rank's local optimizer state by parameter name; None where none was saved."""
     if not any(name.startswith(OWN) for name in own):
         return None

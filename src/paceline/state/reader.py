@@ -111,12 +111,8 @@ class Loaded:
 
     def __init__(self, path: Path, manifest: Manifest, coordinate: MeshCoordinate) -> None:
         self.path, self.coordinate, self.shards = path, coordinate, manifest.shards
-        self.step, self.world, self.mesh, self.data_ranks = (
-            manifest.step,
-            manifest.world,
-            manifest.mesh,
-            manifest.data_ranks,
-        )
+        self.step, self.world = manifest.step, manifest.world
+        self.mesh, self.data_ranks = manifest.mesh, manifest.data_ranks
         self.values, self.aliases = manifest.values, manifest.aliases
         self.own_values = [shard.own_values for shard in self.shards]
         self.shared = TensorPieces(manifest.tensors, [path / shard_name(rank) for rank in range(len(self.shards))])

@@ -93,7 +93,7 @@ class Shard:
                 f"{', '.join(sorted(twice))}: named both as shared and as a rank's own; each name stands for one tensor"
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
-        offsets = self._lay_out(tensors)
+        self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
         self._make_room(pinned=any(has_pinned_memory(t.device) for t in tensors.values()))
         places = {name: self._place(tensor, offsets[name]) for name, tensor in tensors.items()}
         for name in own:
@@ -145,10 +145,6 @@ class Shard:
             file.flush()
             os.fsync(file.fileno())
         return digest.hexdigest()
-
-    def _lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
-        return offsets
 
     def _make_room(self, *, pinned: bool) -> None:
         if self._staging.numel() < self._bytes or (pinned and not self._staging.is_pinned()):
