@@ -82,22 +82,24 @@ class Buckets(Sampler[list[int]]):
         return 11
 
 
-class Remembering(Sampler[int]):
-    """Each epoch begins one later than the last, which only a private counter knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = 0
-
-    def __iter__(self) -> Iterator[int]:
-        first, self.times = self.times, self.times + 1
-        return iter(range(first, SAMPLES))
+class Drawn(Sampler[int]):
+    """A sampler of as many indices as there are samples, drawn by a subclass."""
 
     def __len__(self) -> int:
         return SAMPLES
 
 
-class ByEpoch(Sampler[int]):
+class Remembering(Drawn):
+    """Each epoch begins one later than the last, which only a private counter knows."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.times = self.times, self.times + 1
+        return iter(range(first, SAMPLES))
+
+
+class ByEpoch(Drawn):
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -108,20 +110,14 @@ class ByEpoch(Sampler[int]):
         random.Random(self.epoch).shuffle(order)
         return iter(order)
 
-    def __len__(self) -> int:
-        return SAMPLES
 
-
-class OfGlobalState(Sampler[int]):
+class OfGlobalState(Drawn):
     """Draws from the random states of the process, as many do."""
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(20).tolist()
         yield from (20 + np.random.permutation(15)).tolist()
         yield from random.sample(range(35, 50), 15)
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 def loader_with(kind: str) -> DataLoader[Any]:
@@ -270,12 +266,9 @@ def test_loading_a_position_in_the_same_process_goes_back_to_it() -> None:
     assert [rows(batch) for batch in engine.loader] == seen
 
 
-class Unrepeatable(Sampler[int]):
+class Unrepeatable(Drawn):
     def __iter__(self) -> Iterator[int]:
         return iter([int.from_bytes(os.urandom(4)) % SAMPLES for _ in range(SAMPLES)])
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 def test_a_sampler_that_does_not_draw_the_same_again_is_not_resumed_in_silence() -> None:
@@ -293,7 +286,7 @@ def test_a_sampler_that_does_not_draw_the_same_again_is_not_resumed_in_silence()
         next(iter(again.loader))
 
 
-class OfTheRank(Sampler[int]):
+class OfTheRank(Drawn):
     """As scripts for DDP divide the data by hand."""
 
     def __iter__(self) -> Iterator[int]:
@@ -322,13 +315,10 @@ def test_a_sampler_for_one_rank_of_ddp_is_refused_with_the_line_to_write() -> No
         engine_of(DataLoader(numbered(), batch_sampler=BatchSampler(sampler, BATCH, drop_last=False)))
 
 
-class Raises(Sampler[int]):
+class Raises(Drawn):
     def __iter__(self) -> Iterator[int]:
         yield 0
         raise KeyError("length")
-
-    def __len__(self) -> int:
-        return SAMPLES
 
 
 def test_a_sampler_that_raises_is_named_on_every_rank(ranks: Ranks) -> None:
@@ -391,11 +381,13 @@ def doubled(samples: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([2 * x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
 
 
-class Collated(Dataset[Any]):
-    """Makes whole batches by itself, which a `collate_fn` then gets, as from a DataLoader."""
-
+class Numbered(Dataset[Any]):
     def __len__(self) -> int:
         return SAMPLES
+
+
+class Collated(Numbered):
+    """Makes whole batches by itself, which a `collate_fn` then gets, as from a DataLoader."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([float(index)]), index % 3
@@ -418,13 +410,10 @@ def test_collate_fn_is_called_also_where_the_data_set_makes_whole_batches() -> N
     assert rows(next(iter(engine_of(DataLoader(Collated(), BATCH)).loader))) == list(range(BATCH))
 
 
-class Opened(Dataset[Any]):
+class Opened(Numbered):
     """A file that each loader process opens for itself."""
 
     opened_by = -1
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.tensor([float(self.opened_by)]), index
@@ -449,13 +438,10 @@ def test_loader_processes_are_started_as_multiprocessing_context_says() -> None:
     assert loader.workers.context.get_start_method() == "spawn"
 
 
-class Pids(Dataset[Any]):
+class Pids(Numbered):
     """Who reads, by which start method, and what the data set was told in the rank meanwhile."""
 
     told = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.tensor([float(self.told), float(os.getpid())]), index
@@ -501,10 +487,7 @@ def test_loader_processes_read_as_far_ahead_as_prefetch_factor_says() -> None:
     assert int(dataset.asked) <= 2 * 9
 
 
-class Slow(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
+class Slow(Numbered):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         time.sleep(1)
         return torch.zeros(1), index
@@ -516,14 +499,6 @@ def test_a_loader_process_that_does_not_answer_within_timeout_is_an_error() -> N
         LoaderProcessError, match=r"rank 0, before step 0 of epoch 0: no batch came .* within their timeout of 0\.1 s"
     ):
         next(iter(engine.loader))
-
-
-class Augmented(Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.rand(1), index
 
 
 def test_every_argument_of_a_dataloader_is_known_here() -> None:

@@ -96,25 +96,21 @@ def test_a_lost_loader_process_may_be_tried_again() -> None:
 
 
 SCRIPT = """
-import sys
 import torch
 from torch.utils.data import TensorDataset
 from paceline.data.loader import Loader
 from paceline.job.partition import Partition, PartitionSpec
 
 partition = Partition(PartitionSpec(), samples=64, global_batch=8, seed=0, replica=0, replicas=1)
-loader = Loader(TensorDataset(torch.arange(64)), partition, num_workers=int(sys.argv[1]))
+loader = Loader(TensorDataset(torch.arange(64)), partition, num_workers=1)
 batches = iter(loader)
 print(next(batches)[0].shape)
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_script_ends_that_leaves_an_epoch_unfinished(workers: int) -> None:
+def test_a_script_ends_that_leaves_an_epoch_unfinished() -> None:
     """multiprocessing waited for the loader process for ever, which ignores its first SIGTERM."""
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(workers)], capture_output=True, text=True, timeout=60, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("torch.Size([8])\n", "")
 
 

@@ -102,13 +102,13 @@ LOSSES: dict[str, tuple[Any, Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize("microbatches", [2, 8])
 @pytest.mark.parametrize("name", LOSSES)
-def test_microbatches_without_items_add_nothing(name: str, microbatches: int) -> None:
+def test_microbatches_without_items_add_nothing(name: str) -> None:
     loss, model, ignored = LOSSES[name]
     data = Padded(ignored=ignored)
     alone = train("dp=1", loss, model, data)
-    assert train(f"dp=1 microbatches={microbatches}", loss, model, data) == pytest.approx(alone, rel=1e-9)
+    for microbatches in (2, 8):
+        assert train(f"dp=1 microbatches={microbatches}", loss, model, data) == pytest.approx(alone, rel=1e-9)
 
 
 def train_by_each(plans: list[str]) -> list[list[float]]:

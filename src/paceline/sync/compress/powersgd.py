@@ -16,11 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm import Group
 from paceline.comm.agree import same_machines
-from paceline.sync.compress.codecs import Codec, Coding, Scratch
+from paceline.sync.compress.codecs import Coding
 from paceline.sync.compress.compressor import TwoPhase, square
-from paceline.sync.rule import Traffic
 
 # a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
 _GAIN = 2
@@ -34,25 +32,16 @@ class PowerSGD:
     number per number of a matrix.
 
     Args:
-        rank: rank of the factors.
-        codec: codec of the numbers of P and Q.
-        identical_machines: True if all ranks compute the same bits from the same bits; if not, rank 0 makes P
-            orthonormal for all.
+        coding: its value is the rank of the factors, its numbers code those of P and Q.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        rank: int,
-        codec: Codec,
-        flat: Tensor,
-        views: Sequence[Tensor],
-        traffic: Traffic,
-        scratch: Scratch,
-        identical_machines: bool,
-    ) -> None:
-        self.group, self.traffic, self.scratch, self.identical_machines = group, traffic, scratch, identical_machines
-        self.batches = _batches(views, rank)
+    def __init__(self, coding: Coding) -> None:
+        group, flat, views, codec = coding.group, coding.flat, coding.views, coding.numbers
+        assert codec is not None
+        self.group, self.traffic, self.scratch = group, coding.traffic, coding.scratch
+        # True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all
+        self.identical_machines = same_machines(group)
+        self.batches = _batches(views, coding.value)
         matrices = {i for batch in self.batches for i in batch.places}
         self.vectors = [i for i in range(len(views)) if i not in matrices]
         self.numel = sum(view.numel() for view in views)
@@ -144,13 +133,8 @@ class PowerSGD:
 
 def powersgd(coding: Coding) -> PowerSGD | None:
     """`compress=powersgd:RANK`; None where no matrix is large enough to gain."""
-    if all(factors(view.shape, coding.value) is None for view in coding.views):
-        return None
-    assert coding.numbers is not None
-    identical = same_machines(coding.group)
-    return PowerSGD(
-        coding.group, coding.value, coding.numbers, coding.flat, coding.views, coding.traffic, coding.scratch, identical
-    )
+    gains = any(factors(view.shape, coding.value) is not None for view in coding.views)
+    return PowerSGD(coding) if gains else None
 
 
 @dataclass(frozen=True)
