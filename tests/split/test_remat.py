@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from model_families import hugging_face
 from paceline.errors import PlanError
 from paceline.job.zoo.models import GPT
 from paceline.planning.model.forward_pass import find_blocks, submodules
@@ -101,18 +102,9 @@ def test_the_statistics_of_batch_norms_are_updated_once(how: How) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)
 
 
-def hugging_face(how: How) -> Gradients:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def with_a_cache(how: How) -> Gradients:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 11,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True, bos_token_id=1, eos_token_id=2)).double()
+    model = hugging_face("LlamaForCausalLM", use_cache=True, bos_token_id=1, eos_token_id=2).double()
     remember(model, how)
     tokens = torch.arange(10).view(2, 5)
     model(input_ids=tokens, labels=tokens).loss.backward()
@@ -121,9 +113,9 @@ def hugging_face(how: How) -> Gradients:
 
 @pytest.mark.parametrize("how", ["selective", "block"])
 def test_a_cache_that_a_block_would_append_to_twice_is_left_out(how: How) -> None:
-    expected = hugging_face("none")
+    expected = with_a_cache("none")
 
-    for name, grad in hugging_face(how).items():
+    for name, grad in with_a_cache(how).items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14)
 
 
