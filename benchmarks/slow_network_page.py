@@ -14,6 +14,7 @@ from paceline import units
 from paceline.report import charts
 from paceline.report.page import Cell, Chart, template, write_page
 from paceline_lab.report.bench_view import compared_figure
+from paceline_lab.report.figures import DEFINITIONS
 
 _TEMPLATE = Path(__file__).with_suffix(".html.j2")
 FIGURES = ("wire", "step_time", "time_to_target", "final_loss")  # the columns of the table, by their definitions' names
@@ -101,4 +102,12 @@ def write_rules_page(found: Rates, file: Path) -> Path:
         RunError: the file cannot be written.
     """
     look = template(_TEMPLATE.read_text())
-    return write_page(file, look, facts=found.facts, environment=found.environment, found=found, figures=FIGURES)
+    return write_page(
+        file,
+        look,
+        facts=found.facts,
+        environment=found.environment,
+        definitions=DEFINITIONS,
+        found=found,
+        figures=FIGURES,
+    )
