@@ -50,10 +50,6 @@ class PlanContext:
         if not self.per_host:
             object.__setattr__(self, "per_host", self.cluster.devices_per_host)
 
-    def reason(self, rule: str | None) -> str | None:
-        """A rule's reason with the plan as its subject; None without one. The rules are in `plans/limits.py`."""
-        return rule and f"plan {self.plan} {rule}"
-
     @property
     def devices(self) -> int:
         """Number of ranks that fit on the cluster."""
@@ -105,15 +101,18 @@ class PlanContext:
         return self.shares[0]
 
 
+Rule = Callable[[PlanContext], str | None]
+
+
 class Check(NamedTuple):
     """One reason why a plan may be refused.
 
     Attributes:
-        reason: the text, with the value that would work, or None if the plan passes.
+        reason: a sentence without its subject, the plan, that names the value that would work; None if the plan passes.
         keys: the plan keys that the answer depends on; changing one of them may help.
     """
 
-    reason: Callable[[PlanContext], str | None]
+    reason: Rule
     keys: tuple[str, ...]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.planning.check.plan_context import Check, PlanContext, memory_shortage
+from paceline.planning.check.plan_context import Check, PlanContext, Rule, memory_shortage
 from paceline.planning.limits import (
     NO_ATTENTION,
     NO_BLOCKS_TO_RECOMPUTE,
@@ -45,344 +46,13 @@ MEANT_FOR = {
     "schedule": ("pp", "1f1b"),
     "cut": ("pp", ""),
 }
-
-
-def _without_its_degree(key: str) -> Check:
-    """Check of a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
-    degree, default = MEANT_FOR[key]
-
-    def reason(context: PlanContext) -> str | None:
-        value = getattr(context.plan, key)
-        if value == default or getattr(context.plan, degree) > 1:
-            return None
-        shown = "on" if value is True else value
-        return (
-            f"plan {context.plan} has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or "
-            f"leave out {key}."
-        )
-
-    return Check(reason, (key, degree))
-
-
-def _virtual_without_interleaving(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.virtual == 2 or plan.schedule == "interleaved":
-        return None
-    return (
-        f"plan {plan} has virtual={plan.virtual}, the number of stages of a rank with schedule=interleaved, but the "
-        f"schedule is {plan.schedule}: schedule=interleaved, or leave out virtual."
-    )
-
-
-def _schedule_and_microbatches(context: PlanContext) -> str | None:
-    plan = context.plan
-    return context.reason(unfit_microbatches(plan.schedule, plan.pp, plan.microbatches)) if plan.pp > 1 else None
-
-
-def _too_few_blocks(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.pp == 1 or plan.cut:
-        return None
-    blocks = len(context.model_info.blocks)
-    pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
-    have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
-    found = too_many_stages(plan, pieces, f"the model has {have}")
-    return context.reason(found and f"{found}, or cut names the modules where stages begin.")
-
-
-def _wrong_cuts(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.pp == 1 or not plan.cut:
-        return None
-    return context.reason(wrong_cuts(plan, context.model_info.modules, context.model_info.blocks))
-
-
-def _heads_do_not_divide(context: PlanContext) -> str | None:
-    """Reason against a `tp` that does not divide the heads, or None.
-
-    Ranks that share a head of keys and values need projections that can be used in part: the model's code tells. A
-    vocabulary that cannot be divided stays replicated, which is slower but works: see `warnings.py`.
-    """
-    if context.plan.tp == 1:
-        return None
-    heads = {"attention heads": context.model_info.heads}
-    keys = {"heads of keys and values": context.model_info.key_value_heads}
-    reason = undivided_heads(heads, context.plan.tp, keys)
-    if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
-        # samples that cannot be read are the trace's to report
-        with suppress(PacelineError):
-            reason = undivided_attention(context.job, context.plan.tp)
-    return context.reason(reason)
-
-
-def _experts_do_not_divide(context: PlanContext) -> str | None:
-    ep = context.plan.ep
-    return context.reason(undivided_experts(context.model_info.experts, ep)) if ep > 1 else None
-
-
-def _tokens_do_not_divide(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.cp == 1:
-        return None
-    if not context.model_info.heads and not context.model_info.vocabulary:
-        return f"plan {plan} {NO_ATTENTION}"
-    # other models have all tokens on every rank
-    tokens = context.tokens if context.model_info.takes_parts_of_sequences else None
-    return context.reason(undivided_tokens(tokens, "cp", plan.cp)) if tokens else None
-
-
-def _no_sequence_to_divide(context: PlanContext) -> str | None:
-    """Reason against sequence parallelism, or None. It divides the tokens that a rank of `cp` has once more."""
-    plan = context.plan
-    if not plan.sequence or plan.tp == 1:
-        return None
-    if not context.model_info.heads or not context.model_info.blocks:
-        return (
-            f"plan {plan} divides the tokens between matrices, but the model has no blocks with attention over "
-            "tokens: sequence=off."
-        )
-    return context.reason(undivided_tokens(context.tokens, "tp", plan.tp, plan.cp)) if context.tokens else None
-
-
-def _loss_over_stages(context: PlanContext) -> str | None:
-    plan = context.plan
-    divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
-    if not divided or not context.job.loss.is_over_whole_batch:
-        return None
-    ones = " ".join(f"{key}=1" for key in divided)
-    return (
-        f"plan {plan} never has all outputs of a batch on one rank ({', '.join(divided)}), and the "
-        f"{context.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
-    )
-
-
-def _norms_of_whole_layers(context: PlanContext) -> str | None:
-    plan, name = context.plan, context.job.optimizer.name
-    divided = [key for key in ("fsdp", "tp", "ep") if getattr(plan, key) > 1]
-    if name in _BY_NUMBER or not divided:
-        return None
-    return (
-        f"plan {plan} divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the "
-        f"whole layer: {', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
-    )
-
-
-def _format_of_divided_images(context: PlanContext) -> str | None:
-    if context.plan.memory_format != "channels_last" or not context.divides:
-        return None
-    return (
-        f"plan {context.plan} divides the model, whose parts keep the ordinary layout of memory: "
-        "memory_format=contiguous."
-    )
-
-
-def _graphs_of_divided_models(context: PlanContext) -> str | None:
-    if context.plan.compile != "reduce-overhead" or not context.divides or not context.cluster.has_accelerators:
-        return None
-    return (
-        f"plan {context.plan} replays graphs of kernels, which cannot hold the communication inside a divided "
-        "model: compile=on."
-    )
-
-
-def _nothing_to_compute_again(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
-        return None
-    return f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}"
-
-
-def _compiled_v_schedule(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.pp == 1 or plan.schedule not in V_SCHEDULES or plan.compile == "off":
-        return None
-    return (
-        f"plan {plan} computes gradients of inputs and of weights apart ({plan.schedule}), which PyTorch cannot do "
-        "with compiled stages: compile=off, or schedule=interleaved."
-    )
-
-
-def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
-    """Reason against FSDP2 shards of a tied weight, or None.
-
-    A V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
-    """
-    plan = context.plan
-    if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
-        return None
-    return context.reason(sharded_twice(" = ".join(context.model_info.tied[0][:2]), plan.schedule))
-
-
-def _state_beyond_memory(context: PlanContext) -> str | None:
-    if not (context.divides or context.weighed) or (shortage := memory_shortage(context)) is None:
-        return None
-    return (
-        f"plan {context.plan} keeps parameters, gradients and optimizer state of {shortage}: {_enough_fsdp(context)}."
-    )
-
-
-def _enough_fsdp(context: PlanContext) -> str:
-    """The value that would work: more ranks to shard the state over. It is limited by devices and samples."""
-    plan = context.plan
-    others = plan.ranks // plan.fsdp
-    most = (context.world or context.devices) // others
-    for zero in dict.fromkeys((plan.zero, 3)):
-        for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
-            bigger = replace(plan, fsdp=fsdp, zero=zero)
-            if fsdp > 1 and memory_shortage(replace(context, plan=bigger)) is None:
-                return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
-    return f"more memory, or a smaller model (this one has {context.model_info.numel:,} parameters)"
-
-
-MEMORY = ("zero", "offload", *DEGREES)
-SPLIT_CHECKS = (
-    *(_without_its_degree(key) for key in MEANT_FOR),
-    Check(_virtual_without_interleaving, ("virtual", "schedule")),
-    Check(_schedule_and_microbatches, ("microbatches", "schedule", "pp")),
-    Check(_too_few_blocks, ("pp", "schedule", "virtual")),
-    Check(_wrong_cuts, ("cut", "pp", "schedule", "virtual")),
-    Check(_heads_do_not_divide, ("tp",)),
-    Check(_experts_do_not_divide, ("ep",)),
-    Check(_tokens_do_not_divide, ("cp",)),
-    Check(_no_sequence_to_divide, ("sequence", "tp", "cp")),
-    Check(_loss_over_stages, ("pp", "cp")),
-    Check(_norms_of_whole_layers, ("fsdp", "tp", "ep")),
-    Check(_format_of_divided_images, ("memory_format", *DEGREES[1:])),
-    Check(_graphs_of_divided_models, ("compile", *DEGREES[1:])),
-    Check(_nothing_to_compute_again, ("remat", "pp")),
-    Check(_compiled_v_schedule, ("compile", "schedule", "pp")),
-    Check(_shards_of_a_tied_weight, ("schedule", "fsdp", "pp")),
-    Check(_state_beyond_memory, MEMORY),
-)
-
-
-def _nothing_to_compress(context: PlanContext) -> str | None:
-    """Reason against compression with a rule that cannot use it, or None.
-
-    Local SGD averages the parameters themselves; other rules send as they do.
-    """
-    plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
-    if plan.compress == "none" or spec.info.compresses:
-        return None
-    what = "averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself"
-    others = " or ".join(name for name, info in RULES.built_in.items() if info.compresses)
-    return f"plan {plan} compresses what is sent, but sync={spec.name} {what}: compress=none, or sync={others}."
-
-
-def _nothing_to_try(context: PlanContext) -> str | None:
-    plan = context.plan
-    info = sync_info(plan.sync)
-    if plan.compress != "auto" or (info.compresses and not info.local_steps):
-        return None
-    return (
-        f"plan {plan} tries compressions out against sums of every step, which sync={plan.sync} does not take: "
-        "compress=int8."
-    )
-
-
-def _codes_sums(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.compress == "none" or not sync_info(plan.sync).codes_alone:
-        return None
-    if plan.compress == "auto":
-        return (
-            f"plan {plan} tries codecs out in sums of all-reduce, and servers get what each rank codes: compress=int8."
-        )
-    if not CompressSpec.parse(plan.compress).first.of_sums:
-        return None
-    return f"plan {plan} codes sums over ranks, and servers get what each rank codes alone: compress=topk:0.01."
-
-
-def _too_wide_to_compress(context: PlanContext) -> str | None:
-    plan = context.plan
-    if plan.compress == "none" or plan.precision_for(context.job) != "fp64":
-        return None
-    return f"plan {plan} compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
-
-
-def _cannot_go_back(context: PlanContext) -> str | None:
-    plan = context.plan
-    if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
-        return None
-    return (
-        f"plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, of "
-        "which the others do not know: nonfinite: skip in the job, or sync=allreduce."
-    )
-
-
-def _no_common_loss(context: PlanContext) -> str | None:
-    plan = context.plan
-    if context.job.spike.policy == "off" or not sync_info(plan.sync).local_steps:
-        return None
-    return (
-        f"plan {plan} lets replicas train independently, each with a loss of its own, and the job leaves out steps "
-        "whose loss is a spike, on which all have to agree: spike: off in the job, or sync=allreduce."
-    )
-
-
-def _batch_over_all_replicas(context: PlanContext) -> str | None:
-    plan, job = context.plan, context.job
-    if plan.dp == 1 or not sync_info(plan.sync).local_steps:
-        return None
-    if job.loss.is_over_whole_batch:
-        name = job.loss.name.rpartition(":")[2]
-        why = f"the {name} loss compares the samples of all of them"
-        return f"plan {plan} lets replicas train independently, and {why}: sync=allreduce."
-    if job.batch_norm == "sync":
-        why = "batch_norm: sync joins them in every layer"
-        return f"plan {plan} lets replicas train independently, and {why}: batch_norm: local, or sync=allreduce."
-    return None
-
-
-def _more_servers_than_replicas(context: PlanContext) -> str | None:
-    spec = SyncSpec.parse(context.plan.sync)
-    if spec.servers is None or spec.info.served or spec.servers.parts <= max(context.plan.dp, 1):
-        return None
-    servers = spec.servers.parts
-    return (
-        f"plan {context.plan} has {servers} servers in {count(context.plan.dp, 'replica')}, of which each holds one: "
-        f"servers={context.plan.dp} at most, or a staleness, under which servers are processes of their own."
-    )
-
-
-def _not_by_servers(context: PlanContext) -> str | None:
-    """Reason why workers cannot take pieces of the batches from servers, or None."""
-    plan, job = context.plan, context.job
-    if not sync_info(plan.sync).served:
-        return None
-    start = f"plan {plan} has servers deal pieces of the batches to workers"
-    if context.world is not None:
-        return f"{start}, which only paceline train starts: without torchrun, or sync=server."
-    if job.partition.kind == "hierarchical" or job.partition.weights is not None:
-        return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
-    if job.global_batch % plan.dp:
-        fits = max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0)
-        return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
-    if job.data.num_workers:
-        return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
-    if plan.num_workers:
-        return f"{start}, who read them when they are dealt, without loader processes: num_workers=0."
-    return None
-
-
-SYNC_CHECKS: tuple[Check, ...] = (
-    Check(_more_servers_than_replicas, ("sync", "dp")),
-    Check(_not_by_servers, ("sync", "dp", "num_workers")),
-    Check(_nothing_to_compress, ("compress", "sync")),
-    Check(_nothing_to_try, ("compress", "sync")),
-    Check(_codes_sums, ("compress", "sync")),
-    Check(_too_wide_to_compress, ("compress", "precision")),
-    Check(_cannot_go_back, ("sync",)),
-    Check(_no_common_loss, ("sync",)),
-    Check(_batch_over_all_replicas, ("sync",)),
-)
-
-
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
 # torch's own; LARS and LAMB are ours
 _WITH_FUSED_STEP = ("sgd", "adam", "adamw")
 # memory of a rank with torch, before it has a model
 _RANK_BYTES = 2**28
+# keys that decide whether the state fits the memory
+MEMORY = ("zero", "offload", *DEGREES)
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
@@ -396,22 +66,35 @@ def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = 
 
 def reasons_of(context: PlanContext) -> list[str]:
     """Reasons against the plan of a context."""
-    return [reason for check in CHECKS if (reason := check.reason(context))]
+    return [f"plan {context.plan} {reason}" for check in CHECKS if (reason := check.reason(context))]
 
 
+# every check, in the order in which reasons are given
+CHECKS: list[Check] = []
+
+
+def _check(*keys: str) -> Callable[[Rule], Rule]:
+    """Add a rule to the checks, with the plan keys that its answer depends on."""
+
+    def add(rule: Rule) -> Rule:
+        CHECKS.append(Check(rule, keys))
+        return rule
+
+    return add
+
+
+@_check(*DEGREES)
 def _other_world(context: PlanContext) -> str | None:
-    return None if context.world is None else context.reason(other_world(context.plan, context.world))
+    return None if context.world is None else other_world(context.plan, context.world)
 
 
+@_check(*DEGREES)
 def _too_few_devices(context: PlanContext) -> str | None:
     """Reason of too few GPUs; ranks may share the cores of CPUs."""
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
     if plan.ranks <= context.devices or not cluster.has_accelerators or context.world is not None:
         return None
-    have = (
-        f"plan {plan} needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has "
-        f"{count(context.devices, 'device')}"
-    )
+    have = f"needs {count(plan.ranks, 'rank')}{multiplied(plan)}; {cluster.name} has {count(context.devices, 'device')}"
     if len(weights) > context.devices:
         limit = f"one per data-parallel rank: at most {context.devices} can work here"
         return f"{have}. The job's partition has {count(len(weights), 'weight')}, {limit}."
@@ -421,6 +104,7 @@ def _too_few_devices(context: PlanContext) -> str | None:
     return f"{have}: {fits}."
 
 
+@_check(*DEGREES)
 def _too_little_memory(context: PlanContext) -> str | None:
     """Reason of too little memory for ranks that share cores, or None."""
     plan, cluster = context.plan, context.cluster
@@ -431,11 +115,12 @@ def _too_little_memory(context: PlanContext) -> str | None:
         return None
     works = f"dp={context.devices}" if not context.divides else f"degrees that multiply to {context.devices}"
     return (
-        f"plan {plan} needs {count(plan.ranks, 'rank')}, for which torch alone takes {size(plan.ranks * _RANK_BYTES)} "
+        f"needs {count(plan.ranks, 'rank')}, for which torch alone takes {size(plan.ranks * _RANK_BYTES)} "
         f"of memory; {cluster.name} has room for {most:,} and cores for {context.devices}: {works}."
     )
 
 
+@_check(*DATA_AXES)
 def _other_weights(context: PlanContext) -> str | None:
     plan, weights = context.plan, context.job.partition.weights
     if weights is None or len(weights) == plan.data_ranks:
@@ -445,43 +130,44 @@ def _other_weights(context: PlanContext) -> str | None:
     fits = len(weights) % others == 0 and len(weights) // others * (plan.ranks // plan.dp) <= room
     fitting = f"dp={len(weights) // others}, or " if fits else ""
     return (
-        f"plan {plan} has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per "
+        f"has {_data_ranks(plan)}, but the job's partition has {count(len(weights), 'weight')}, one per "
         f"{_data_rank(plan)}: {fitting}{count(min(plan.data_ranks, room), 'weight')} in the job would fit."
     )
 
 
+@_check("microbatches", *DATA_AXES)
 def _share_too_small(context: PlanContext) -> str | None:
     plan, batch = context.plan, context.job.global_batch
     if plan.data_ranks > batch:
         limited = "dp" if plan.data_ranks == plan.dp else "dp × fsdp × ep"
         return (
-            f"plan {plan} has {_data_ranks(plan)} for a global batch of {batch}, and each needs a sample: "
+            f"has {_data_ranks(plan)} for a global batch of {batch}, and each needs a sample: "
             f"{limited} is at most {batch}, or the job's global_batch at least {plan.data_ranks}."
         )
     share = context.smallest_share
     if share == 0 and (weights := context.job.partition.weights):
         enough = math.ceil(sum(weights) / min(weights))
         return (
-            f"plan {plan} deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no "
+            f"deals a global batch of {batch} by the job's weights, which leave a {_data_rank(plan)} no "
             f"sample: a global_batch of {enough} is enough."
         )
     if plan.microbatches > share:
         return (
-            f"plan {plan} cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but "
+            f"cuts a {_data_rank(plan)}'s share of the global batch into {plan.microbatches} parts, but "
             f"the smallest share is {count(share, 'sample')}: microbatches is at most {share}."
         )
     return None
 
 
+@_check("microbatches")
 def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.microbatches == 1 or not context.job.loss.is_over_whole_batch:
         return None
-    return context.reason(
-        whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches)
-    )
+    return whole_batch_in_parts(f"the {context.job.loss.name.rpartition(':')[2]} loss", plan.microbatches)
 
 
+@_check("microbatches", *DATA_AXES)
 def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
     """Reason against a model's own loss that compares samples, computed in parts.
 
@@ -495,59 +181,62 @@ def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
     ):
         return None
     return (
-        f"plan {plan} computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss "
+        f"computes a batch in {plan.microbatches * plan.data_ranks} parts, but the model's own loss "
         "compares all samples of a batch with each other: "
         f"{' '.join(f'{key}=1' for key in ('microbatches', *DATA_AXES) if getattr(plan, key) > 1)}. Or compute the "
         "loss from the model's outputs by a function of your own that has whole_batch = True."
     )
 
 
+@_check("fused")
 def _no_fused_step(context: PlanContext) -> str | None:
-    plan, name = context.plan, context.job.optimizer.name
-    if not plan.fused or name in _WITH_FUSED_STEP:
+    name = context.job.optimizer.name
+    if not context.plan.fused or name in _WITH_FUSED_STEP:
         return None
-    return f"plan {plan} needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
+    return f"needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
 
 
+@_check("onednn")
 def _no_onednn(context: PlanContext) -> str | None:
     if not context.plan.onednn or not context.cluster.has_accelerators:
         return None
-    return f"plan {context.plan} is for ranks on CPUs, and those of {context.cluster.name} compute on GPUs: onednn=off."
+    return f"is for ranks on CPUs, and those of {context.cluster.name} compute on GPUs: onednn=off."
 
 
+@_check("memory_format")
 def _no_images(context: PlanContext) -> str | None:
     """Reason against channels_last for models without images; models by import path pass."""
     plan, model = context.plan, context.job.model
     takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
     if plan.memory_format != "channels_last" or takes_images:
         return None
-    return f"plan {plan} is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
+    return f"is for images, and the model ({model.zoo or model.task}) takes none: memory_format=contiguous."
 
 
+@_check("compile")
 def _no_graphs(context: PlanContext) -> str | None:
     if context.plan.compile != "reduce-overhead":
         return None
     hosts = context.cluster.hosts_in_use
     replayed = context.cluster.has_accelerators and all(gpu.graphs is not False for host in hosts for gpu in host.gpus)
-    return None if replayed else context.reason(no_graphs(context.cluster.name))
+    return None if replayed else no_graphs(context.cluster.name)
 
 
+@_check("transport", *DEGREES)
 def _no_such_transport(context: PlanContext) -> str | None:
     plan, cluster = context.plan, context.cluster
     if plan.transport != "auto" and cluster.has_accelerators:
-        return (
-            f"plan {plan} names a transport between CPUs, but the GPUs of {cluster.name} talk over torch's own: "
-            "transport=auto."
-        )
+        return f"names a transport between CPUs, but the GPUs of {cluster.name} talk over torch's own: transport=auto."
     one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host
     if one_host and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
-        return f"plan {plan} needs all ranks on one host, but they are on {hosts} hosts: transport=auto."
+        return f"needs all ranks on one host, but they are on {hosts} hosts: transport=auto."
     return None
 
 
+@_check("balance", "dp", "pp", "sync")
 def _no_balance(context: PlanContext) -> str | None:
-    on = context.plan.balance == "on"
-    return context.reason(no_balance(context.plan, context.job.partition.kind)) if on else None
+    plan = context.plan
+    return no_balance(plan, context.job.partition.kind) if plan.balance == "on" else None
 
 
 def _data_rank(plan: Plan) -> str:
@@ -564,20 +253,314 @@ def _data_ranks(plan: Plan) -> str:
     )
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(_other_world, DEGREES),
-    Check(_too_few_devices, DEGREES),
-    Check(_too_little_memory, DEGREES),
-    Check(_other_weights, DATA_AXES),
-    Check(_share_too_small, ("microbatches", *DATA_AXES)),
-    Check(_loss_over_the_whole_batch, ("microbatches",)),
-    Check(_models_loss_over_the_whole_batch, ("microbatches", *DATA_AXES)),
-    Check(_no_fused_step, ("fused",)),
-    Check(_no_onednn, ("onednn",)),
-    Check(_no_images, ("memory_format",)),
-    Check(_no_graphs, ("compile",)),
-    Check(_no_such_transport, ("transport", *DEGREES)),
-    Check(_no_balance, ("balance", "dp", "pp", "sync")),
-    *SYNC_CHECKS,
-    *SPLIT_CHECKS,
-)
+# Sync rules
+
+
+@_check("sync", "dp")
+def _more_servers_than_replicas(context: PlanContext) -> str | None:
+    spec = SyncSpec.parse(context.plan.sync)
+    if spec.servers is None or spec.info.served or spec.servers.parts <= max(context.plan.dp, 1):
+        return None
+    servers = spec.servers.parts
+    return (
+        f"has {servers} servers in {count(context.plan.dp, 'replica')}, of which each holds one: "
+        f"servers={context.plan.dp} at most, or a staleness, under which servers are processes of their own."
+    )
+
+
+@_check("sync", "dp", "num_workers")
+def _not_by_servers(context: PlanContext) -> str | None:
+    """Reason why workers cannot take pieces of the batches from servers, or None."""
+    plan, job = context.plan, context.job
+    if not sync_info(plan.sync).served:
+        return None
+    start = "has servers deal pieces of the batches to workers"
+    if context.world is not None:
+        return f"{start}, which only paceline train starts: without torchrun, or sync=server."
+    if job.partition.kind == "hierarchical" or job.partition.weights is not None:
+        return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
+    if job.global_batch % plan.dp:
+        fits = max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0)
+        return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
+    if job.data.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
+    if plan.num_workers:
+        return f"{start}, who read them when they are dealt, without loader processes: num_workers=0."
+    return None
+
+
+@_check("compress", "sync")
+def _nothing_to_compress(context: PlanContext) -> str | None:
+    """Reason against compression with a rule that cannot use it, or None.
+
+    Local SGD averages the parameters themselves; other rules send as they do.
+    """
+    plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
+    if plan.compress == "none" or spec.info.compresses:
+        return None
+    what = "averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself"
+    others = " or ".join(name for name, info in RULES.built_in.items() if info.compresses)
+    return f"compresses what is sent, but sync={spec.name} {what}: compress=none, or sync={others}."
+
+
+@_check("compress", "sync")
+def _nothing_to_try(context: PlanContext) -> str | None:
+    plan = context.plan
+    info = sync_info(plan.sync)
+    if plan.compress != "auto" or (info.compresses and not info.local_steps):
+        return None
+    return f"tries compressions out against sums of every step, which sync={plan.sync} does not take: compress=int8."
+
+
+@_check("compress", "sync")
+def _codes_sums(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or not sync_info(plan.sync).codes_alone:
+        return None
+    if plan.compress == "auto":
+        return "tries codecs out in sums of all-reduce, and servers get what each rank codes: compress=int8."
+    if not CompressSpec.parse(plan.compress).first.of_sums:
+        return None
+    return "codes sums over ranks, and servers get what each rank codes alone: compress=topk:0.01."
+
+
+@_check("compress", "precision")
+def _too_wide_to_compress(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.compress == "none" or plan.precision_for(context.job) != "fp64":
+        return None
+    return "compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
+
+
+@_check("sync")
+def _cannot_go_back(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
+        return None
+    return (
+        "lets replicas train independently, and the job rewinds all of them when a loss is not finite, of "
+        "which the others do not know: nonfinite: skip in the job, or sync=allreduce."
+    )
+
+
+@_check("sync")
+def _no_common_loss(context: PlanContext) -> str | None:
+    plan = context.plan
+    if context.job.spike.policy == "off" or not sync_info(plan.sync).local_steps:
+        return None
+    return (
+        "lets replicas train independently, each with a loss of its own, and the job leaves out steps "
+        "whose loss is a spike, on which all have to agree: spike: off in the job, or sync=allreduce."
+    )
+
+
+@_check("sync")
+def _batch_over_all_replicas(context: PlanContext) -> str | None:
+    plan, job = context.plan, context.job
+    if plan.dp == 1 or not sync_info(plan.sync).local_steps:
+        return None
+    if job.loss.is_over_whole_batch:
+        name = job.loss.name.rpartition(":")[2]
+        why = f"the {name} loss compares the samples of all of them"
+        return f"lets replicas train independently, and {why}: sync=allreduce."
+    if job.batch_norm == "sync":
+        why = "batch_norm: sync joins them in every layer"
+        return f"lets replicas train independently, and {why}: batch_norm: local, or sync=allreduce."
+    return None
+
+
+# Plans that divide the model
+
+
+def _without_its_degree(key: str) -> None:
+    """Check a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
+    degree, default = MEANT_FOR[key]
+
+    @_check(key, degree)
+    def _(context: PlanContext) -> str | None:
+        value = getattr(context.plan, key)
+        if value == default or getattr(context.plan, degree) > 1:
+            return None
+        shown = "on" if value is True else value
+        return f"has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
+
+
+for _key in MEANT_FOR:
+    _without_its_degree(_key)
+
+
+@_check("virtual", "schedule")
+def _virtual_without_interleaving(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.virtual == 2 or plan.schedule == "interleaved":
+        return None
+    return (
+        f"has virtual={plan.virtual}, the number of stages of a rank with schedule=interleaved, but the "
+        f"schedule is {plan.schedule}: schedule=interleaved, or leave out virtual."
+    )
+
+
+@_check("microbatches", "schedule", "pp")
+def _schedule_and_microbatches(context: PlanContext) -> str | None:
+    plan = context.plan
+    return unfit_microbatches(plan.schedule, plan.pp, plan.microbatches) if plan.pp > 1 else None
+
+
+@_check("pp", "schedule", "virtual")
+def _too_few_blocks(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.pp == 1 or plan.cut:
+        return None
+    blocks = len(context.model_info.blocks)
+    pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
+    have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
+    found = too_many_stages(plan, pieces, f"the model has {have}")
+    return found and f"{found}, or cut names the modules where stages begin."
+
+
+@_check("cut", "pp", "schedule", "virtual")
+def _wrong_cuts(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.pp == 1 or not plan.cut:
+        return None
+    return wrong_cuts(plan, context.model_info.modules, context.model_info.blocks)
+
+
+@_check("tp")
+def _heads_do_not_divide(context: PlanContext) -> str | None:
+    """Reason against a `tp` that does not divide the heads, or None.
+
+    Ranks that share a head of keys and values need projections that can be used in part: the model's code tells. A
+    vocabulary that cannot be divided stays replicated, which is slower but works: see `check_plan.py`.
+    """
+    if context.plan.tp == 1:
+        return None
+    heads = {"attention heads": context.model_info.heads}
+    keys = {"heads of keys and values": context.model_info.key_value_heads}
+    reason = undivided_heads(heads, context.plan.tp, keys)
+    if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
+        # samples that cannot be read are the trace's to report
+        with suppress(PacelineError):
+            reason = undivided_attention(context.job, context.plan.tp)
+    return reason
+
+
+@_check("ep")
+def _experts_do_not_divide(context: PlanContext) -> str | None:
+    ep = context.plan.ep
+    return undivided_experts(context.model_info.experts, ep) if ep > 1 else None
+
+
+@_check("cp")
+def _tokens_do_not_divide(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.cp == 1:
+        return None
+    if not context.model_info.heads and not context.model_info.vocabulary:
+        return NO_ATTENTION
+    # other models have all tokens on every rank
+    tokens = context.tokens if context.model_info.takes_parts_of_sequences else None
+    return undivided_tokens(tokens, "cp", plan.cp) if tokens else None
+
+
+@_check("sequence", "tp", "cp")
+def _no_sequence_to_divide(context: PlanContext) -> str | None:
+    """Reason against sequence parallelism, or None. It divides the tokens that a rank of `cp` has once more."""
+    plan = context.plan
+    if not plan.sequence or plan.tp == 1:
+        return None
+    if not context.model_info.heads or not context.model_info.blocks:
+        return (
+            "divides the tokens between matrices, but the model has no blocks with attention over tokens: sequence=off."
+        )
+    return undivided_tokens(context.tokens, "tp", plan.tp, plan.cp) if context.tokens else None
+
+
+@_check("pp", "cp")
+def _loss_over_stages(context: PlanContext) -> str | None:
+    plan = context.plan
+    divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
+    if not divided or not context.job.loss.is_over_whole_batch:
+        return None
+    ones = " ".join(f"{key}=1" for key in divided)
+    return (
+        f"never has all outputs of a batch on one rank ({', '.join(divided)}), and the "
+        f"{context.job.loss.name.rpartition(':')[2]} loss compares all samples of a batch with each other: {ones}."
+    )
+
+
+@_check("fsdp", "tp", "ep")
+def _norms_of_whole_layers(context: PlanContext) -> str | None:
+    plan, name = context.plan, context.job.optimizer.name
+    divided = [key for key in ("fsdp", "tp", "ep") if getattr(plan, key) > 1]
+    if name in _BY_NUMBER or not divided:
+        return None
+    return (
+        f"divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the "
+        f"whole layer: {', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
+    )
+
+
+@_check("memory_format", *DEGREES[1:])
+def _format_of_divided_images(context: PlanContext) -> str | None:
+    if context.plan.memory_format != "channels_last" or not context.divides:
+        return None
+    return "divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous."
+
+
+@_check("compile", *DEGREES[1:])
+def _graphs_of_divided_models(context: PlanContext) -> str | None:
+    if context.plan.compile != "reduce-overhead" or not context.divides or not context.cluster.has_accelerators:
+        return None
+    return "replays graphs of kernels, which cannot hold the communication inside a divided model: compile=on."
+
+
+@_check("remat", "pp")
+def _nothing_to_compute_again(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
+        return None
+    return NO_BLOCKS_TO_RECOMPUTE
+
+
+@_check("compile", "schedule", "pp")
+def _compiled_v_schedule(context: PlanContext) -> str | None:
+    plan = context.plan
+    if plan.pp == 1 or plan.schedule not in V_SCHEDULES or plan.compile == "off":
+        return None
+    return (
+        f"computes gradients of inputs and of weights apart ({plan.schedule}), which PyTorch cannot do "
+        "with compiled stages: compile=off, or schedule=interleaved."
+    )
+
+
+@_check("schedule", "fsdp", "pp")
+def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
+    """Reason against FSDP2 shards of a tied weight, or None.
+
+    A V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
+    """
+    plan = context.plan
+    if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
+        return None
+    return sharded_twice(" = ".join(context.model_info.tied[0][:2]), plan.schedule)
+
+
+@_check(*MEMORY)
+def _state_beyond_memory(context: PlanContext) -> str | None:
+    if not (context.divides or context.weighed) or (shortage := memory_shortage(context)) is None:
+        return None
+    return f"keeps parameters, gradients and optimizer state of {shortage}: {_enough_fsdp(context)}."
+
+
+def _enough_fsdp(context: PlanContext) -> str:
+    """The value that would work: more ranks to shard the state over. It is limited by devices and samples."""
+    plan = context.plan
+    others = plan.ranks // plan.fsdp
+    most = (context.world or context.devices) // others
+    for zero in dict.fromkeys((plan.zero, 3)):
+        for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
+            bigger = replace(plan, fsdp=fsdp, zero=zero)
+            if fsdp > 1 and memory_shortage(replace(context, plan=bigger)) is None:
+                return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
+    return f"more memory, or a smaller model (this one has {context.model_info.numel:,} parameters)"

@@ -339,8 +339,7 @@ class LegalPlans:
             key = tuple([values[name] if name in values else getattr(base, name) for name in check.keys])
             if key not in known:
                 plan = plan or replace(base, **values)
-                reason = check.reason(replace(self.context, plan=plan))
-                known[key] = reason and reason.removeprefix(f"plan {plan} ")
+                known[key] = check.reason(replace(self.context, plan=plan))
             if (found := known[key]) is not None:
                 return check.keys, found
         return None
@@ -348,7 +347,7 @@ class LegalPlans:
     def out_of_memory(self, plan: Plan) -> Refusal | None:
         """Reason why the state of a plan exceeds the memory, or None."""
         reason = self._memory.reason(replace(self.context, plan=plan))
-        return (("memory",), reason.removeprefix(f"plan {plan} ")) if reason else None
+        return (("memory",), reason) if reason else None
 
     def refusal_of_value(self, key: str, value: int) -> Refusal | None:
         """Reason why a degree cannot have this value, whatever the others are; or None."""
