@@ -174,7 +174,7 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
 
     monkeypatch.setattr("paceline.run.tuning.calibrate.calibrate", fails)
     out = StringIO()
-    assert command._measured(job(), cluster(), Console(file=out, width=200)) is None
+    assert command.measure_machine(job(), cluster(), Console(file=out, width=200)) is None
     assert (
         out.getvalue().strip()
         == "not measured: rank 0 raised: no memory; the catalogue stands in, which may be several times off"

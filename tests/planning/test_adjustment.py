@@ -35,9 +35,21 @@ LAYOUT = candidate("dp=8", compute=1.0).layout
 RATIOS = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=8)
 
 
-def runs(ratios: Sequence[float], layout: Layout = LAYOUT) -> list[Row]:
+def of_size(samples: float) -> Layout:
+    return replace(LAYOUT, samples=samples)
+
+
+def rows(ratios: Sequence[tuple[Layout, float]]) -> list[Row]:
     """Runs that took so many times what is predicted, which is one second."""
-    return [Row("mine", at, {}, layout, ratio, None, False) for at, ratio in enumerate(ratios, 2)]
+    return [Row("mine", at, {}, layout, ratio, None, False) for at, (layout, ratio) in enumerate(ratios, 2)]
+
+
+def runs(ratios: Sequence[float], layout: Layout = LAYOUT) -> list[Row]:
+    return rows([(layout, ratio) for ratio in ratios])
+
+
+def measured(ratios: Sequence[tuple[Layout, float]]) -> Adjustment:
+    return adjustment(rows(ratios), lambda _: 1.0)
 
 
 def found(ratios: Sequence[float], layout: Layout = LAYOUT) -> Adjustment:
@@ -170,18 +182,7 @@ def test_gains_of_changes_are_the_same_with_a_factor() -> None:
     assert gains[1] == pytest.approx(gains[0])
 
 
-EIGHT = candidate("dp=8", compute=1.0).layout
 SIZES = (1.0, 4.0, 16.0)
-
-
-def of_size(samples: float) -> Layout:
-    return replace(EIGHT, samples=samples)
-
-
-def measured(ratios: Sequence[tuple[Layout, float]]) -> Adjustment:
-    """Factors of runs that took so many times what is predicted, which is one second."""
-    rows = [Row("mine", at, {}, layout, ratio, None, False) for at, (layout, ratio) in enumerate(ratios, 2)]
-    return adjustment(rows, lambda _: 1.0)
 
 
 def test_a_size_of_microbatches_that_is_slower_than_predicted_is_corrected_by_itself() -> None:
@@ -199,7 +200,7 @@ def test_what_is_far_from_all_runs_has_the_factor_of_its_kind() -> None:
 
 
 def test_runs_of_another_software_say_nothing_beside_its_factor() -> None:
-    other = replace(of_size(4.0), framework=replace(EIGHT.framework, name="Another"))
+    other = replace(of_size(4.0), framework=replace(LAYOUT.framework, name="Another"))
     factors = measured([(of_size(size), ratio) for size, ratio in zip(SIZES, (1.0, 1.2, 1.0), strict=True)])
     assert factors.factor(other) == factors.factor_of_kind(other)
 
@@ -237,11 +238,9 @@ def test_measured_runs_put_the_plans_found_in_their_order() -> None:
     # large microbatches are slower than predicted, four runs of each plan
     runs = [one for one in plain for _ in range(4)]
     ratios = [1.0 if one in small else 1.4 for one in runs]
-    rows = [
-        Row("mine", at, {}, one.layout, ratio * one.prediction.step_time_s, None, False)
-        for at, (one, ratio) in enumerate(zip(runs, ratios, strict=True), 2)
-    ]
-    told = search(job(), where, top=10, calibration=adjustment(rows, lambda layout: estimate(layout).step_time_s)).best
+    measured = rows([(one.layout, ratio * one.prediction.step_time_s) for one, ratio in zip(runs, ratios, strict=True)])
+    factors = adjustment(measured, lambda layout: estimate(layout).step_time_s)
+    told = search(job(), where, top=10, calibration=factors).best
     assert told[0].plan in [one.plan for one in small]
     others = [one.prediction.step_time_s for one in told[1:]]
     assert others == sorted(others), "the first is the recommended one"

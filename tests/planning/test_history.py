@@ -41,16 +41,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def measured(plan: str, ratio: float, *, times: int = 1, of: Job = JOB, calibrated: bool = False) -> None:
-    """Steps that took `ratio` times what was predicted."""
+def pair_of(plan: str, ratio: float, of: Job = JOB, on: Cluster = HERE, predicted_s: float = 0.1) -> Pair:
+    """A step that took `ratio` times what was predicted."""
+    measured_s = predicted_s * ratio
+    return Pair.of(of, on, Plan.parse(plan), predicted_s=predicted_s, measured_s=measured_s, calibrated=False)
+
+
+def measured(plan: str, ratio: float, *, times: int = 1, of: Job = JOB) -> None:
     for _ in range(times):
-        assert remember(
-            Pair.of(of, HERE, Plan.parse(plan), predicted_s=0.1, measured_s=0.1 * ratio, calibrated=calibrated), HERE
-        )
-
-
-def file_of_history() -> Path:
-    return history.file_of(HERE)
+        assert remember(pair_of(plan, ratio, of), HERE)
 
 
 def test_without_history_a_prediction_stays_as_it_is() -> None:
@@ -108,7 +107,7 @@ def test_the_newest_count() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=12))
 def test_the_correction_lies_between_1_and_what_was_measured(ratios: list[float]) -> None:
-    file_of_history().unlink(missing_ok=True)
+    history.file_of(HERE).unlink(missing_ok=True)
     for ratio in ratios:
         measured("tp=2", ratio)
     factor = correction(JOB, HERE, Plan(tp=2)).factor
@@ -117,9 +116,9 @@ def test_the_correction_lies_between_1_and_what_was_measured(ratios: list[float]
 
 @given(st.binary(max_size=200))
 def test_damage_costs_only_the_lines_that_it_is_in(damage: bytes) -> None:
-    file_of_history().unlink(missing_ok=True)
+    history.file_of(HERE).unlink(missing_ok=True)
     measured("dp=2", 2.0, times=2)
-    with file_of_history().open("ab") as file:
+    with history.file_of(HERE).open("ab") as file:
         file.write(damage + b"\n")
     measured("dp=2", 2.0)
     assert len(pairs(HERE)) == 3
@@ -130,28 +129,28 @@ def test_damage_costs_only_the_lines_that_it_is_in(damage: bytes) -> None:
 )
 def test_a_line_of_another_version_is_passed_over(line: str) -> None:
     measured("dp=2", 2.0)
-    with file_of_history().open("a") as file:
+    with history.file_of(HERE).open("a") as file:
         file.write(line + "\n")
     assert len(pairs(HERE)) == 1
 
 
 def test_writers_at_the_same_time_lose_nothing() -> None:
-    pair = Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=0.2, calibrated=False)
+    pair = pair_of("dp=2", 2.0)
     with ThreadPoolExecutor(8) as writers:
         assert all(writers.map(lambda i: remember(replace(pair, measured_s=0.1 + i / 1e4), HERE), range(200)))
     assert len({found.measured_s for found in pairs(HERE)}) == 200
 
 
-@pytest.mark.parametrize("measured_s", [0.0, -1.0, math.nan, math.inf, 100.0])
-def test_what_is_no_time_or_of_something_else_is_not_kept(measured_s: float) -> None:
-    assert not remember(Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=measured_s, calibrated=False), HERE)
+@pytest.mark.parametrize("ratio", [0.0, -10.0, math.nan, math.inf, 1000.0])
+def test_what_is_no_time_or_of_something_else_is_not_kept(ratio: float) -> None:
+    assert not remember(pair_of("dp=2", ratio), HERE)
     assert pairs(HERE) == ()
 
 
 def test_a_home_that_cannot_be_written_costs_the_history_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert not remember(Pair.of(JOB, HERE, Plan(dp=2), predicted_s=0.1, measured_s=0.2, calibrated=False), HERE)
+    assert not remember(pair_of("dp=2", 2.0), HERE)
     assert corrected(PREDICTED, JOB, HERE, Plan(dp=2)) is PREDICTED
 
 
@@ -180,11 +179,6 @@ SYNTHETIC = Job.model_validate(
         "stop": {"steps": 1000},
     }
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_learned_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def test_the_reader_with_most_samples_sets_the_pace_and_only_samples_that_are_there_count() -> None:
@@ -239,15 +233,7 @@ def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     plan = Plan(dp=2)
     before = predict(SYNTHETIC, CLUSTER, plan)
     for _ in range(20):
-        pair = Pair.of(
-            SYNTHETIC,
-            CLUSTER,
-            plan,
-            predicted_s=before.step_time_s,
-            measured_s=2 * before.step_time_s,
-            calibrated=False,
-        )
-        assert remember(pair, CLUSTER)
+        assert remember(pair_of("dp=2", 2.0, SYNTHETIC, CLUSTER, before.step_time_s), CLUSTER)
     after = predict(SYNTHETIC, CLUSTER, plan)
     assert 1.7 < after.step_time_s / before.step_time_s < 2
     assert sum(after.breakdown.values()) == pytest.approx(after.step_time_s)

@@ -6,6 +6,7 @@ A wrong choice here slows every run, or changes what is computed.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,18 +41,10 @@ from paceline.planning.shortlist import (
     why_not_measured,
     why_not_now,
 )
+from planner_jobs import job_on_digits
 
-
-def job(**changes: Any) -> Job:
-    common = {
-        "model": "cifar_cnn",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 64,
-        "stop": {"epochs": 9},
-    }
-    return Job(**(common | changes))
+job = partial(job_on_digits, model="cifar_cnn", global_batch=64, stop={"epochs": 9})
+mlp_job = partial(job, model="mlp")
 
 
 def cores(number: int, *, bf16: bool | None = True) -> Cluster:
@@ -288,21 +281,9 @@ def test_the_longest_run_is_what_the_stop_rule_allows() -> None:
     assert longest_run_s(job(stop={"loss_below": 0.1}), 0.5, 100) is None
 
 
-HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
+HERE = cores(4)
 DEFAULT = Plan(dp=4)
 TWO_CORES = Cluster(hosts=(Host(name="a", cpu="AMD EPYC", cores=2, memory_bytes=2**34),))
-
-
-def mlp_job(**changes: Any) -> Job:
-    common = {
-        "model": "mlp",
-        "data": "digits",
-        "loss": "cross_entropy",
-        "optimizer": "sgd",
-        "global_batch": 64,
-        "stop": {"epochs": 9},
-    }
-    return Job(**(common | changes))
 
 
 def forecasts(*rows: tuple[str, float], **changes: Any) -> list[Forecast]:

@@ -43,7 +43,8 @@ plans = st.builds(
     pin=st.booleans(),
     fused=st.booleans(),
     balance=st.sampled_from(["auto", "on", "off"]),
-    sync=st.just("allreduce"),
+    sync=st.sampled_from(["allreduce", "local:8", "diloco:30,fragments=4,overlap=5"]),
+    compress=st.sampled_from(["none", "auto", "int4", "topk:0.05+bf16"]),
     transport=st.sampled_from(["auto", "shm", "gloo"]),
 )
 
@@ -357,13 +358,6 @@ def test_a_compression_that_is_none_is_refused(text: str, message: str) -> None:
     problem = sync.problem_with("compress", text)
     assert problem is not None
     assert message in problem
-
-
-@pytest.mark.parametrize(
-    "text", ["dp=4 sync=diloco:30,fragments=4,overlap=5 compress=int4", "dp=2 sync=local:8", "dp=2 compress=auto"]
-)
-def test_the_text_of_a_plan_with_a_rule_is_read_back(text: str) -> None:
-    assert str(Plan.parse(text)) == text
 
 
 def test_rules_say_of_themselves_whether_replicas_differ_and_how_often_they_agree() -> None:

@@ -27,7 +27,7 @@ STOLEN = "</script><script>window.stolen = 1</script>"
 
 def explained() -> Explanation:
     changes = (
-        Advice("twice the devices", "32", 0.8, found().best[1].plan, found().best[1].prediction),
+        Advice("twice the devices", "32", 0.8, found().best[1]),
         Advice("twice the memory", "149 GiB", 0.0),
     )
     told = explain(job(), cluster(price_per_hour=2.5), found(), what_would_help=False)
@@ -45,13 +45,13 @@ def test_what_failures_cost_stands_on_the_page_where_a_rate_is_given(tmp_path: P
 
 def scaled() -> list[ScaledPlan]:
     half, whole = candidate("dp=8", compute=1.9), found().best[0]
-    points = [ScaledPlan(4, why="too little memory"), ScaledPlan(8, half.plan, half.prediction, 1.0, 1.0)]
-    return [*points, ScaledPlan(16, whole.plan, whole.prediction, 1.9, 0.95)]
+    points = [ScaledPlan(4, why="too little memory"), ScaledPlan(8, half, 1.0, 1.0)]
+    return [*points, ScaledPlan(16, whole, 1.9, 0.95)]
 
 
 def advised() -> BatchAdvice:
     points = tuple(
-        BatchPoint(batch, c.plan, replace(c.prediction, throughput=speed))
+        BatchPoint(batch, replace(c, prediction=replace(c.prediction, throughput=speed)))
         for batch, speed, c in ((64, 50.0, found().best[0]), (128, 90.0, found().best[0]), (256, 92.0, found().best[0]))
     )
     return BatchAdvice(

@@ -91,7 +91,7 @@ def command(
     where, here = cluster_of(cluster, price, failures)
     calibration: Basis | None = factors_of(calibrate_on, where, console)
     if here and measure and calibration is None:
-        calibration = _measured(what, where, console)
+        calibration = measure_machine(what, where, console)
     with Console(stderr=True).status("searching"):
         explanation = _explained(what, where, calibration, top if page is None else max(top, _ON_PAGE))
         explanation = _asked(explanation, calibration, goal, conditions, what_if or [])
@@ -194,7 +194,7 @@ def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: C
     return found
 
 
-def _measured(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
+def measure_machine(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
     """Measurements of the machine; None, with a printed reason, if it could not be measured."""
     from rich.text import Text
 
@@ -238,7 +238,7 @@ def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None
     for line in differences(job.model_dump(), accepted.model_dump()) if not advice.keeps else ["nothing is changed"]:
         console.print(Text(f"  {line}"))
     console.print(
-        Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.plan}"')
+        Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.best.plan}"')
     )
 
 

@@ -59,20 +59,17 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
     table = table_of("global batch", "samples/s", "of the best", "step", "plan")
     best = max(point.throughput for point in advice.points)
     for point in advice.points:
-        mark = " now" if point is advice.now else ""
-        mark += " useful" if point is advice.useful else ""
-        style = "bold" if point is advice.useful else ""
-        figures = (
+        mark = " ".join(word for word, one in (("now", advice.now), ("useful", advice.useful)) if point is one)
+        table.add_row(
+            f"{mark:>10} {point.global_batch:,}",
             digits(point.throughput),
             str(percent(point.throughput / best)),
-            str(seconds(point.prediction.step_time_s)),
-        )
-        table.add_row(
-            f"{mark.strip():>10} {point.global_batch:,}", *figures, Text(str(point.plan), style=QUIET), style=style
+            str(seconds(point.best.prediction.step_time_s)),
+            Text(str(point.best.plan), style=QUIET),
+            style="bold" if point is advice.useful else "",
         )
     print_inset(console, table)
-    for line in advice.lines:
-        print_inset(console, Text(line))
+    print_inset(console, Text(advice.line))
     for caution in (f"no larger batch was tried: {advice.stopped}", *advice.cautions):
         print_inset(console, Text(caution, style=QUIET))
 
@@ -240,7 +237,7 @@ def _excluded(explanation: Explanation, console: Console) -> None:
 
 def _helps(explanation: Explanation, console: Console) -> None:
     named = on_cores if explanation.winner.layout.machines.device.is_core else str
-    rows = [(row.words, named(row.what), named(row.about)) for row in explanation.helps]
+    rows = [(row.words, named(row.change), named(row.about)) for row in explanation.helps]
     _gains(console, "what would help most", "throughput, by the same model", rows)
 
 

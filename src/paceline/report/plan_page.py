@@ -72,8 +72,8 @@ class _PlanView:
     """An explanation as the template shows it."""
 
     def __init__(self, explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> None:
-        self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.prediction], advice
-        self.not_scaled = [point for point in scaling if point.prediction is None]
+        self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.best], advice
+        self.not_scaled = [point for point in scaling if point.best is None]
         self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
         self.created = time.strftime("%Y-%m-%d %H:%M")
         self.gap = percent(self.found.gap)
@@ -148,16 +148,14 @@ class _PlanView:
         of = cost.of if cost else "a step"
         per_second = cost.value / (self.best.prediction.step_time_s * self.best.plan.ranks) if cost and priced else 1.0
 
-        def at(candidate: Candidate | ScaledPlan) -> float:
-            assert candidate.plan is not None
-            assert candidate.prediction is not None
+        def at(candidate: Candidate) -> float:
             return candidate.prediction.step_time_s * candidate.plan.ranks * per_second
 
         points = [Point(str(i), str(c.plan), at(c), c.prediction.step_time_s) for i, c in self._numbered]
         for point in self.scaled:
-            if point.devices != self.best.layout.machines.devices and point.prediction is not None:
+            if point.devices != self.best.layout.machines.devices and (best := point.best):
                 name = units.count(point.devices, "device")
-                points.append(Point(name, f"{name}: {point.plan}", at(point), point.prediction.step_time_s))
+                points.append(Point(name, f"{name}: {best.plan}", at(best), best.prediction.step_time_s))
         figure = pareto_figure(
             points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1
         )
@@ -251,7 +249,7 @@ class _PlanView:
     @property
     def batch_chart(self) -> Chart | None:
         """Throughput over the global batch, where that was asked for."""
-        return Chart("batches", batches_figure(self.advice), " ".join(self.advice.lines)) if self.advice else None
+        return Chart("batches", batches_figure(self.advice), self.advice.line) if self.advice else None
 
     @property
     def _numbered(self) -> list[tuple[int, Candidate]]:
@@ -296,18 +294,18 @@ class _PlanView:
         rows = [
             Row(
                 f"{p.devices:,}",
-                [seconds(p.prediction.step_time_s), units.ratio(p.speedup), percent(p.efficiency)],
-                str(p.plan),
+                [seconds(p.best.prediction.step_time_s), units.ratio(p.speedup or 0.0), percent(p.efficiency or 0.0)],
+                str(p.best.plan),
             )
             for p in self.scaled
-            if p.prediction is not None and p.speedup is not None and p.efficiency is not None
+            if p.best
         ]
         return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
 
     @property
     def changes(self) -> list[Row]:
         return [
-            Row(row.what, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
+            Row(row.change, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
             for row in self.explanation.helps
         ]
 
@@ -536,10 +534,10 @@ def pipeline_figure(spans: Sequence[Span]) -> Figure:
 
 def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
     """Speedup over devices on axes that double, against the ideal."""
-    known = [p for p in points if p.speedup is not None and p.prediction is not None]
-    ideal = [p.devices / known[0].devices for p in known]
+    known = [p for p in points if p.best]
+    ideal, speedups = [p.devices / known[0].devices for p in known], [p.speedup or 0.0 for p in known]
     at = [p.devices for p in known]
-    top = max(*ideal, *(p.speedup for p in known if p.speedup is not None))
+    top = max(*ideal, *speedups)
     marks = [2**n for n in range(math.ceil(math.log2(top)) + 1)]
     speed = f"times the speed of {known[0].devices:,}"
     figure = Figure(
@@ -549,16 +547,16 @@ def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
         legend=False,
     )
     hints = [
-        f"{p.devices:,} devices\n{_wrapped(str(p.plan))}\n{seconds(p.prediction.step_time_s)} a step"
+        f"{p.devices:,} devices\n{_wrapped(str(p.best.plan))}\n{seconds(p.best.prediction.step_time_s)} a step"
         for p in known
-        if p.prediction
+        if p.best
     ]
     figure.traces = [
         Points("ideal", at, ideal, GREY, dash="dash", hints=()),
         Points(
             "predicted",
             at,
-            [p.speedup for p in known],
+            speedups,
             BLUE,
             width=2.5,
             marks=[15 if n == chosen else 9 for n in at],
@@ -588,7 +586,7 @@ def batches_figure(advice: BatchAdvice) -> Figure:
         words=[special.get(n, "") for n in at],
         side="below",
         hints=[
-            f"{n:,} samples: {digits(p.throughput)} samples/s\n{_wrapped(str(p.plan))}"
+            f"{n:,} samples: {digits(p.throughput)} samples/s\n{_wrapped(str(p.best.plan))}"
             for n, p in zip(at, advice.points, strict=True)
         ],
     )

@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import _simulate_comms_compute
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paceline.cluster.cluster import Cluster
@@ -400,7 +401,7 @@ def taken_by_torch(schedule: str, pp: int, microbatches: int) -> bool:
         ]
         for rank, actions in run.pipeline_order_with_comms.items()
     }
-    schedules._simulate_comms_compute(compute_and_messages, lambda stage: run.stage_index_to_group_rank[stage], 2 * pp)
+    _simulate_comms_compute(compute_and_messages, lambda stage: run.stage_index_to_group_rank[stage], 2 * pp)
     return True
 
 

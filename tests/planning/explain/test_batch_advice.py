@@ -73,7 +73,7 @@ def test_a_batch_that_is_large_enough_is_kept_or_made_smaller_and_never_larger()
     kept = advice(global_batch=1024)
     assert kept.keeps
     assert kept.job(job(global_batch=1024)) == job(global_batch=1024)
-    assert "useful one already" in kept.lines[0]
+    assert "useful one already" in kept.line
     smaller = advice(global_batch=16_384)
     assert smaller.useful.global_batch < 16_384
     assert smaller.lr < 0.001

@@ -6,7 +6,6 @@ Work that it misses is never planned for, and a model that it fails on cannot be
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,11 +95,13 @@ def zoo(name: str) -> Job:
     return job({"zoo": name, "args": args}, data)
 
 
-@pytest.fixture
-def family(tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("families")
+
     def of(name: str) -> Job:
         task, config, data = FAMILIES[name]
-        file = tmp_path / f"{name}.json"
+        file = folder / f"{name}.json"
         file.write_text(json.dumps({"model_type": name} | config))
         return job({"hf": str(file), "task": task}, data, "model" if data is PAIRS else "cross_entropy")
 
@@ -489,9 +490,3 @@ class Raises(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", self.inner(self.linear(x)))
-
-
-@pytest.fixture(autouse=True)
-def _traced_anew() -> Iterator[None]:
-    yield
-    tracing._MODELS.clear()

@@ -22,7 +22,7 @@ from paceline.job.job import Job
 from paceline.job.model import ModelSpec
 from paceline.job.zoo.models import GPT, cifar_cnn
 from paceline.planning.model.forward_pass import find_blocks, submodules
-from paceline.planning.model.model_info import ModelInfo, Sizes, model_info, model_info_of
+from paceline.planning.model.model_info import Sizes, model_info, model_info_of
 from paceline.planning.model.record import record_graph
 from paceline.planning.model.recorder import restored
 from paceline.planning.model.tensor.degrees import TensorDegrees
@@ -36,64 +36,80 @@ from small_jobs import small_job
 
 BODY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 TEXT = BODY | {"vocab_size": 120}
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "Llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**TEXT, num_key_value_heads=2)),
-    "GPT2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=120)),
-    "Bert": (transformers.BertForMaskedLM, transformers.BertConfig(**TEXT)),
-    "T5": (
-        transformers.T5ForConditionalGeneration,
-        transformers.T5Config(d_model=32, num_layers=3, num_heads=4, d_ff=64, d_kv=8, vocab_size=120),
-    ),
-    "Mixtral": (
-        transformers.MixtralForCausalLM,
-        transformers.MixtralConfig(**TEXT, num_key_value_heads=2, num_local_experts=6),
-    ),
-    "ViT": (transformers.ViTForImageClassification, transformers.ViTConfig(**BODY, image_size=32, patch_size=8)),
-    "ResNet": (
-        transformers.ResNetForImageClassification,
-        transformers.ResNetConfig(depths=[1, 2], hidden_sizes=[8, 16], embedding_size=8),
-    ),
-}
 
 
-def of(family: str) -> ModelInfo:
-    made, config = FAMILIES[family]
-    with torch.device("meta"):
-        return model_info_of(made(config))
+def names(prefix: str, n: int) -> list[str]:
+    return [f"{prefix}.{i}" for i in range(n)]
 
 
 @pytest.mark.parametrize(
-    ("family", "blocks", "heads", "key_value_heads", "vocabulary", "experts", "takes_positions"),
+    ("family", "config", "blocks", "numbers"),
     [
-        ("Llama", 3, (4,), (2,), (120,), (), True),
-        ("GPT2", 3, (4,), (), (120,), (), True),
-        ("Bert", 3, (4,), (), (120,), (), True),
-        ("T5", 6, (4,), (), (120,), (), False),
-        ("Mixtral", 3, (4,), (2,), (120,), (6,), True),
-        ("ViT", 3, (4,), (), (), (), False),
-        ("ResNet", 3, (), (), (), (), False),
+        (
+            "LlamaForCausalLM",
+            TEXT | {"num_key_value_heads": 2},
+            names("model.layers", 3),
+            {"heads": (4,), "key_value_heads": (2,), "vocabulary": (120,), "takes_positions": True},
+        ),
+        (
+            "GPT2LMHeadModel",
+            {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 120},
+            names("transformer.h", 3),
+            {"heads": (4,), "vocabulary": (120,), "takes_positions": True},
+        ),
+        (
+            "BertForMaskedLM",
+            TEXT,
+            names("bert.encoder.layer", 3),
+            {"heads": (4,), "vocabulary": (120,), "takes_positions": True},
+        ),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 32, "num_layers": 2, "num_decoder_layers": 1}
+            | {"num_heads": 4, "d_ff": 64, "d_kv": 8, "vocab_size": 120},
+            [*names("encoder.block", 2), "decoder.block.0"],
+            {"heads": (4,), "vocabulary": (120,)},
+        ),
+        (
+            "MixtralForCausalLM",
+            TEXT | {"num_key_value_heads": 2, "num_local_experts": 6},
+            names("model.layers", 3),
+            {"heads": (4,), "key_value_heads": (2,), "vocabulary": (120,), "experts": (6,), "takes_positions": True},
+        ),
+        (
+            "ViTForImageClassification",
+            BODY | {"image_size": 32, "patch_size": 8},
+            names("vit.layers", 3),
+            {"heads": (4,)},
+        ),
+        (
+            "ResNetForImageClassification",
+            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1], "layer_type": "basic"},
+            [*names("resnet.encoder.stages.0.layers", 2), "resnet.encoder.stages.1.layers.0"],
+            {},
+        ),
+        (
+            "ResNetForImageClassification",
+            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "bottleneck"},
+            ["resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.1.layers.0"],
+            {},
+        ),
     ],
 )
-def test_what_must_divide_is_found_in_seven_families(
-    family: str,
-    blocks: int,
-    heads: tuple[int, ...],
-    key_value_heads: tuple[int, ...],
-    vocabulary: tuple[int, ...],
-    experts: tuple[int, ...],
-    takes_positions: bool,
+def test_blocks_and_what_must_divide_are_found_in_seven_families(
+    family: str, config: dict[str, Any], blocks: list[str], numbers: dict[str, Any]
 ) -> None:
-    found = of(family)
-    assert len(found.blocks) == blocks
+    made = getattr(transformers, family)
+    with torch.device("meta"):
+        model = made(made.config_class(**config))
+    found = model_info_of(model)
+    assert list(found.blocks) == blocks
     assert set(found.blocks) < set(found.modules)
-    assert (found.heads, found.key_value_heads, found.vocabulary, found.experts) == (
-        heads,
-        key_value_heads,
-        vocabulary,
-        experts,
-    )
-    assert found.takes_positions == takes_positions
-    assert len(found.batch_norms) == (0 if family != "ResNet" else 11), found.batch_norms
+    nothing: dict[str, Any] = dict.fromkeys(("heads", "key_value_heads", "vocabulary", "experts"), ())
+    nothing |= {"takes_positions": False}
+    assert {name: getattr(found, name) for name in nothing} == nothing | numbers
+    assert found.batch_norms == tuple(n for n, m in model.named_modules() if isinstance(m, nn.BatchNorm2d))
+    assert bool(found.batch_norms) == family.startswith("ResNet")
 
 
 @pytest.mark.parametrize(
@@ -174,87 +190,6 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         raise KeyError("no such width")
-
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-IMAGES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
-
-
-def names(prefix: str, n: int) -> list[str]:
-    return [f"{prefix}.{i}" for i in range(n)]
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "blocks"),
-    [
-        ("LlamaForCausalLM", {**SMALL, "num_key_value_heads": 2}, names("model.layers", 3)),
-        ("MixtralForCausalLM", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}, names("model.layers", 3)),
-        ("BertForMaskedLM", SMALL, names("bert.encoder.layer", 3)),
-        ("ViTForImageClassification", IMAGES, names("vit.layers", 3)),
-        (
-            "GPT2LMHeadModel",
-            {
-                "n_embd": 32,
-                "n_layer": 3,
-                "n_head": 4,
-                "vocab_size": 64,
-                "n_positions": 16,
-                "bos_token_id": 1,
-                "eos_token_id": 1,
-            },
-            names("transformer.h", 3),
-        ),
-        (
-            "T5ForConditionalGeneration",
-            {
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 64,
-                "num_layers": 2,
-                "num_decoder_layers": 1,
-                "num_heads": 4,
-                "vocab_size": 64,
-            },
-            [*names("encoder.block", 2), "decoder.block.0"],
-        ),
-        (
-            "ResNetForImageClassification",
-            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1], "layer_type": "basic"},
-            [*names("resnet.encoder.stages.0.layers", 2), "resnet.encoder.stages.1.layers.0"],
-        ),
-        (
-            "ResNetForImageClassification",
-            {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "bottleneck"},
-            ["resnet.encoder.stages.0.layers.0", "resnet.encoder.stages.1.layers.0"],
-        ),
-    ],
-)
-def test_the_layers_of_hugging_face_s_models_are_found_and_nothing_inside_them(
-    family: str, config: dict[str, Any], blocks: list[str]
-) -> None:
-    import transformers
-
-    model_class = getattr(transformers, family)
-    with torch.device("meta"):
-        model = model_class(model_class.config_class(**config))
-
-    assert find_blocks(model) == blocks
 
 
 def test_the_zoo_s_transformer_is_found_and_with_one_layer_there_is_nothing_that_repeats() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -21,7 +19,7 @@ from handmade_search import candidate, cluster, job
 from model_families import LLAMA_70B
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host, Link
-from paceline.errors import ClusterError, PlanError
+from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.job.partition import PartitionSpec
@@ -55,8 +53,7 @@ def gpus(hosts: int, each: int, memory_gb: float = 80, name: str = "H100-SXM", g
 def gpt(batch: int = 8, **dimensions: Any) -> Job:
     """A small one by its dimensions."""
     sizes = {"layers": 4, "hidden": 1024, "heads": 8, "seq": 256, "vocab": 4096} | dimensions
-    values = {"data": "synthetic", "loss": "cross_entropy", "optimizer": "adamw", "stop": {"steps": 100}}
-    return Job(model={"transformer": sizes}, global_batch=batch, precision="bf16", **values)
+    return job(model={"transformer": sizes}, global_batch=batch)
 
 
 def every_plan(job: Job, cluster: Cluster) -> list[Plan]:
@@ -157,21 +154,6 @@ def degrees(plan: Plan) -> tuple[int, ...]:
     return plan.dp, plan.fsdp, plan.tp, plan.pp, plan.cp, plan.ep
 
 
-@pytest.mark.parametrize("sizes", [{"layers": 7, "vocab": 50000}, {"layers": 8, "experts": 4}])
-def test_what_a_plan_takes_at_least_is_never_more_than_is_predicted(sizes: dict[str, int]) -> None:
-    job, cluster = gpt(batch=24, **sizes), gpus(2, 4, gbps=10)
-    layouts = Layouts(job, machines(cluster))
-    space = Space(job, cluster, Plan(), layouts.trace)
-    solver = BranchAndBound(space, layouts, top=10)
-    plans = solver.plans_of(np.arange(0, len(space.rows["tp"]), 5))
-    for i in range(0, len(plans), 41):
-        choice = plans.choice(i)
-        plan = Plan(**solver.values_of(choice))
-        predicted = estimate(layouts.of(plan)).step_time_s
-        assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
-        assert solver.least_s_of_rows[choice.row] <= predicted * (1 + 1e-9), str(plan)
-
-
 def test_all_plans_are_counted_once() -> None:
     found = search(gpt(), gpus(1, 2))
     assert (
@@ -181,18 +163,6 @@ def test_all_plans_are_counted_once() -> None:
 
 def out_of_memory(found: SearchResult) -> int:
     return sum(excluded.plans for excluded in found.excluded)
-
-
-@pytest.mark.slow
-def test_an_answer_needs_no_torch() -> None:
-    script = (
-        "import sys\nfrom paceline.job.job import Job\nfrom paceline.cluster.named import cluster_from\n"
-        "from paceline.planning.search.search import search\n"
-        "job = Job.load('examples/plan/llama_70b.yaml')\n"
-        "print(search(job, cluster_from('2x8xH200, 400gbit')).best[0].plan, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout.endswith(" False\n"), done.stdout + done.stderr
 
 
 def test_a_small_job_is_not_spread_over_devices_that_only_talk() -> None:
@@ -361,30 +331,8 @@ def test_a_rank_alone_on_a_host_has_all_of_its_memory() -> None:
 _TRIED = 40
 
 
-def by_dimensions(batch: int, **sizes: Any) -> Job:
-    """A job of a by_dimensions by its dimensions."""
-    return Job(
-        model={"transformer": sizes},
-        data="synthetic",
-        loss="cross_entropy",
-        optimizer="adamw",
-        global_batch=batch,
-        precision="bf16",
-        stop={"steps": 1},
-    )
-
-
-def hosts(count: int, each: int, name: str, gbps: float, memory_gib: float) -> Cluster:
-    """Hosts with equal devices."""
-    devices = tuple(Device(index=i, name=name, memory_bytes=int(memory_gib * 2**30)) for i in range(each))
-    link = Link(name="eth0", kind="ethernet", bandwidth_gbps=gbps)
-    return Cluster(
-        hosts=tuple(Host(name=f"h{i}", cores=8, memory_bytes=2**40, gpus=devices, links=(link,)) for i in range(count))
-    )
-
-
 JOBS = st.builds(
-    by_dimensions,
+    gpt,
     batch=st.sampled_from([4, 12, 30, 64]),
     layers=st.sampled_from([1, 3, 6, 10, 12]),
     hidden=st.sampled_from([256, 1536, 4096]),
@@ -396,12 +344,12 @@ JOBS = st.builds(
     tied=st.booleans(),
 )
 CLUSTERS = st.builds(
-    hosts,
+    gpus,
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 4]),
+    st.sampled_from([3.0, 8.0, 30.0, 80.0]),
     st.sampled_from(["H100-SXM", "A100-SXM-80", "V100-SXM-32", "MI250X"]),
     st.sampled_from([1.0, 25.0, 400.0]),
-    st.sampled_from([3.0, 8.0, 30.0, 80.0]),
 )
 
 
@@ -432,6 +380,8 @@ def solver_of(job: Job, cluster: Cluster, small: int = 0) -> tuple[BranchAndBoun
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
+@example(gpt(batch=24, layers=7, vocab=50000), gpus(2, 4, gbps=10), seed=0, small=0)
+@example(gpt(batch=24, layers=8, experts=4), gpus(2, 4, gbps=10), seed=0, small=0)
 def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, seed: int, small: int) -> None:
     solver, layouts = solver_of(job, cluster, small)
     rows = np.arange(len(solver.space.rows["tp"]))
@@ -471,7 +421,7 @@ def test_no_plan_that_fits_is_taken_for_too_large(job: Job, cluster: Cluster, se
 @pytest.mark.parametrize("virtual", [3, 4, 6])
 def test_stages_that_get_as_many_layers_each_are_searched(virtual: int) -> None:
     """12 layers on 2 ranks: 2, 3 and 6 stages each; with embedding and head 14, which 2 ranks cannot have 4 of."""
-    job, cluster = by_dimensions(8, layers=12, hidden=256, heads=8, seq=96, vocab=512), hosts(1, 2, "H100-SXM", 25, 80)
+    job, cluster = gpt(8, layers=12, hidden=256, seq=96, vocab=512), gpus(1, 2, gbps=25)
     solver, _ = solver_of(job, cluster)
     pipeline = next(one for one in PIPELINES if one == ("interleaved", virtual))
     rows = np.flatnonzero(solver.space.rows["pp"] == 2)
@@ -489,15 +439,3 @@ def test_files_and_names_stand_for_jobs_and_clusters(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(cluster().to_yaml())
     assert plan(tmp_path / "job.yaml", tmp_path / "cluster.yaml") == plan(job(), cluster())
     assert plan(job(), "2x8xH100-SXM, 400gbit").ranks <= 16
-
-
-def test_unknown_hardware_is_an_error_with_the_nearest_names() -> None:
-    with pytest.raises(ClusterError, match="H100"):
-        plan(job(), "2x8xH1000-SXM")
-
-
-def test_a_model_that_fits_nowhere_is_an_error_that_says_what_is_missing() -> None:
-    large = job(model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}})
-    small = Cluster.model_validate({"catalogue": "V100-SXM-16"})
-    with pytest.raises(PlanError, match="GiB"):
-        plan(large, small)

@@ -18,15 +18,15 @@ from paceline.job.partition import Partition, PartitionSpec
 from paceline.partition import contiguous
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.estimate import estimate
-from paceline.planning.cost.layout import Layout, Prediction
+from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.memory import capacity_bytes
 from paceline.planning.cost.stages import stages
 from paceline.planning.machines import factor_of
 from paceline.planning.plan import AXES, DATA_AXES, Plan
 from paceline.planning.predict import Layouts, priced
-from paceline.planning.search.result import Candidate, SearchResult
+from paceline.planning.search.result import Candidate, SearchResult, figures
 from paceline.planning.search.search import search
-from paceline.units import bandwidth, count, size
+from paceline.units import bandwidth, count, percent, size
 
 if TYPE_CHECKING:
     from paceline.planning.machines import Basis
@@ -48,22 +48,20 @@ INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
 
 @dataclass(frozen=True)
 class Advice:
-    """One possible change, and the prediction with it.
+    """One possible change, and the best plan with it.
 
     Attributes:
         what: a phrase, such as `twice the memory`, or the words of a plan, such as `sync=local:8`.
         value: its new value, such as `160 GB`.
         gain: relative gain of throughput; None if it could not be predicted.
-        plan: the best plan then.
-        prediction: of that plan.
+        best: the best plan then.
         but: its cost beside money, what it changes, or why nothing is predicted.
     """
 
     what: str
     value: str = ""
     gain: float | None = None
-    plan: Plan | None = None
-    prediction: Prediction | None = None
+    best: Candidate | None = None
     but: str = ""
 
     @property
@@ -76,19 +74,30 @@ class Advice:
         """Fraction of the step's time that is saved."""
         return 1 - 1 / (1 + self.gain) if self.gain else 0.0
 
+    @property
+    def words(self) -> str:
+        """The gain as text: `+12.3 %`, `no gain`, or nothing if unknown."""
+        if self.gain is None:
+            return ""
+        if abs(self.gain) < WORTH:
+            return "no gain"
+        return f"+{percent(self.gain)}" if self.gain > 0 else f"\N{MINUS SIGN}{percent(-self.gain)}"
+
+    @property
+    def change(self) -> str:
+        """The change with its new value."""
+        return f"{self.what}: {self.value}" if self.value else self.what
+
+    @property
+    def about(self) -> str:
+        """Remarks: what stands against the change, and the plan of one that helps."""
+        but = self.but if self.helps or self.gain is None else ""
+        return "; ".join(filter(None, (but, f"then {self.best.plan}" if self.best and self.helps else "")))
+
     def to_json(self) -> dict[str, Any]:
         """The advice as plain JSON values."""
-        found = self.prediction
-        return {
-            "what": self.what,
-            "value": self.value,
-            "gain": self.gain,
-            "helps": self.helps,
-            "plan": str(self.plan) if self.plan else None,
-            "step_time_s": found.step_time_s if found else None,
-            "throughput": found.throughput if found else None,
-            "but": self.but,
-        }
+        told = {"what": self.what, "value": self.value, "gain": self.gain, "helps": self.helps, "but": self.but}
+        return told | figures(self.best)
 
 
 def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
@@ -101,28 +110,29 @@ def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
 
 def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
     on, batches = best.layout.machines, 2 * case.job.global_batch
-    more = _predicted(
-        Advice("twice the memory of a device", str(size(2 * capacity_bytes(best.layout)))), case, memory(2), best
+    room, rate = (
+        size(2 * capacity_bytes(best.layout)),
+        f"{2 * on.between.bandwidth * 8 / 1e9:,.4g} Gbit/s for each device",
     )
+    changes = [
+        (Advice("twice the memory of a device", str(room)), memory(2), True),
+        (Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), devices(2), True),
+        (
+            Advice("twice the global batch", f"{batches:,}", but="another training: see --batch-advice"),
+            batch(batches),
+            True,
+        ),
+        (Advice("links between hosts twice as fast", rate), links_between(2), on.hosts > 1),
+        (
+            Advice("links inside a host twice as fast", str(bandwidth(2 * on.device.inside.bandwidth))),
+            links_inside(2),
+            on.per_host > 1 and not on.device.is_core,
+        ),
+    ]
+    more, *others = (_predicted(advice, case, change, best) for advice, change, there in changes if there)
     # today's plan could still run, as fast as now
-    worse = more.gain is not None and more.gain < 0
-    yield replace(more, gain=0.0, plan=best.plan, prediction=best.prediction) if worse else more
-    grown = _predicted(
-        Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), case, devices(2), best
-    )
-    yield grown if grown.gain is not None else replace(grown, value="")
-    yield _predicted(
-        Advice("twice the global batch", f"{batches:,}", but="another training: see --batch-advice"),
-        case,
-        batch(batches),
-        best,
-    )
-    if on.hosts > 1:
-        rate = f"{2 * on.between.bandwidth * 8 / 1e9:,.4g} Gbit/s for each device"
-        yield _predicted(Advice("links between hosts twice as fast", rate), case, links_between(2), best)
-    if on.per_host > 1 and not on.device.is_core:
-        rate = str(bandwidth(2 * on.device.inside.bandwidth))
-        yield _predicted(Advice("links inside a host twice as fast", rate), case, links_inside(2), best)
+    yield replace(more, gain=0.0, best=best) if more.gain is not None and more.gain < 0 else more
+    yield from others
 
 
 def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> Advice:
@@ -131,8 +141,7 @@ def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> A
     then = outcome.best
     if then is None:
         return replace(advice, but=f"not predicted: {outcome.why}")
-    gain = then.prediction.throughput / best.prediction.throughput - 1
-    return replace(advice, gain=gain, plan=then.plan, prediction=then.prediction)
+    return replace(advice, gain=then.prediction.throughput / best.prediction.throughput - 1, best=then)
 
 
 def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
@@ -151,7 +160,7 @@ def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
         _predicted(Advice(what, but=but), case._replace(plans=((changed, best.layout),)), change, best)
         for what, but, change, changed in changes
     ]
-    worth = [one for one in found if one.prediction is not None and one.prediction.fits and one.saved >= _LEAST_SAVED]
+    worth = [one for one in found if one.best and one.best.prediction.fits and one.saved >= _LEAST_SAVED]
     return tuple(sorted(worth, key=lambda one: -one.saved))
 
 
@@ -476,29 +485,22 @@ class ScaledPlan:
     """The job, global batch included, on another number of devices (strong scaling).
 
     Attributes:
-        plan, prediction: the best there; None if none fits.
+        best: the best plan there; None if none fits.
         speedup: relative to the fewest devices on which any plan fits.
         efficiency: speedup over the ratio of devices.
         why: reason why none fits.
     """
 
     devices: int
-    plan: Plan | None = None
-    prediction: Prediction | None = None
+    best: Candidate | None = None
     speedup: float | None = None
     efficiency: float | None = None
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The point as plain JSON values."""
-        return {
-            "devices": self.devices,
-            "plan": str(self.plan) if self.plan else None,
-            "step_time_s": self.prediction.step_time_s if self.prediction else None,
-            "speedup": self.speedup,
-            "efficiency": self.efficiency,
-            "why": self.why,
-        }
+        told = {"devices": self.devices, "speedup": self.speedup, "efficiency": self.efficiency, "why": self.why}
+        return told | figures(self.best)
 
 
 def scaling(
@@ -506,11 +508,15 @@ def scaling(
 ) -> tuple[ScaledPlan, ...]:
     """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
     points: list[ScaledPlan] = []
+    first: ScaledPlan | None = None
     for on, outcome in best_on(Case(job, cluster, calibration), _FACTORS, found):
-        best, count = outcome.best, on.devices
-        points.append(
-            _compared(points, count, best.plan, best.prediction) if best else ScaledPlan(count, why=outcome.why)
-        )
+        point = ScaledPlan(on.devices, outcome.best, why=outcome.why)
+        if point.best is not None:
+            first = first or point
+            assert first.best is not None
+            speedup = first.best.prediction.step_time_s / point.best.prediction.step_time_s
+            point = replace(point, speedup=speedup, efficiency=speedup * first.devices / on.devices)
+        points.append(point)
     return tuple(points)
 
 
@@ -531,11 +537,3 @@ def best_on(
         elif factor == 1 or resized is not None:
             on = case.cluster if factor == 1 or resized is None else resized
             yield on, what_if(case._replace(cluster=on), lambda same: same)
-
-
-def _compared(before: list[ScaledPlan], devices: int, plan: Plan, prediction: Prediction) -> ScaledPlan:
-    first = next((point for point in before if point.prediction is not None), None)
-    if first is None or first.prediction is None:
-        return ScaledPlan(devices, plan, prediction, 1.0, 1.0)
-    speedup = first.prediction.step_time_s / prediction.step_time_s
-    return ScaledPlan(devices, plan, prediction, speedup, speedup * first.devices / devices)

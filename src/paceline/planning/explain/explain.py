@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.cluster import Cluster
@@ -14,7 +15,6 @@ from paceline.planning.cost.estimate import FailureCosts, failure_costs
 from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.cost.memory import capacity_bytes
 from paceline.planning.explain.advice import (
-    WORTH,
     Advice,
     Case,
     cut_by_speed,
@@ -24,8 +24,8 @@ from paceline.planning.explain.advice import (
 )
 from paceline.planning.machines import Adjustment
 from paceline.planning.plan import Plan
-from paceline.planning.search.result import Candidate, SearchResult, equals
-from paceline.units import bandwidth, count, percent, seconds, size
+from paceline.planning.search.result import Candidate, SearchResult, figures
+from paceline.units import bandwidth, count, percent, seconds
 
 if TYPE_CHECKING:
     from paceline.planning.calibrate import Calibration
@@ -56,37 +56,11 @@ class TrainingCost:
 
 
 @dataclass(frozen=True)
-class Suggestion:
-    """A suggestion that would help, or would not.
-
-    Attributes:
-        gain: relative gain of throughput; None if unknown.
-        what: the change.
-        about: remarks.
-    """
-
-    gain: float | None
-    what: str
-    about: str = ""
-
-    @property
-    def words(self) -> str:
-        """The gain as text: `+12.3 %`, `no gain`, or nothing if unknown."""
-        if self.gain is None:
-            return ""
-        if abs(self.gain) < WORTH:
-            return "no gain"
-        return f"+{percent(self.gain)}" if self.gain > 0 else f"\N{MINUS SIGN}{percent(-self.gain)}"
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Everything that `paceline plan` tells, equal on screen, page and JSON.
 
     Attributes:
         found: the search's result; `found.best[0]` is the winner.
-        time: parts of the winner's step, in the order of `PARTS`.
-        memory: holders of the memory of its fullest rank, largest first.
         changes: other machines and batches, the most helpful first.
         trainings: faster choices at a price that the user decides on.
         weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None:
@@ -95,7 +69,6 @@ class Explanation:
         cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
         cut_gain: the fraction of the step's time that it saves.
         notes: sentences on what the prediction does not know.
-        failures: goodput under failures; None where the cluster names no rate of them.
         measured: True if the machines were measured; else their figures are those of the catalogue.
         run: the whole training to an amount that was asked for; None if nobody asked.
         answers: to questions that were asked, in their order.
@@ -104,8 +77,6 @@ class Explanation:
     job: Job
     cluster: Cluster
     found: SearchResult
-    time: tuple[Portion, ...]
-    memory: tuple[Portion, ...]
     changes: tuple[Advice, ...] = ()
     trainings: tuple[Advice, ...] = ()
     weights: tuple[float, ...] | None = None
@@ -113,7 +84,6 @@ class Explanation:
     cut: tuple[str, ...] = ()
     cut_gain: float = 0.0
     notes: tuple[str, ...] = ()
-    failures: FailureOutlook | None = None
     measured: bool = False
     run: TrainingRun | None = None
     answers: tuple[Answer, ...] = ()
@@ -122,6 +92,21 @@ class Explanation:
     def winner(self) -> Candidate:
         """The recommended plan."""
         return self.found.best[0]
+
+    @property
+    def time(self) -> tuple[Portion, ...]:
+        """Parts of the winner's step, in the order of `PARTS`."""
+        return shares_of_time(self.winner)
+
+    @property
+    def memory(self) -> tuple[Portion, ...]:
+        """Holders of the memory of its fullest rank, largest first."""
+        return shares_of_memory(self.winner)
+
+    @cached_property
+    def failures(self) -> FailureOutlook | None:
+        """Goodput under failures; None where the cluster names no rate of them."""
+        return outlook(self.job, self.cluster, self.found.best)
 
     @property
     def tokens(self) -> int:
@@ -149,51 +134,16 @@ class Explanation:
         return TrainingCost(of_sample * 1e6, "1 million samples")
 
     @property
-    def place(self) -> str:
-        """Rank of the winner among all plans, in words."""
-        return "the simplest of the fastest" if len(equals(self.found.best)) > 1 else "the fastest"
-
-    @property
-    def lines(self) -> list[str]:
-        """Summary in a few sentences."""
-        best, cluster = self.winner, self.cluster.name
-        prediction = best.prediction
-        mfu = f", MFU {percent(prediction.mfu)}" if prediction.mfu is not None else ""
-        lines = [
-            f"{best.plan}: {self.place} of {self.found.considered:,} plans for {self.job.name} on {cluster}",
-            f"predicted: {prediction.step_time_s:.4g} s a step ± {percent(best.interval.relative, 0)}, "
-            f"{prediction.throughput:,.4g} samples/s{mfu}, "
-            f"{size(prediction.memory_bytes)} of {size(self.capacity_bytes)}",
-            self.limit,
-        ]
-        helping = next((change for change in self.changes if change.helps), None)
-        if helping is not None:
-            lines.append(f"what would help most: {helping.what}, +{percent(helping.gain or 0.0)}")
-        return lines
-
-    @property
-    def helps(self) -> list[Suggestion]:
-        """Suggestions, the most helpful first: other machines and batches, and the search's own hints."""
-        rows = []
-        for change in self.changes:
-            then = f"then {change.plan}" if change.plan and change.helps else ""
-            about = change.but if change.helps or change.gain is None else ""
-            what = f"{change.what}: {change.value}" if change.value else change.what
-            rows.append(Suggestion(change.gain, what, "; ".join(text for text in (about, then) if text)))
-        rows += [Suggestion(one.gain, one.what, one.but) for one in self.trainings]
+    def helps(self) -> list[Advice]:
+        """Everything that would help, the most helpful first: other machines and batches, trainings, shares, cuts."""
+        rows = [*self.changes, *(replace(one, best=None) for one in self.trainings)]
         if self.weights:
             weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
-            rows.append(
-                Suggestion(
-                    _grown(self.weights_gain),
-                    "shares of the batch by speed",
-                    f"in the job: partition: {{weights: [{weights}]}}",
-                )
-            )
+            but = f"in the job: partition: {{weights: [{weights}]}}"
+            rows.append(Advice("shares of the batch by speed", gain=_grown(self.weights_gain), but=but))
         if self.cut:
-            rows.append(
-                Suggestion(_grown(self.cut_gain), "stages cut by speed", f"in the plan: cut={','.join(self.cut)}")
-            )
+            but = f"in the plan: cut={','.join(self.cut)}"
+            rows.append(Advice("stages cut by speed", gain=_grown(self.cut_gain), but=but))
         return sorted(rows, key=lambda row: -2.0 if row.gain is None else row.gain, reverse=True)
 
     @property
@@ -210,9 +160,6 @@ class Explanation:
             f"computing is {percent(useful / self.winner.prediction.step_time_s)} of the step; the most "
             f"beside it: {lost}"
         )
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
 
     def to_json(self) -> dict[str, Any]:
         """The whole explanation as plain JSON values."""
@@ -250,16 +197,10 @@ class Explanation:
 
     def _candidate(self, candidate: Candidate) -> dict[str, Any]:
         prediction, cost = candidate.prediction, self.cost(candidate)
-        return {
-            "plan": str(candidate.plan),
+        return figures(candidate) | {
             "why": candidate.why,
-            "step_time_s": prediction.step_time_s,
-            "interval_80_s": [candidate.interval.low_s, candidate.interval.high_s],
             "interval_rests_on": candidate.interval.rests_on,
-            "memory_bytes": prediction.memory_bytes,
-            "throughput": prediction.throughput,
             "tokens_per_s": prediction.throughput * self.tokens if self.tokens > 1 else None,
-            "mfu": prediction.mfu,
             "cost": None if cost is None else cost.value,
             "cost_of": None if cost is None else cost.of,
             "fits": prediction.fits,
@@ -292,8 +233,6 @@ def explain(
         job=job,
         cluster=cluster,
         found=found,
-        time=shares_of_time(best),
-        memory=shares_of_memory(best),
         changes=other_machines(case, found) if what_would_help else (),
         trainings=other_trainings(case, best) if what_would_help else (),
         weights=weights,
@@ -301,7 +240,6 @@ def explain(
         cut=cut,
         cut_gain=cut_gain,
         notes=_notes(best, calibrated),
-        failures=outlook(job, cluster, found.best),
         measured=calibrated is not None,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,8 +20,9 @@ from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Job, Precision
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.layout import Prediction, Products
+from paceline.planning.cost.layout import Products
 from paceline.planning.explain.advice import (
+    Advice,
     Case,
     Change,
     batch,
@@ -33,11 +34,11 @@ from paceline.planning.explain.advice import (
     memory,
     what_if,
 )
-from paceline.planning.explain.explain import Explanation, Suggestion
+from paceline.planning.explain.explain import Explanation
 from paceline.planning.machines import Adjustment
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.predict import Layouts
-from paceline.planning.search.result import Candidate
+from paceline.planning.search.result import Candidate, figures
 from paceline.text import closest
 from paceline.units import digits, percent, seconds, size
 
@@ -50,13 +51,23 @@ _TIMES = {"twice": 2.0, "double": 2.0, "half": 0.5, "three times": 3.0, "four ti
 _HOSTS = re.compile(
     r"(?P<number>\d+|one|two|three|four|eight) (?:(?P<more>more|fewer|less) hosts?|hosts? (?P<after>more|fewer|less))"
 )
+# what a factor may be asked of
+_SCALED: dict[str, Callable[[float], Change]] = {
+    "memory": memory,
+    "devices": devices,
+    "hosts": devices,
+    "links": lambda times: lambda case: links_inside(times)(links_between(times)(case)),
+    "links inside": links_inside,
+    "links between": links_between,
+    "batch": lambda times: lambda case: batch(max(1, round(times * case.job.global_batch)))(case),
+}
+_SYNONYMS = {"gpus": "devices", "network": "links between", "global batch": "batch"}
 _FACTOR = re.compile(
     r"(?P<times>twice|double|half|three times|four times|\d+(?:\.\d+)? ?(?:times|x|×)) (?:as (?:many|much) )?(?:the )?"
-    r"(?P<what>memory|hosts|devices|gpus|links|links inside|links between|network|batch|global batch)"
+    rf"(?P<what>{'|'.join((*_SCALED, *_SYNONYMS))})"
 )
 _BATCH = re.compile(r"(?:global[ _])?batch ?=? ?(\d[\d_,]*)")
 _SHAPE = re.compile(r"\d+ ?[x×*]")
-_WHAT = ("memory", "devices", "hosts", "links", "links inside", "links between", "batch")
 _EXAMPLES = (
     '"one more host", "twice the memory", "twice the links", "half the devices", batch=512, bf16, remat=none, the '
     "text of a plan, or the name of a cluster"
@@ -87,7 +98,7 @@ class Answer:
     @property
     def words(self) -> str:
         """The gain as text."""
-        return Suggestion(self.gain, self.question).words
+        return Advice(self.question, gain=self.gain).words
 
     @property
     def about(self) -> str:
@@ -106,19 +117,8 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """The answer as plain JSON values."""
-        found = self.candidate
-        return {
-            "question": self.question,
-            "gain": self.gain,
-            "plan": str(found.plan) if found else None,
-            "step_time_s": found.prediction.step_time_s if found else None,
-            "interval_80_s": [found.interval.low_s, found.interval.high_s] if found else None,
-            "throughput": found.prediction.throughput if found else None,
-            "memory_bytes": found.prediction.memory_bytes if found else None,
-            "cost": self.cost,
-            "cost_of": self.cost_of,
-            "why": self.why,
-        }
+        told = {"question": self.question, "gain": self.gain, "why": self.why}
+        return told | {"cost": self.cost, "cost_of": self.cost_of} | figures(self.candidate)
 
 
 def answers(explanation: Explanation, case: Case, questions: Iterable[str]) -> tuple[Answer, ...]:
@@ -143,7 +143,8 @@ def read_question(text: str) -> Change:
         number = _NUMBERS.get(match["number"]) or int(match["number"])
         return hosts_added(number if (match["more"] or match["after"]) == "more" else -number)
     if match := _FACTOR.fullmatch(words):
-        return _scaled(match["what"], _times(match["times"]))
+        times = _TIMES.get(match["times"]) or float(re.sub(r"[^\d.]", "", match["times"]))
+        return _SCALED[_SYNONYMS.get(match["what"], match["what"])](times)
     if match := _BATCH.fullmatch(words):
         return batch(max(1, int(match[1].replace(",", "").replace("_", ""))))
     if words in (*get_args(Precision), *get_args(Products)):
@@ -151,24 +152,6 @@ def read_question(text: str) -> Change:
     if "=" in text:
         return _plan(text)
     return _cluster(text)
-
-
-def _times(words: str) -> float:
-    return _TIMES.get(words) or float(re.sub(r"[^\d.]", "", words))
-
-
-def _scaled(what: str, times: float) -> Change:
-    if what == "memory":
-        return memory(times)
-    if what in ("hosts", "devices", "gpus"):
-        return devices(times)
-    if what == "links inside":
-        return links_inside(times)
-    if what in ("network", "links between"):
-        return links_between(times)
-    if what == "links":
-        return lambda case: links_inside(times)(links_between(times)(case))
-    return lambda case: batch(max(1, round(times * case.job.global_batch)))(case)
 
 
 def _precision(name: str) -> Change:
@@ -216,7 +199,7 @@ def _cluster(text: str) -> Change:
         known = (
             "one more host",
             "one host fewer",
-            *(f"{times} the {what}" for times in ("twice", "half") for what in _WHAT),
+            *(f"{times} the {what}" for times in ("twice", "half") for what in _SCALED),
         )
         meant = f' Did you mean "{near}"?' if (near := closest(text, known)) else ""
         raise PlanError(f'what if "{text}": this is not understood.{meant} Ask for {_EXAMPLES}') from None
@@ -274,13 +257,12 @@ class BatchPoint:
     """A global batch and the best plan for it."""
 
     global_batch: int
-    plan: Plan
-    prediction: Prediction
+    best: Candidate
 
     @property
     def throughput(self) -> float:
         """Samples per second."""
-        return self.prediction.throughput
+        return self.best.prediction.throughput
 
 
 @dataclass(frozen=True)
@@ -321,32 +303,31 @@ class BatchAdvice:
         return self.useful.global_batch == self.now.global_batch
 
     @property
-    def lines(self) -> list[str]:
-        """The advice in words."""
+    def line(self) -> str:
+        """The advice in a sentence."""
+        now, useful = f"{self.now.global_batch:,}", f"{self.useful.global_batch:,}"
         if self.keeps:
-            return [
-                (
-                    f"the global batch of {self.now.global_batch:,} is the useful one already: a larger one is "
-                    "less than 5 % faster"
-                )
-            ]
+            return f"the global batch of {now} is the useful one already: a larger one is less than 5 % faster"
         if self.factor < 1:
-            return [
-                f"a global batch of {self.useful.global_batch:,} is within 5 % as fast as the job's "
-                f"{self.now.global_batch:,}; it makes "
-                "more steps of as many samples, from which a model seldom learns less"
-            ]
-        return [
-            f"a global batch of {self.useful.global_batch:,} instead of {self.now.global_batch:,}: "
-            f"+{percent(self.gain)} samples a second, with learning rate {self.lr:.4g} ({self.rule} scaling)"
-        ]
+            return (
+                f"a global batch of {useful} is within 5 % as fast as the job's {now}; it makes more steps of as many "
+                "samples, from which a model seldom learns less"
+            )
+        return (
+            f"a global batch of {useful} instead of {now}: +{percent(self.gain)} samples a second, with learning rate "
+            f"{self.lr:.4g} ({self.rule} scaling)"
+        )
 
     def job(self, job: Job) -> Job:
         """The job with the useful batch, its learning rate, and as many samples as before.
 
         Values counted in steps are divided by the batch's factor.
         """
-        steps = _StepCount(self.factor)
+
+        def steps(number: int | None) -> int | None:
+            """At least 1."""
+            return number and max(1, math.ceil(number / self.factor))
+
         warm_up = max(steps(job.schedule.warmup_steps) or 0, min(job.schedule.warmup_steps, _LEAST_WARM_UP))
         # keeps the first steps from diverging (Goyal et al., 2017)
         if self.rule == "linear" and self.factor > 1:
@@ -381,16 +362,7 @@ class BatchAdvice:
             "rule": self.rule,
             "stopped": self.stopped,
             "cautions": list(self.cautions),
-            "batches": [
-                {
-                    "global_batch": point.global_batch,
-                    "plan": str(point.plan),
-                    "step_time_s": point.prediction.step_time_s,
-                    "throughput": point.throughput,
-                    "memory_bytes": point.prediction.memory_bytes,
-                }
-                for point in self.points
-            ],
+            "batches": [figures(point.best) | {"global_batch": point.global_batch} for point in self.points],
         }
 
 
@@ -441,7 +413,7 @@ def _point(case: Case, global_batch: int) -> BatchPoint:
     if error is not None:
         raise error
     assert best is not None
-    return BatchPoint(global_batch, best.plan, best.prediction)
+    return BatchPoint(global_batch, best)
 
 
 def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[BatchPoint], str]:
@@ -475,16 +447,6 @@ def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:
         except PlanError:
             break
     return found[::-1]
-
-
-class _StepCount:
-    """Conversion of a number of steps to one that sees as many samples. The result is at least 1."""
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, steps: int | None) -> int | None:
-        return steps and max(1, math.ceil(steps / self.factor))
 
 
 def _cautions(job: Job, factor: float) -> list[str]:

@@ -29,7 +29,7 @@ from paceline.planning.explain.training_run import (
 )
 from paceline.planning.machines import equal_ratio
 from paceline.planning.model.model_info import trace
-from paceline.planning.search.result import Candidate
+from paceline.planning.search.result import Candidate, figures
 from paceline.planning.search.search import search
 from paceline.units import count, money, span
 from paceline.yaml_file import FileKind, explain, read_yaml
@@ -65,16 +65,11 @@ class Option:
 
     def to_json(self) -> dict[str, Any]:
         """The option as plain JSON values."""
-        prediction = self.candidate.prediction
-        return {
+        return figures(self.candidate) | {
             "offer": self.offer.title,
             "hosts": self.hosts,
             "devices": self.run.devices,
             "what": self.bought.what,
-            "plan": str(self.candidate.plan),
-            "step_time_s": prediction.step_time_s,
-            "interval_80_s": [self.candidate.interval.low_s, self.candidate.interval.high_s],
-            "mfu": prediction.mfu,
             "goodput": self.bought.goodput,
             "time_s": self.bought.wall_s,
             "cost": self.cost,

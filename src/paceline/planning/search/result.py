@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.errors import PlanError
@@ -52,6 +52,21 @@ class Candidate:
         """Interval of its step time; by the cost model alone if it has none."""
         found = self.prediction.interval
         return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
+
+
+def figures(found: Candidate | None) -> dict[str, Any]:
+    """A plan and its predicted figures as plain JSON values; all None without a plan."""
+    if found is None:
+        return dict.fromkeys(("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "mfu"))
+    prediction = found.prediction
+    return {
+        "plan": str(found.plan),
+        "step_time_s": prediction.step_time_s,
+        "interval_80_s": [found.interval.low_s, found.interval.high_s],
+        "throughput": prediction.throughput,
+        "memory_bytes": prediction.memory_bytes,
+        "mfu": prediction.mfu,
+    }
 
 
 @dataclass(frozen=True)
