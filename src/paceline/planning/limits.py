@@ -240,7 +240,6 @@ def _one_of(key: str, values: Sequence[int]) -> str:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Numbers as text, of many only the first ones."""
     return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
 
 

@@ -109,7 +109,6 @@ def _of_a_machine(machines: Machines) -> int:
 
 
 def _of_domains(speeds: list[float], count: int) -> tuple[float, ...]:
-    """Speed of the slowest host of each domain."""
     hosts = len(speeds)
     return tuple(min(speeds[i * hosts // count : -(-(i + 1) * hosts // count)]) for i in range(count))
 
@@ -156,16 +155,12 @@ def _slowed(device: Accelerator, part: float) -> Accelerator:
 
 
 def _usual(counts: Iterable[int]) -> int:
-    """The most frequent number; of several, the largest."""
     by_count = Counter(counts)
     return max(by_count, key=lambda count: (by_count[count], count))
 
 
 def _core(host: Host) -> Accelerator:
-    """A core of the host's processor, by the class that its name suggests.
-
-    A hyper-thread counts as a part of a core.
-    """
+    """A core of the class that its name suggests; a hyper-thread is a part."""
     name = host.cpu.lower()
     if name.startswith("cpu") and host.cpu in CATALOGUE:
         return CATALOGUE[host.cpu]
@@ -182,16 +177,12 @@ NETWORK = ("ethernet", "measured")  # kinds of links between hosts
 
 
 def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
-    """Fraction of each of its cores that a host may keep busy."""
     limits = cluster.emulate.cores if cluster.emulate else (None,) * len(hosts)
     return [1.0 if limit is None else min(1.0, limit / host.cores) for limit, host in zip(limits, hosts, strict=True)]
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """Link from a device to other hosts: its part of the slowest host's link.
-
-    The catalogue's link if no rate is known.
-    """
+    """A device's part of the slowest host's link, or the catalogue's without known rates."""
     latency_s = _TCP_S if device.is_core else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
@@ -259,10 +250,7 @@ class Adjustment:
         return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
-        """Standard deviation for a layout, larger where no run is of its kind.
-
-        By what software, hardware and precisions are assumed to differ, and then no more than without any runs.
-        """
+        """Standard deviation for a layout; larger, up to that without runs, for kinds without any."""
         if not self.errors:
             return CORES_SPREAD if layout.machines.device.is_core else self.spread
         unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
@@ -319,7 +307,6 @@ def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) 
 
 
 def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
-    """Logarithms of the factors of all runs, of each framework, and so on."""
     by_key: dict[Key, list[float]] = defaultdict(list)
     parents: dict[Key, Key] = {}
     for layout, log in pairs:
@@ -377,10 +364,7 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
 
 
 def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """Likeliest logarithm of a factor near to another one.
-
-    Some runs may be far off.
-    """
+    """Likeliest logarithm of a factor near to another one; some runs may be far off."""
 
     def unlikely(value: float) -> float:
         far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)

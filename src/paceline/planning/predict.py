@@ -135,16 +135,12 @@ def _fullest_share(job: Job, plan: Plan) -> int:
 
 
 def _threads(plan: Plan, cluster: Cluster) -> int:
-    """Threads of each rank on the host that has the most ranks."""
     most = max(cluster.ranks_per_host(plan.ranks))
     return plan.threads_for(cluster.hosts[0], most)
 
 
 def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
-    """Number of blocks of each virtual stage, from the plan's cuts.
-
-    () if there are none, or the trace does not know them.
-    """
+    """Blocks of each virtual stage by the plan's cuts; () if they are unknown."""
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
     if not starts or len(known) < len(starts):
@@ -154,7 +150,6 @@ def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
 
 
 def _sent_bytes(plan: Plan, of: ModelTrace, number: float) -> float:
-    """Bytes sent per gradient between replicas."""
     if plan.compress in ("none", "auto"):
         return number
     matrices = [(gemm.n, gemm.k, gemm.times) for block in of.blocks for gemm in block.gemms if not gemm.batch]

@@ -536,7 +536,6 @@ def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
 
 
 def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
-    """True for one rank alone on several cores, where fewer threads may be faster."""
     return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
 
 
@@ -562,7 +561,6 @@ def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | Non
 
 
 def _why_no_compiler() -> str | None:
-    """Missing prerequisite of torch.compile, or None."""
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     if not any(shutil.which(compiler) for compiler in wanted):
         return f"torch.compile needs a C++ compiler ({' or '.join(wanted)})"

@@ -131,10 +131,7 @@ def _with_other_degrees(
 def _degrees(
     plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool
 ) -> Iterator[dict[str, Any]]:
-    """Values for exactly `changes` of the degrees, nearest first.
-
-    Together they need at most (or exactly) `ranks` ranks.
-    """
+    """Values for exactly `changes` degrees, nearest first, for at most (or exactly) `ranks` ranks."""
     found = []
     for keys in combinations(values, changes):
         kept = plan.ranks // prod(getattr(plan, key) for key in keys)
@@ -148,7 +145,6 @@ def _degrees(
 
 
 def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Combinations of one value per list, with a product of at most `most`."""
     if not choices:
         yield ()
         return
@@ -157,10 +153,7 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _values(context: PlanContext, key: str, most: int) -> list[int]:
-    """Other values of a degree that pass its own checks, ascending.
-
-    Candidates are small values, powers of 2, divisors, and those that the job suggests.
-    """
+    """Other values of a degree that pass its own checks: small ones, powers, divisors, suggestions."""
     own, weights, data_ranks = getattr(context.plan, key), context.job.partition.weights or (), context.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
     nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
@@ -175,10 +168,7 @@ def _values(context: PlanContext, key: str, most: int) -> list[int]:
 def _others_repaired(
     context: PlanContext, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)
 ) -> Plan | None:
-    """The plan with exactly `changes` other keys changed to pass the checks, or None.
-
-    With `changes=None` any number may change.
-    """
+    """The plan that passes the checks with exactly `changes` (None: any) other keys changed."""
     failed = next((check for check in checks if check.reason(context)), None)
     if failed is None:
         return None if changes else context.plan
@@ -195,7 +185,6 @@ def _others_repaired(
 
 
 def _other_values(context: PlanContext, key: str) -> list[Any]:
-    """Other values of a key that is not a degree, nearest first."""
     own = getattr(context.plan, key)
     if key == "microbatches":
         share = min(context.smallest_share, _MOST_MICROBATCHES)

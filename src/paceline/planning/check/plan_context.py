@@ -156,10 +156,7 @@ def memory_shortage(context: PlanContext) -> str | None:
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
-    """Numbers of all parameters, trained ones and the largest block's on a rank before fsdp.
-
-    Each rank is assumed to have an equal part.
-    """
+    """Numbers of all parameters, of trained ones and of the largest block, before fsdp."""
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 

@@ -106,7 +106,6 @@ def _too_few_devices(context: PlanContext) -> str | None:
 
 @_check(*DEGREES)
 def _too_little_memory(context: PlanContext) -> str | None:
-    """Reason of too little memory for ranks that share cores, or None."""
     plan, cluster = context.plan, context.cluster
     if plan.ranks <= context.devices or cluster.has_accelerators or context.world is not None:
         return None
@@ -169,10 +168,7 @@ def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
 
 @_check("microbatches", *DATA_AXES)
 def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
-    """Reason against a model's own loss that compares samples, computed in parts.
-
-    Losses of parts cannot be combined then.
-    """
+    """Losses of parts cannot be combined where the loss compares samples."""
     plan = context.plan
     if (
         plan.microbatches * plan.data_ranks == 1
@@ -244,7 +240,6 @@ def _data_rank(plan: Plan) -> str:
 
 
 def _data_ranks(plan: Plan) -> str:
-    """The plan's number of data-parallel ranks as text, with their degrees."""
     if plan.data_ranks == plan.dp:
         return count(plan.dp, "replica")
     return (
@@ -270,7 +265,6 @@ def _more_servers_than_replicas(context: PlanContext) -> str | None:
 
 @_check("sync", "dp", "num_workers")
 def _not_by_servers(context: PlanContext) -> str | None:
-    """Reason why workers cannot take pieces of the batches from servers, or None."""
     plan, job = context.plan, context.job
     if not sync_info(plan.sync).served:
         return None
@@ -291,10 +285,7 @@ def _not_by_servers(context: PlanContext) -> str | None:
 
 @_check("compress", "sync")
 def _nothing_to_compress(context: PlanContext) -> str | None:
-    """Reason against compression with a rule that cannot use it, or None.
-
-    Local SGD averages the parameters themselves; other rules send as they do.
-    """
+    """Local SGD averages the parameters themselves; other rules send as they do."""
     plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
     if plan.compress == "none" or spec.info.compresses:
         return None
@@ -536,10 +527,7 @@ def _compiled_v_schedule(context: PlanContext) -> str | None:
 
 @_check("schedule", "fsdp", "pp")
 def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
-    """Reason against FSDP2 shards of a tied weight, or None.
-
-    A V schedule has the first and the last stage on one rank, and FSDP2 shards each stage by itself.
-    """
+    """A V schedule has the first and last stages on one rank; FSDP2 shards each."""
     plan = context.plan
     if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None

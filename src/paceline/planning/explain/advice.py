@@ -136,7 +136,6 @@ def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
 
 
 def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> Advice:
-    """The advice with its prediction, compared with the best plan of today."""
     outcome = what_if(case, change)
     then = outcome.best
     if then is None:
@@ -185,10 +184,7 @@ def _other_precision(case: Case, best: Candidate) -> Iterator[tuple[str, str, Ch
 
 
 def _other_orders(best: Candidate) -> Iterator[tuple[str, str, Change]]:
-    """Another axis between neighbours.
-
-    A run's mesh has one order, in which the ranks that communicate most are nearest.
-    """
+    """A mesh has one order; another axis between neighbours may be faster."""
     usual = best.layout.order
     if best.layout.machines.hosts == 1:
         return
@@ -433,7 +429,6 @@ def with_devices(cluster: Cluster, times: float) -> Cluster | None:
 
 
 def _alike(cluster: Cluster) -> bool:
-    """True if all hosts are equal, so that one more can be added."""
     emulate = cluster.emulate
     limits = len({*zip(emulate.rates_bps, emulate.cores, strict=True)}) if emulate else 1
     return (

@@ -265,7 +265,6 @@ def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
 
 
 def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
-    """Unknowns of the prediction: of this model, of the cost model, and general ones."""
     basis = "measured on these machines" if calibration else "from the catalogue, not measured"
     always = (
         f"every figure is predicted; the speeds of devices and links are {basis}",

@@ -404,11 +404,7 @@ def _samples(job: Job) -> int | None:
 
 
 def _point(case: Case, global_batch: int) -> BatchPoint:
-    """Best plan for a batch.
-
-    Raises:
-        PlanError: no plan can run it.
-    """
+    """Best plan for a batch. Raises PlanError if no plan can run it."""
     best, error = what_if(case, batch(global_batch))
     if error is not None:
         raise error
@@ -450,7 +446,6 @@ def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:
 
 
 def _cautions(job: Job, factor: float) -> list[str]:
-    """Facts that the user must know before accepting the advice."""
     cautions = [
         "how large a batch still learns as much from each sample (the critical batch size) depends on the noise of the "
         "gradients and cannot be known from shapes (McCandlish et al., 2018, arXiv:1812.06162): compare the losses "

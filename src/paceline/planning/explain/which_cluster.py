@@ -247,7 +247,6 @@ def _options(
 
 
 def _told(offer: Offer, reasons: list[tuple[int, str]]) -> Iterator[tuple[str, str]]:
-    """Each reason, with the numbers of hosts that are refused for it."""
     for reason in dict.fromkeys(reason for _, reason in reasons):
         numbers = [hosts for hosts, why in reasons if why == reason]
         hosts = f"{numbers[0]:,} to {numbers[-1]:,} hosts" if len(numbers) > 1 else count(numbers[0], "host")

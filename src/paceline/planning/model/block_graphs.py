@@ -137,14 +137,12 @@ class _Builder:
         )
 
     def _numbers(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        """Elements that kernels read and write, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for index, kernel in kernels:
             found["fixed" if kernel.fixed else "inside" if index in self.split.inside else "outside"] += kernel.numbers
         return found
 
     def _kept_numbers(self, part: int) -> dict[str, float]:
-        """Elements saved for the backward pass, by what divides them."""
         found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
         for storage, numbers in self.kept[part].items():
             found[
@@ -157,10 +155,7 @@ class _Builder:
         return found
 
     def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        """Elements that remat=selective keeps, by what divides them: of matrices and images.
-
-        Attention scores that are written out are not kept.
-        """
+        """Elements that remat=selective keeps, without attention scores that are written out."""
         found = dict.fromkeys(("inside", "outside"), 0.0)
         for _, kernel in kernels:
             if kernel.name in _CHOSEN:
@@ -308,7 +303,6 @@ def divided_kernels(seen: Seen, weights: DividedWeights, *, keeps_logits: bool) 
 
 
 def _looks_up(seen: Seen, kernel: Kernel) -> str:
-    """The parameter in which a kernel looks up rows, or ""."""
     if kernel.name != "embedding":
         return ""
     return next((name for read in kernel.reads if (name := seen.name_of(read))), "")

@@ -142,10 +142,7 @@ def _numbers(forward: Pass, tree: Any) -> float:
 
 
 def _route_evenly(forward: Pass) -> None:
-    """Route the tokens to all experts in turn, since the real routing is unknown.
-
-    Experts of transformers are set to compute one by one.
-    """
+    """Route the tokens to all experts in turn, since the real routing is unknown."""
     if hasattr(forward.model, "set_experts_implementation"):
         # the kernel of the faster implementation needs values
         forward.model.set_experts_implementation("eager")  # type: ignore[operator]
@@ -156,10 +153,7 @@ def _route_evenly(forward: Pass) -> None:
 def _in_turn(
     watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run the experts on even indices.
-
-    The indices are real, so that the experts' code can read them, outside of the mode of tensors without values.
-    """
+    """Run the experts on even indices, which are real for code that reads them."""
     # another convention than that of transformers and the zoo
     if index.is_floating_point():
         return forward(hidden, index, weights)
@@ -229,10 +223,7 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost list items with at least `matrices` weight matrices.
-
-    If blocks are wanted, those inside of stages, not the stages.
-    """
+    """Outermost list items with at least `matrices` weight matrices; blocks inside of stages, not stages."""
     listed = _listed(module)
     # yields a module that is registered twice once
     for name, child in module.named_children():
@@ -579,10 +570,7 @@ def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: A
 
 
 class _Fused(Function):
-    """Attention without stored scores (Dao et al., 2022, arXiv:2205.14135).
-
-    It saves its operands, its result and one element for each row.
-    """
+    """Attention without stored scores (Dao et al., 2022, arXiv:2205.14135)."""
 
     @staticmethod
     def forward(

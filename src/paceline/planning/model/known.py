@@ -92,10 +92,7 @@ def _plain(layers: int, hidden: int, ffn: int, heads: int, tokens: int) -> Dimen
 
 
 def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> BlockTrace:
-    """A layer that vectors of each sample modulate.
-
-    Its norms are scaled and shifted and its results scaled.
-    """
+    """A layer whose norms and results vectors of each sample scale and shift."""
     made = (Gemm(1.0, 6 * hidden, hidden),) if weight else ()
     width = float(tokens * hidden)
     return replace(
@@ -211,10 +208,7 @@ def _residual(image: ImageBuilder, out: int, told: int) -> None:
 
 
 def _attended(image: ImageBuilder, depth: int, shape: LatentUNet) -> None:
-    """Transformer blocks over all places, between two products.
-
-    Each attends to places and to the text, and has a gated feed-forward part.
-    """
+    """Transformer blocks over all places and the text's, with gated feed-forward parts."""
     if not depth:
         return
     width, tokens = image.channels, prod(image.size)

@@ -229,10 +229,7 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """Sizes of the input embeddings.
-
-    Hugging Face models name theirs; in others, embeddings as large as one of the outputs.
-    """
+    """Sizes of the embeddings that the model names, or of those as large as outputs."""
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
@@ -297,7 +294,6 @@ def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
 
 
 def _layer(d: Dimensions, layer: Layer) -> _Sizes:
-    """Parameters of one layer: names, sizes, and whether they are experts'."""
     own = weights(d, layer)
     return (
         *((name, (size,), False) for name, size in vectors(d, layer)),
@@ -311,7 +307,6 @@ def _layer(d: Dimensions, layer: Layer) -> _Sizes:
 
 
 def _outside(d: Dimensions) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Parameters outside of all layers."""
     yield "tokens.weight", (d.vocab, d.hidden)
     if d.positions:
         yield "positions.weight", (d.table, d.hidden)
@@ -333,7 +328,6 @@ def _outside(d: Dimensions) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _shapes(outside: dict[str, tuple[int, ...]], modules: tuple[str, ...]) -> Iterator[ParameterShape]:
-    """Shapes of some modules' parameters outside of all layers."""
     return (
         ParameterShape(name, sizes, True, "", False)
         for name, sizes in outside.items()
@@ -441,10 +435,7 @@ class TracedModel:
 
 
 def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
-    """Observations of the model's forward pass, or an estimate.
-
-    The estimate is from its parameters, where it cannot be run.
-    """
+    """Observations of the forward pass; an estimate from the parameters if it cannot run."""
     from paceline.own_random import kept_random
     from paceline.planning.model.block_graphs import estimated
     from paceline.planning.model.forward_pass import tokens_of

@@ -91,10 +91,7 @@ def _layer(d: Dimensions, layer: Layer, tp: int) -> BlockTrace:
 
 
 def _with_copied_keys(d: Dimensions, tp: int) -> Dimensions:
-    """Dimensions with the heads of keys and values that `tp` ranks compute together.
-
-    They are `d` itself if `tp` divides its heads, or cannot share them.
-    """
+    """Dimensions with as many heads of keys and values as `tp` ranks compute together."""
     if d.mla or d.key_value_heads % tp == 0 or d.heads % tp or not shares_heads((d.key_value_heads,), tp):
         return d
     return d.model_copy(update={"kv_heads": tp})
@@ -139,10 +136,7 @@ def _embedding(d: Dimensions) -> BlockTrace:
 
 
 def _between(d: Dimensions) -> BlockTrace:
-    """The encoder's last norm, and the embedding of the decoder's tokens.
-
-    Its table is the encoder's.
-    """
+    """The encoder's last norm, and the decoder's embedding, whose table is the encoder's."""
     source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
     return BlockTrace(
         kind="between",
@@ -249,10 +243,7 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
 
 
 def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
-    """Norms and residuals of all parts.
-
-    A norm reads and writes, a residual reads two, and a mask, and writes one.
-    """
+    """A norm reads and writes; a residual reads two, and a mask, and writes one."""
     mask, parts = _mask(d), layer.parts
     norms = 1 if d.parallel else parts
     adds = 4.0 if d.parallel and parts > 1 else 3.0 * parts
@@ -281,10 +272,7 @@ def _cross_attention(d: Dimensions, tokens: int) -> Work:
 
 
 def _latent_attention(d: Dimensions, tokens: int) -> Work:
-    """Attention with wider queries and keys than values.
-
-    The two narrow vectors are whole on every rank of tp.
-    """
+    """Queries and keys are wider than values; two narrow vectors are whole on every rank."""
     assert d.mla is not None
     wide, values = d.heads * (d.mla.nope + d.mla.rope), d.heads * d.mla.value
     ranks = (d.mla.q_rank or 0) + d.mla.kv_rank
@@ -316,10 +304,7 @@ def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, cau
 
 
 def _seen(window: int, tokens: int) -> int:
-    """Mean number of tokens that one sees in a window, in whole tiles.
-
-    The first tokens see fewer.
-    """
+    """Mean number of tokens that one sees in a window, in whole tiles."""
     if not window or window >= tokens:
         return tokens
     mean = window - window * window / (2 * tokens)

@@ -246,7 +246,6 @@ def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:
 
 
 def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
-    """The distinct blocks with their counts."""
     counts: dict[BlockTrace, int] = {}
     for block, count in trace.runs:
         counts[block] = counts.get(block, 0) + count
@@ -271,7 +270,6 @@ class MeasuredBounds(Bounds):
         return RankCost(0.0, 0.0, 0.0, 0.0)
 
     def _microbatch_s(self, tp: int, cp: int, ep: int, pp: int, shared: int, samples: float, remat: Remat) -> float:
-        """Least seconds of a rank's work for one microbatch."""
         trace = self._trace_at(tp)
         layout = replace(self.layout, trace=trace, tp=tp, cp=cp, ep=ep, pp=pp, dp=shared, samples=samples, remat=remat)
         found = calibration_of(layout)
@@ -285,7 +283,6 @@ class MeasuredBounds(Bounds):
 
 
 def _shared_over(layout: Layout, shared: int) -> list[Layout]:
-    """Layouts of the kinds of factorisations of data-parallel ranks into dp × fsdp."""
     factors = divisors(shared)
     some = {1, shared, factors[len(factors) // 2]}
     return [replace(layout, dp=shared // fsdp, fsdp=fsdp) for fsdp in some]

@@ -239,7 +239,6 @@ def _cause(part: str, other: Candidate, winner: Candidate) -> str:
 
 
 def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> str:
-    """Cause of slower matrix products."""
     if plan.tp > winner.tp:
         return f": tp={plan.tp} makes matrices narrower, or divides only a part of them"
     if samples < best_samples:
@@ -259,10 +258,7 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Exclusion of numbers of data-parallel ranks that do not divide the batch.
-
-    All ranks would wait for the fullest.
-    """
+    """Numbers of data-parallel ranks that do not divide the batch: all wait for the fullest."""
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:
@@ -364,10 +360,7 @@ def words(layout: Layout) -> str:
 
 
 def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
-    """Plans with all state sharded and all blocks recomputed, one sample per microbatch.
-
-    Degrees are powers of two, with as many ranks as are useful.
-    """
+    """Plans with all state sharded, all blocks recomputed, and one sample per microbatch."""
     machines, trace = layout.machines, layout.trace
     layers = max((count for _, count in trace.runs), default=1)
     cores = _powers(machines.per_host) if machines.device.is_core else [1]
@@ -416,10 +409,7 @@ def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
 
 
 def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on the smallest sufficient number of the same hosts, found by bisection.
-
-    If no number is enough, on very many of them.
-    """
+    """Fit on the fewest sufficient hosts, found by bisection, or else on very many."""
 
     def on(hosts: int) -> SmallestMemory:
         return least(replace(layout, machines=resized(layout.machines, hosts)), global_batch)
@@ -436,10 +426,7 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on as many devices of the smallest sufficient kind in the catalogue.
-
-    If none is sufficient, on the largest.
-    """
+    """Fit on as many devices of the smallest sufficient kind, or of the largest."""
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]
@@ -453,7 +440,6 @@ def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _on(found: SmallestMemory) -> str:
-    """The cluster as `--cluster` takes it, and the plan."""
     return f"{shape(found.layout.machines)} with {words(found.layout)} ({size(found.needed)} of {size(found.room)})"
 
 

@@ -255,7 +255,6 @@ class BranchAndBound:
         return found
 
     def _row_s(self, rows: Ints, sequence: bool, remat: Remat) -> Floats:
-        """Least seconds of these rows, with the schedule of the smallest bubble."""
         return np.asarray(self.bounds.least_s(self._at(rows), sequence, remat) * self._bubbles[rows])
 
     @cached_property
@@ -269,10 +268,7 @@ class BranchAndBound:
         return np.asarray(least * rows["pp"] / rows["microbatches"])
 
     def _search(self, rows: Ints, most: int) -> float | None:
-        """Try all plans of these rows that may be among the best.
-
-        Returns the least bound of untried plans if there were too many, else None.
-        """
+        """Try all plans of these rows that may be best; returns the least untried bound."""
         plans = self.plans_of(rows)
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
@@ -439,11 +435,9 @@ class BranchAndBound:
             self.limit = min(self._last_s, times[0] * _LISTED) if self.evaluated < _LIST_EVALUATIONS else times[0]
 
     def _at(self, rows: Ints) -> dict[str, NDArray[Any]]:
-        """The space's columns at these rows."""
         return {key: column[rows] for key, column in self.space.rows.items()}
 
     def _rank_costs_of(self, rows: Ints, sequence: bool, remat: str) -> Ints:
-        """Index of each row's rank cost."""
         table = self._at(rows)
         sizes = table.pop("size")
         keys, place = numbered(table["tp"], table["cp"], table["ep"], table["threads"], sizes)
@@ -458,7 +452,6 @@ class BranchAndBound:
         return np.array(found, np.int64)[place] if keys else np.zeros(0, np.int64)
 
     def _costs_at(self, costs: Ints) -> dict[str, Floats]:
-        """The fields of the rank costs at these indices."""
         several, place = np.unique(costs, return_inverse=True)
         columns = np.array([self._costs[i] for i in several], np.float64).reshape(-1, len(RankCost._fields)).T
         return {name: column[place] for name, column in zip(RankCost._fields, columns, strict=True)}

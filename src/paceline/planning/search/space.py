@@ -468,11 +468,7 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """Fewest microbatches, at least one per stage, that the schedule can run.
-
-    The smallest part of the batch has a sample for each. If all numbers are too small, the largest is taken; None if
-    there is none.
-    """
+    """Fewest microbatches, one per stage and sample where possible, that the schedule can run."""
     share = job.global_batch // plan.data_ranks
     fitting = [
         n

@@ -187,7 +187,6 @@ def model_of(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Mod
 
 
 def _sequence(cells: Cells) -> int | None:
-    """Tokens of a sample, where they are stated."""
     text = cells.get("seq_len", "")
     value = number(text)
     if value is None:
@@ -197,7 +196,6 @@ def _sequence(cells: Cells) -> int | None:
 
 
 def _agree(named: Dimensions, cells: Cells) -> bool:
-    """True if what a row states of width, heads and depth is the named model's."""
     pairs = (("hidden", named.hidden), ("n_heads", named.heads), ("ffn", named.feed_forward))
     return all(number(cells.get(name, "")) in (None, value) for name, value in pairs) and _depth(cells) in (
         None,
@@ -249,19 +247,13 @@ def _masked(cells: Cells, seq: int) -> dict[str, float]:
 
 
 def _padded(vocab: int, tp: int, framework: str) -> int:
-    """A vocabulary as frameworks pad it.
-
-    Megatron does to 128 for each rank of tp, others to what tensor cores read.
-    """
+    """Megatron pads to 128 for each rank of tp, others to what tensor cores read."""
     wide = 128 * tp if tp > 1 or re.search(r"megatron|nemo|libai", framework, re.IGNORECASE) else 8
     return -(-vocab // wide) * wide
 
 
 def _dense(cells: Cells, seq: int) -> int:
-    """Tokens of a sample that are computed, without padding if a recipe leaves it out.
-
-    NVIDIA's BERT for PyTorch and Paddle does. Of its sequences of 512 tokens about half are text.
-    """
+    """Tokens without the padding that NVIDIA's BERT for PyTorch and Paddle leaves out."""
     recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE) and re.search(
         r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE
     )

@@ -148,10 +148,7 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
-    """Virtual stages a rank.
-
-    Where a schedule is interleaved and it is not stated how often: 4 chunks, or what divides the layers.
-    """
+    """Virtual stages a rank; if not stated, 4 or what divides the layers."""
     stated = number(cells.get("vpp", ""))
     if pp == 1:
         return 1
@@ -204,10 +201,7 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
 
 
 def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
-    """Megatron's cut: equal numbers of layers per stage; () where they do not divide.
-
-    The embedding is with the first stage, the head with the last.
-    """
+    """Megatron's cut: equal numbers of layers per stage; () where they do not divide."""
     stages = layout.pp * layout.chunks
     each, rest = divmod(layers, stages)
     if rest or len(layout.trace.blocks) != layers + 2:
@@ -216,10 +210,7 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 
 
 def _with_least_recomputed(layout: Layout) -> Layout:
-    """A layout with the least recomputation that fits, as users would choose.
-
-    Of the layers some may be computed again, and others not; what is kept of all may wait in the host's memory.
-    """
+    """A layout with the least recomputation that fits, as users would choose."""
     for share in _SHARES:
         changed = replace(layout, remat="block" if share else "none", remat_share=share or 1.0)
         if memory_fits(changed):

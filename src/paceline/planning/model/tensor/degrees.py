@@ -219,10 +219,7 @@ def bias_of(owners: Owners, module: nn.Module) -> str | None:
 def _reason_against(
     graph: Graph | None, name: str, parameters: Collection[str], paths: list[str], layers: list[nn.Module], ranks: int
 ) -> str | None:
-    """Reason why a weight cannot be divided along its rows, or None.
-
-    Its layers have these parameters.
-    """
+    """Reason why a weight cannot be divided along its rows, or None."""
     rows = rows_of(layers[0])
     if rows % ranks:
         return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
@@ -239,7 +236,6 @@ def _reason_against(
 
 
 def _uses(graph: Graph, parameter: str) -> list[Node]:
-    """The operations that read a parameter."""
     number = next(
         (v for v, value in enumerate(graph.values) if value.kind == "parameter" and value.name == parameter), None
     )
@@ -247,10 +243,7 @@ def _uses(graph: Graph, parameter: str) -> list[Node]:
 
 
 def _heads(graph: Graph | None) -> dict[str, tuple[bool, int]]:
-    """Output heads: linear layers that make the model's output, as wide as an embedding's rows.
-
-    Each path has (True if nothing else reads the output, width).
-    """
+    """Output heads by path: True if nothing else reads the output, and the width."""
     if graph is None:
         return {}
     rows = {graph.values[node.inputs[1]].shape[0] for node in graph.nodes if node.op == "embedding"}

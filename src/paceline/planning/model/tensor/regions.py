@@ -311,10 +311,7 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """Flags of the values that may have a gradient.
-
-    They depend on a parameter, or on an input, whose gradient a penalty may use.
-    """
+    """True for values that may have a gradient: of a parameter, or an input."""
     learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):

@@ -350,10 +350,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 
 def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Labels through scaled dot-product attention.
-
-    Batch and heads are divided together, grouped heads in their own number.
-    """
+    """Batch and heads are divided together, grouped heads in their own number."""
     out = len(shapes) - 1
     found: dict[int, Label] = {}
     for known_slot, label in known.items():

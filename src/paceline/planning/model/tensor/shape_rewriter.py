@@ -247,7 +247,6 @@ def install(model: nn.Module, rewrites: Rewrites) -> Callable[[], None]:
 
 
 def _is_own(module: nn.Module, code: CodeType) -> bool:
-    """True if the code is a method of the module."""
     found = (owner.__dict__.get(code.co_name) for owner in type(module).__mro__)
     return any(getattr(unwrap(function), "__code__", None) is code for function in found if function is not None)
 
