@@ -380,8 +380,8 @@ def solver_of(job: Job, cluster: Cluster, small: int = 0) -> tuple[BranchAndBoun
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 @given(JOBS, CLUSTERS, st.integers(0, 2**32), st.sampled_from([0, 0, 3]))
-@example(gpt(batch=24, layers=7, vocab=50000), gpus(2, 4, gbps=10), seed=0, small=0)
-@example(gpt(batch=24, layers=8, experts=4), gpus(2, 4, gbps=10), seed=0, small=0)
+@example(gpt(batch=24, layers=7, vocab=50000), gpus(2, 4, gbps=10), 0, 0)
+@example(gpt(batch=24, layers=8, experts=4), gpus(2, 4, gbps=10), 0, 0)
 def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, seed: int, small: int) -> None:
     solver, layouts = solver_of(job, cluster, small)
     rows = np.arange(len(solver.space.rows["tp"]))
