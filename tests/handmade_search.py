@@ -11,7 +11,8 @@ from paceline.planning.cost.layout import PARTS, Layout, Machines, Prediction
 from paceline.planning.explain.advice import Advice
 from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.plan import Plan
-from paceline.planning.search.result import Candidate, Excluded, SearchResult
+from paceline.planning.search.result import Candidate, SearchResult
+from paceline.planning.search.space import Excluded
 
 TRACE = ModelTrace(
     tuple(

@@ -20,7 +20,8 @@ from paceline.planning.cost.layout import PART_NAMES, PARTS
 from paceline.planning.explain.advice import Advice, ScaledPlan
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.explain.questions import BatchAdvice, BatchPoint
-from paceline.report.plan_page import SPAN_COLOURS, TIME_COLOURS, Point, front, write_plan_page
+from paceline.planning.explain.which_cluster import pareto
+from paceline.report.plan_page import SPAN_COLOURS, TIME_COLOURS, Point, write_plan_page
 
 STOLEN = "</script><script>window.stolen = 1</script>"
 
@@ -142,7 +143,7 @@ def test_every_part_of_a_step_has_a_name_and_a_colour_of_its_own() -> None:
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
 def test_the_front_is_what_no_other_point_beats_in_both(places: list[tuple[int, int]]) -> None:
     points = [Point(str(i), "", float(x), float(y)) for i, (x, y) in enumerate(places)]
-    edge = front(points)
+    edge = pareto(points, lambda point: (point.x, point.y))
     for point in edge:
         assert not any(p.x <= point.x and p.y <= point.y and (p.x, p.y) != (point.x, point.y) for p in points)
     for point in points:

@@ -93,12 +93,15 @@ def command(
     if here and measure and calibration is None:
         calibration = measure_machine(what, where, console)
     with Console(stderr=True).status("searching"):
-        explanation = _explained(what, where, calibration, top if page is None else max(top, _ON_PAGE))
-        explanation = _asked(explanation, calibration, goal, conditions, what_if or [])
+        listed = top if page is None else max(top, _ON_PAGE)
+        explanation = _explained(what, where, calibration, listed, goal, conditions, what_if or [])
     show(explanation, console, top=top)
     advice = None
     if batch_advice or accept_batch is not None:
-        advice = _advice(what, where, calibration)
+        from paceline.planning.explain.questions import advise
+
+        with Console(stderr=True).status("searching the best plan for every batch"):
+            advice = advise(what, where, calibration)
         show_advice(advice, console)
     if accept_batch is not None and advice is not None:
         _accept(advice, what, accept_batch, console)
@@ -139,31 +142,27 @@ def _sigma(text: str | None) -> float:
     return sigma
 
 
-def _explained(job: Job, cluster: Cluster, calibration: Basis | None, top: int) -> Explanation:
-    from paceline.planning.explain.explain import explain
-    from paceline.planning.search.search import search
-
-    return explain(job, cluster, search(job, cluster, top=top, calibration=calibration), calibration)
-
-
-def _asked(
-    explanation: Explanation,
+def _explained(
+    job: Job,
+    cluster: Cluster,
     calibration: Basis | None,
+    top: int,
     goal: Goal,
     conditions: Conditions,
     questions: Sequence[str],
 ) -> Explanation:
-    """The explanation with what was asked: the training to a goal, and answers."""
+    """The best plan, with what was asked: the training to a goal, and answers."""
     from paceline.planning.explain.advice import Case
+    from paceline.planning.explain.explain import explain
     from paceline.planning.explain.questions import answers
     from paceline.planning.explain.training_run import amount_of, training_run
+    from paceline.planning.search.search import search
 
-    job, cluster, best = explanation.job, explanation.cluster, explanation.winner
-    run = None
+    told = explain(job, cluster, search(job, cluster, top=top, calibration=calibration), calibration)
+    best, run = told.winner, None
     if any(value is not None for value in goal) or conditions.any:
         run = training_run(job, cluster, best, amount_of(job, best.layout.trace, goal), conditions)
-    told = answers(explanation, Case(job, cluster, calibration), questions)
-    return replace(explanation, run=run, answers=told)
+    return replace(told, run=run, answers=answers(told, Case(job, cluster, calibration), questions))
 
 
 def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
@@ -211,14 +210,6 @@ def measure_machine(job: Job, cluster: Cluster, console: Console) -> Calibration
     except PacelineError as error:
         say(f"not measured: {str(error).splitlines()[0]}; the catalogue stands in, which may be several times off")
         return None
-
-
-def _advice(job: Job, cluster: Cluster, calibration: Basis | None) -> BatchAdvice:
-    from paceline.console import Console
-    from paceline.planning.explain.questions import advise
-
-    with Console(stderr=True).status("searching the best plan for every batch"):
-        return advise(job, cluster, calibration)
 
 
 def _accept(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -228,19 +229,13 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
             yield pair
 
 
+@cache
 def _kind_of_text(text: str) -> str:
-    """Kind of a plan's text, with few checks; "" if it is not a plan."""
-    found = _kinds.get(text)
-    if found is None:
-        try:
-            found = kind_of(Plan.parse(text))
-        except PlanError:  # of another version
-            found = ""
-        _kinds[text] = found
-    return found
-
-
-_kinds: dict[str, str] = {}
+    """Kind of a plan's text; "" if it is not a plan."""
+    try:
+        return kind_of(Plan.parse(text))
+    except PlanError:  # of another version
+        return ""
 
 
 # keys of a job that decide what a step computes

@@ -48,6 +48,8 @@ REPLICA = AXES[1:]
 # In the order in which a plan writes them, and in which changes to it are tried.
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 assert set(DEGREES) == set(AXES)
+# keys that have no effect while a degree is 1
+MEANT_FOR = {"zero": "fsdp", "offload": "fsdp", "sequence": "tp", "schedule": "pp", "cut": "pp"}
 
 
 MemoryFormat = Literal["contiguous", "channels_last"]
@@ -297,10 +299,6 @@ def _example(key: str) -> str:
     return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")
 
 
-# keys that have no effect without a split, at their defaults
-_WHOLE: dict[str, Any] = {"zero": 3, "offload": False, "sequence": False, "schedule": "1f1b", "cut": ""}
-
-
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     """Return the base plan on `devices` devices.
 
@@ -311,9 +309,8 @@ def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     if devices % (base.ranks // base.dp) == 0:
         return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
     parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
-    return replace(
-        base, **(dict.fromkeys(DEGREES, 1) | _WHOLE | {"dp": devices, "threads": threads, "microbatches": parts})
-    )
+    whole = {key: getattr(Plan, key) for key in (*DEGREES, *MEANT_FOR)}
+    return replace(base, **(whole | {"dp": devices, "threads": threads, "microbatches": parts}))
 
 
 def spelled_out(plan: Plan, cluster: Cluster) -> Plan:

@@ -7,9 +7,9 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from paceline import units
 from paceline.planning.cost.estimate import timeline
@@ -17,7 +17,7 @@ from paceline.planning.cost.layout import PART_NAMES, PARTS, Span
 from paceline.planning.explain.advice import ScaledPlan
 from paceline.planning.explain.explain import Explanation, shares_of_time
 from paceline.planning.explain.questions import BatchAdvice
-from paceline.planning.explain.which_cluster import ClusterChoice, Option
+from paceline.planning.explain.which_cluster import ClusterChoice, Option, pareto
 from paceline.planning.machines import factor_of
 from paceline.planning.search.result import Candidate
 from paceline.report.charts import (
@@ -54,7 +54,7 @@ def write_plan_page(
     Raises:
         RunError: the file cannot be written.
     """
-    found, view = explanation.found, _PlanView(explanation, scaling, advice)
+    found = explanation.found
     considered = f"{found.considered:,} considered, {found.evaluated:,} predicted"
     facts = {
         "cluster": explanation.cluster.describe(),
@@ -64,256 +64,200 @@ def write_plan_page(
         "searched in": str(seconds(found.seconds)),
         "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
     }
-    on_cores = view.best.layout.machines.device.is_core
+    on_cores = explanation.winner.layout.machines.device.is_core
+    view = _plan_view(explanation, scaling, advice)
     return write_page(file, "plan.html.j2", definitions=DEFINITIONS, facts=facts, on_cores=on_cores, view=view)
 
 
-class _PlanView:
+def _plan_view(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> dict[str, Any]:
     """An explanation as the template shows it."""
-
-    def __init__(self, explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> None:
-        self.explanation, self.scaled, self.advice = explanation, [p for p in scaling if p.best], advice
-        self.not_scaled = [point for point in scaling if point.best is None]
-        self.job, self.found, self.best = explanation.job, explanation.found, explanation.winner
-        self.created = time.strftime("%Y-%m-%d %H:%M")
-        self.gap = percent(self.found.gap)
-
-    # The headline
-
-    @property
-    def verdict(self) -> str:
-        device, ranks = self.best.layout.machines.device, self.best.plan.ranks
-        devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
-        if device.is_core:
-            devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
-        return (
-            f"{seconds(self.best.prediction.step_time_s)} a step on {devices}, as predicted, ± "
-            f"{percent(self.best.interval.relative, 0)} (80 %, by {self.best.interval.rests_on})."
-        )
-
-    @property
-    def badges(self) -> list[str]:
-        tokens = [f"{self.explanation.tokens:,} tokens a sample"] if self.explanation.tokens > 1 else []
-        parameters = f"{units.large(self.best.layout.trace.parameters)} parameters"
-        return [parameters, *tokens, f"global batch {self.job.global_batch:,}", self.best.plan.precision_for(self.job)]
-
-    @property
-    def cards(self) -> list[Card]:
-        prediction, cost = self.best.prediction, self.explanation.cost(self.best)
-        cards = [Card("predicted_step", seconds(prediction.step_time_s), f"{self.best.plan.ranks:,} ranks")]
-        rate = units.rate(prediction.throughput)
-        if self.explanation.tokens > 1:
-            cards.append(
-                Card("predicted_tokens", _thousands(prediction.throughput * self.explanation.tokens), str(rate))
-            )
-        else:
-            cards.append(Card("predicted_throughput", rate))
-        if prediction.mfu is not None:
-            cards.append(Card("mfu", percent(prediction.mfu)))
-        cards.append(
-            Card(
-                "device_memory",
-                size(prediction.memory_bytes),
-                f"of {size(self.explanation.capacity_bytes)} on each device",
-            )
-        )
-        if cost is not None:
-            cards.append(Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of))
-        return cards
-
-    @property
-    def limit(self) -> str:
-        return self.explanation.limit[0].upper() + self.explanation.limit[1:]
-
-    # The pictures
-
-    @property
-    def memory_chart(self) -> Chart:
-        points = [
-            Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s)
-            for i, c in self._numbered
-        ]
-        figure = pareto_figure(points, "GiB on the fullest device", room=self.room)
-        return Chart(
-            "pareto-memory",
-            figure,
-            f"Step time over memory of {len(points)} plans; the chosen one: {self._said(self.best)}.",
-        )
-
-    @property
-    def cost_chart(self) -> Chart:
-        """Time against cost, for this cluster's plans and for fewer and more devices."""
-        priced = self.explanation.cluster.price_per_hour
-        cost = self.explanation.cost(self.best)
-        of = cost.of if cost else "a step"
-        per_second = cost.value / (self.best.prediction.step_time_s * self.best.plan.ranks) if cost and priced else 1.0
-
-        def at(candidate: Candidate) -> float:
-            return candidate.prediction.step_time_s * candidate.plan.ranks * per_second
-
-        points = [Point(str(i), str(c.plan), at(c), c.prediction.step_time_s) for i, c in self._numbered]
-        for point in self.scaled:
-            if point.devices != self.best.layout.machines.devices and (best := point.best):
-                name = units.count(point.devices, "device")
-                points.append(Point(name, f"{name}: {best.plan}", at(best), best.prediction.step_time_s))
-        figure = pareto_figure(
-            points, f"cost of {of}" if priced else "device-seconds per step", log=len(self.scaled) > 1
-        )
-        return Chart(
-            "pareto-cost",
-            figure,
-            f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well.",
-        )
-
-    @cached_property
-    def pipeline(self) -> tuple[Candidate, Chart] | None:
-        """The timeline of the best plan that has a pipeline; None where none has."""
-        piped = next((candidate for candidate in self.found.best if candidate.plan.pp > 1), None)
-        if piped is None:
-            return None
-        drawn = min(piped.plan.microbatches, _ROUNDS * piped.plan.pp)
-        note = ""
-        if drawn < piped.plan.microbatches:
-            every = f"{piped.plan.microbatches:,}"
-            note = (
-                f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the "
-                "ends weigh less."
-            )
-        label = (
-            f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
-        )
-        factor = factor_of(piped.layout)
-        spans = [
-            replace(span, start_s=factor * span.start_s, end_s=factor * span.end_s)
-            for span in timeline(replace(piped.layout, microbatches=drawn))
-        ]
-        figure = pipeline_figure(spans)
-        return piped, Chart("pipeline", figure, label, note=note)
-
-    @property
-    def spans(self) -> list[tuple[str, str]]:
-        """The activities of pipeline stages as text, with their colours."""
-        named = {"weight": "gradients of weights", "wait": "waiting"}
-        return [(named.get(kind, kind), colour) for kind, colour in SPAN_COLOURS.items()]
-
-    @property
-    def time_chart(self) -> Chart:
-        shown = self.found.best[:_BARS]
-        slowest = max(c.prediction.step_time_s for c in shown)
-        factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
-        times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
-        parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in self.parts}
-        figure = stacked_figure([str(c.plan) for c in shown], parts, TIME_COLOURS, PART_NAMES, f"{unit} per step")
-        return Chart("time", figure, " ".join(f"{c.plan}: {seconds(c.prediction.step_time_s)}." for c in shown))
-
-    @property
-    def held_chart(self) -> Chart:
-        """The memory of the best plans, by what holds it."""
-        shown = self.found.best[:_BARS]
-        held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in self.holders}
-        figure = stacked_figure([str(c.plan) for c in shown], held, self.holders, {}, "GiB", self.room)
-        return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
-
-    @property
-    def room(self) -> float | None:
-        """Memory of a device in GiB; None if all plans leave most of it free."""
-        room, most = self.explanation.capacity_bytes, max(c.prediction.memory_bytes for c in self.found.best)
-        return room / _GIB if most > _MATTERS * room else None
-
-    @property
-    def parts(self) -> list[str]:
-        """The parts of a step that any of the shown plans spends time in."""
-        there = {part.name for c in self.found.best[:_BARS] for part in shares_of_time(c)}
-        return [part for part in PARTS if part in there]
-
-    @property
-    def part_terms(self) -> list[str]:
-        return [f"part_{part}" for part in self.parts]
-
-    @cached_property
-    def holders(self) -> dict[str, str]:
-        """The users of memory in any of the shown plans, with their colours."""
-        names = dict.fromkeys(
-            name for c in self.found.best[:_BARS] for name, size in c.prediction.memory.items() if size > 0
-        )
-        return holder_colours(list(names))
-
-    @property
-    def scaling_chart(self) -> Chart | None:
-        """Speedup over devices; None where only one number of them can be predicted."""
-        if len(self.scaled) < 2:
-            return None
-        label = " ".join(f"{p.devices:,} devices: {units.digits(p.speedup or 0)} times as fast." for p in self.scaled)
-        return Chart("scaling", scaling_figure(self.scaled, self.best.layout.machines.devices), label)
-
-    @property
-    def batch_chart(self) -> Chart | None:
-        """Throughput over the global batch, where that was asked for."""
-        return Chart("batches", batches_figure(self.advice), self.advice.line) if self.advice else None
-
-    @property
-    def _numbered(self) -> list[tuple[int, Candidate]]:
-        return list(enumerate(self.found.best, 1))
-
-    def _said(self, candidate: Candidate) -> str:
-        return f"{seconds(candidate.prediction.step_time_s)}, {size(candidate.prediction.memory_bytes)}"
-
-    # The tables
-
-    @property
-    def tables(self) -> list[list[tuple[int, Row]]]:
-        """The best plans, and the others; a number with each."""
-        rows = list(enumerate(self.candidates, 1))
-        return [part for part in (rows[:_LISTED], rows[_LISTED:]) if part]
-
-    @property
-    def candidates(self) -> list[Row]:
-        rows = []
-        for number, candidate in self._numbered:
-            prediction, cost = candidate.prediction, self.explanation.cost(candidate)
-            slower = prediction.step_time_s / self.best.prediction.step_time_s - 1
-            cells: list[Cell] = [
-                seconds(prediction.step_time_s),
-                f"+{percent(slower)}" if number > 1 else "",
-                size(prediction.memory_bytes),
-                units.rate(prediction.throughput),
-                "" if prediction.mfu is None else percent(prediction.mfu),
-                *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
-            ]
-            rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
-        return rows
-
-    @property
-    def heads(self) -> list[str]:
-        """Definitions' names for the columns of `candidates`; the second has none."""
-        priced = self.explanation.cost(self.best) is not None
-        return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
-
-    @property
-    def devices(self) -> list[Row]:
-        rows = [
-            Row(
-                f"{p.devices:,}",
-                [seconds(p.best.prediction.step_time_s), units.ratio(p.speedup or 0.0), percent(p.efficiency or 0.0)],
-                str(p.best.plan),
-            )
-            for p in self.scaled
-            if p.best
-        ]
-        return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in self.not_scaled), *rows]
-
-    @property
-    def changes(self) -> list[Row]:
-        return [
+    job, found, best = explanation.job, explanation.found, explanation.winner
+    tokens = [f"{explanation.tokens:,} tokens a sample"] if explanation.tokens > 1 else []
+    parameters = f"{units.large(best.layout.trace.parameters)} parameters"
+    shown = found.best[:_BARS]
+    there = {part.name for c in shown for part in shares_of_time(c)}
+    parts = [part for part in PARTS if part in there]
+    held = dict.fromkeys(name for c in shown for name, size in c.prediction.memory.items() if size > 0)
+    holders, room = holder_colours(list(held)), _room(explanation)
+    named = {"weight": "gradients of weights", "wait": "waiting"}
+    rows = list(enumerate(_candidates(explanation), 1))
+    scaled, outlook = [point for point in scaling if point.best], explanation.failures
+    return {
+        "explanation": explanation,
+        "job": job,
+        "found": found,
+        "best": best,
+        "advice": advice,
+        "created": time.strftime("%Y-%m-%d %H:%M"),
+        "gap": percent(found.gap),
+        "verdict": _verdict(best),
+        "badges": [parameters, *tokens, f"global batch {job.global_batch:,}", best.plan.precision_for(job)],
+        "cards": _cards(explanation),
+        "limit": explanation.limit[0].upper() + explanation.limit[1:],
+        "memory_chart": _memory_chart(explanation, room),
+        "cost_chart": _cost_chart(explanation, scaled),
+        "pipeline": _pipeline(found.best),
+        "spans": [(named.get(kind, kind), colour) for kind, colour in SPAN_COLOURS.items()],
+        "time_chart": _time_chart(shown, parts),
+        "part_terms": [f"part_{part}" for part in parts],
+        "held_chart": _held_chart(shown, holders, room),
+        "holders": holders,
+        "room": room,
+        # one number of devices is no curve
+        "scaling_chart": _scaling_chart(scaled, best) if len(scaled) > 1 else None,
+        "batch_chart": Chart("batches", batches_figure(advice), advice.line) if advice else None,
+        "tables": [part for part in (rows[:_LISTED], rows[_LISTED:]) if part],
+        "heads": _heads(explanation),
+        "devices": _devices(scaling),
+        "changes": [
             Row(row.change, [row.words or "not predicted"], row.about, loud=row.words.startswith("+"))
-            for row in self.explanation.helps
-        ]
+            for row in explanation.helps
+        ],
+        "failures": [Row(name, [percent(share, 2)], why) for name, share, why in outlook.rows] if outlook else [],
+    }
 
-    @property
-    def failures(self) -> list[Row]:
-        """Ways to go on after a failure; none where no rate was given."""
-        outlook = self.explanation.failures
-        return [Row(name, [percent(share, 2)], about) for name, share, about in outlook.rows] if outlook else []
+
+def _verdict(best: Candidate) -> str:
+    device, ranks = best.layout.machines.device, best.plan.ranks
+    devices = f"{ranks:,} × {device.name}" if ranks > 1 else f"one {device.name}"
+    if device.is_core:
+        devices = f"{ranks:,} cores" if ranks > 1 else "one rank"
+    return (
+        f"{seconds(best.prediction.step_time_s)} a step on {devices}, as predicted, ± "
+        f"{percent(best.interval.relative, 0)} (80 %, by {best.interval.rests_on})."
+    )
+
+
+def _cards(explanation: Explanation) -> list[Card]:
+    best, cost = explanation.winner, explanation.cost(explanation.winner)
+    prediction, room = best.prediction, explanation.capacity_bytes
+    rate = units.rate(prediction.throughput)
+    speed = Card("predicted_throughput", rate)
+    if explanation.tokens > 1:
+        speed = Card("predicted_tokens", _thousands(prediction.throughput * explanation.tokens), str(rate))
+    return [
+        Card("predicted_step", seconds(prediction.step_time_s), f"{best.plan.ranks:,} ranks"),
+        speed,
+        *([] if prediction.mfu is None else [Card("mfu", percent(prediction.mfu))]),
+        Card("device_memory", size(prediction.memory_bytes), f"of {size(room)} on each device"),
+        *([] if cost is None else [Card("cost", Shown(cost.value, units.digits(cost.value)), cost.of)]),
+    ]
+
+
+def _room(explanation: Explanation) -> float | None:
+    """Memory of a device in GiB; None if all plans leave most of it free."""
+    room, most = explanation.capacity_bytes, max(c.prediction.memory_bytes for c in explanation.found.best)
+    return room / _GIB if most > _MATTERS * room else None
+
+
+def _memory_chart(explanation: Explanation, room: float | None) -> Chart:
+    points = [
+        Point(str(i), str(c.plan), c.prediction.memory_bytes / _GIB, c.prediction.step_time_s)
+        for i, c in enumerate(explanation.found.best, 1)
+    ]
+    figure, best = pareto_figure(points, "GiB on the fullest device", room=room), explanation.winner.prediction
+    chosen = f"{seconds(best.step_time_s)}, {size(best.memory_bytes)}"
+    return Chart("pareto-memory", figure, f"Step time over memory of {len(points)} plans; the chosen one: {chosen}.")
+
+
+def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart:
+    """Time against cost, for this cluster's plans and for fewer and more devices."""
+    best, priced = explanation.winner, explanation.cluster.price_per_hour
+    cost = explanation.cost(best)
+    of = cost.of if cost else "a step"
+    per_second = cost.value / (best.prediction.step_time_s * best.plan.ranks) if cost and priced else 1.0
+
+    def point(name: str, about: str, one: Candidate) -> Point:
+        step_s = one.prediction.step_time_s
+        return Point(name, f"{about}{one.plan}", step_s * one.plan.ranks * per_second, step_s)
+
+    points = [point(str(i), "", one) for i, one in enumerate(explanation.found.best, 1)]
+    for on in scaled:
+        if on.devices != best.layout.machines.devices and on.best:
+            name = units.count(on.devices, "device")
+            points.append(point(name, f"{name}: ", on.best))
+    figure = pareto_figure(points, f"cost of {of}" if priced else "device-seconds per step", log=len(scaled) > 1)
+    label = f"Step time over the cost of {of}, for {len(points)} plans, on fewer and more devices as well."
+    return Chart("pareto-cost", figure, label)
+
+
+def _pipeline(best: Sequence[Candidate]) -> tuple[Candidate, Chart] | None:
+    """The timeline of the best plan that has a pipeline; None where none has."""
+    piped = next((candidate for candidate in best if candidate.plan.pp > 1), None)
+    if piped is None:
+        return None
+    drawn = min(piped.plan.microbatches, _ROUNDS * piped.plan.pp)
+    note = ""
+    if drawn < piped.plan.microbatches:
+        every = f"{piped.plan.microbatches:,}"
+        note = (
+            f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the "
+            "ends weigh less."
+        )
+    label = f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
+    factor = factor_of(piped.layout)
+    spans = [
+        replace(span, start_s=factor * span.start_s, end_s=factor * span.end_s)
+        for span in timeline(replace(piped.layout, microbatches=drawn))
+    ]
+    return piped, Chart("pipeline", pipeline_figure(spans), label, note=note)
+
+
+def _time_chart(shown: Sequence[Candidate], names: Sequence[str]) -> Chart:
+    slowest = max(c.prediction.step_time_s for c in shown)
+    factor, unit = (1e3, "ms") if slowest < 1 else (1.0, "s")
+    times = [{part.name: part.value for part in shares_of_time(c)} for c in shown]
+    parts = {part: [of_plan.get(part, 0.0) * factor for of_plan in times] for part in names}
+    figure = stacked_figure([str(c.plan) for c in shown], parts, TIME_COLOURS, PART_NAMES, f"{unit} per step")
+    return Chart("time", figure, " ".join(f"{c.plan}: {seconds(c.prediction.step_time_s)}." for c in shown))
+
+
+def _held_chart(shown: Sequence[Candidate], holders: Mapping[str, str], room: float | None) -> Chart:
+    """The memory of the best plans, by what holds it."""
+    held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in holders}
+    figure = stacked_figure([str(c.plan) for c in shown], held, holders, {}, "GiB", room)
+    return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
+
+
+def _scaling_chart(scaled: Sequence[ScaledPlan], best: Candidate) -> Chart:
+    label = " ".join(f"{p.devices:,} devices: {units.digits(p.speedup or 0)} times as fast." for p in scaled)
+    return Chart("scaling", scaling_figure(scaled, best.layout.machines.devices), label)
+
+
+def _candidates(explanation: Explanation) -> list[Row]:
+    rows = []
+    for number, candidate in enumerate(explanation.found.best, 1):
+        prediction, cost = candidate.prediction, explanation.cost(candidate)
+        slower = prediction.step_time_s / explanation.winner.prediction.step_time_s - 1
+        cells: list[Cell] = [
+            seconds(prediction.step_time_s),
+            f"+{percent(slower)}" if number > 1 else "",
+            size(prediction.memory_bytes),
+            units.rate(prediction.throughput),
+            "" if prediction.mfu is None else percent(prediction.mfu),
+            *([] if cost is None else [Shown(cost.value, units.digits(cost.value))]),
+        ]
+        rows.append(Row(str(candidate.plan), cells, candidate.why, loud=number == 1))
+    return rows
+
+
+def _heads(explanation: Explanation) -> list[str]:
+    """Definitions' names for the columns of the candidates; the second has none."""
+    priced = explanation.cost(explanation.winner) is not None
+    return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
+
+
+def _devices(scaling: Sequence[ScaledPlan]) -> list[Row]:
+    rows = [
+        Row(
+            f"{p.devices:,}",
+            [seconds(p.best.prediction.step_time_s), units.ratio(p.speedup or 0.0), percent(p.efficiency or 0.0)],
+            str(p.best.plan),
+        )
+        for p in scaling
+        if p.best
+    ]
+    return [*(Row(f"{p.devices:,}", ["no plan fits", "", ""], p.why) for p in scaling if not p.best), *rows]
 
 
 def _thousands(tokens_per_s: float) -> Shown:
@@ -418,7 +362,7 @@ def pareto_figure(
     factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
     points = [replace(p, y=p.y * factor) for p in points]
     figure = Figure(Axis(x, grid=False), Axis("hours" if hours else f"{unit} per step"), height=360, legend=False)
-    chosen, edge = points[0], front(points)
+    chosen, edge = points[0], pareto(points, lambda point: (point.x, point.y))
     if len(edge) > 1:
         at = [p.x for p in edge], [p.y for p in edge]
         figure.traces.append(Points("front", *at, GREEN, dash="dot", steps=True, hints=()))
@@ -463,15 +407,6 @@ def _padded(values: Sequence[float], before: float, after: float) -> tuple[float
     low, high = min(values), max(values)
     width = (high - low) or 0.2 * high or 1.0
     return max(0.0, low - before * width), high + after * width
-
-
-def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in x and y, by x."""
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.x, p.y)):
-        if not kept or point.y < kept[-1].y:
-            kept.append(point)
-    return kept
 
 
 def stacked_figure(
@@ -622,61 +557,49 @@ def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
         "paceline": version("paceline"),
         "prices": ", ".join(filter(None, (choice.offers.currency, choice.offers.as_of))) or "as listed",
     }
-    return write_page(file, "choice.html.j2", definitions=DEFINITIONS, facts=facts, view=_ChoiceView(choice))
+    return write_page(file, "choice.html.j2", definitions=DEFINITIONS, facts=facts, view=_choice_view(choice))
 
 
-class _ChoiceView:
+def _choice_view(choice: ClusterChoice) -> dict[str, Any]:
     """A choice of machines as the template shows it."""
+    first = choice.fastest or choice.front[0]
+    options = [first, *(one for one in choice.options if one is not first)]
+    points = [
+        Point(str(i), f"{one.words}: {one.candidate.plan}", one.cost, one.bought.wall_s / _HOUR_S)
+        for i, one in enumerate(options, 1)
+    ]
+    figure = pareto_figure(points, "cost of the whole training", log=True, hours=True)
+    budget = [f"within {units.money(choice.budget)}"] if choice.budget is not None else []
+    deadline = [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
+    return {
+        "choice": choice,
+        "created": time.strftime("%Y-%m-%d %H:%M"),
+        "verdict": _verdict_of_choice(choice),
+        "limits": [choice.amount.words, *budget, *deadline, f"± {percent(choice.error, 0)}"],
+        "chart": Chart("choice", figure, f"Time over cost of {units.count(len(points), 'choice')} of machines."),
+        # options that no other beats in both, with their numbers in the chart
+        "rows": [(options.index(one) + 1, _option(choice, one)) for one in choice.front],
+    }
 
-    def __init__(self, choice: ClusterChoice) -> None:
-        self.choice = choice
-        self.created = time.strftime("%Y-%m-%d %H:%M")
 
-    @property
-    def verdict(self) -> str:
-        fastest, cheapest = self.choice.fastest, self.choice.cheapest
-        if fastest is None or cheapest is None:
-            return f"{self.choice.nothing[0].upper()}{self.choice.nothing[1:]}."
-        if fastest == cheapest:
-            return f"The fastest and the cheapest: {_said(fastest)}."
-        return f"The fastest: {_said(fastest)}. The cheapest: {_said(cheapest)}."
+def _verdict_of_choice(choice: ClusterChoice) -> str:
+    fastest, cheapest = choice.fastest, choice.cheapest
+    if fastest is None or cheapest is None:
+        return f"{choice.nothing[0].upper()}{choice.nothing[1:]}."
+    if fastest == cheapest:
+        return f"The fastest and the cheapest: {_said(fastest)}."
+    return f"The fastest: {_said(fastest)}. The cheapest: {_said(cheapest)}."
 
-    @property
-    def limits(self) -> list[str]:
-        """Badges of the amount of training, the budget and the deadline."""
-        choice = self.choice
-        budget = [f"within {units.money(choice.budget)}"] if choice.budget is not None else []
-        deadline = [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
-        return [choice.amount.words, *budget, *deadline, f"± {percent(choice.error, 0)}"]
 
-    @property
-    def chart(self) -> Chart:
-        points = [
-            Point(str(i), f"{one.words}: {one.candidate.plan}", one.cost, one.bought.wall_s / _HOUR_S)
-            for i, one in enumerate(self._options, 1)
-        ]
-        figure = pareto_figure(points, "cost of the whole training", log=True, hours=True)
-        return Chart("choice", figure, f"Time over cost of {units.count(len(points), 'choice')} of machines.")
-
-    @property
-    def rows(self) -> list[tuple[int, Row]]:
-        """Options that no other beats in both, with their numbers in the chart."""
-        return [(self._options.index(one) + 1, self._row(one)) for one in self.choice.front]
-
-    @cached_property
-    def _options(self) -> list[Option]:
-        first = self.choice.fastest or self.choice.front[0]
-        return [first, *(one for one in self.choice.options if one is not first)]
-
-    def _row(self, option: Option) -> Row:
-        mfu = option.candidate.prediction.mfu
-        cells: list[Cell] = [
-            span(option.bought.wall_s),
-            units.money(option.cost),
-            "" if mfu is None else percent(mfu),
-            percent(option.bought.goodput, 1),
-        ]
-        return Row(option.words, cells, str(option.candidate.plan), loud=option in self.choice.within)
+def _option(choice: ClusterChoice, option: Option) -> Row:
+    mfu = option.candidate.prediction.mfu
+    cells: list[Cell] = [
+        span(option.bought.wall_s),
+        units.money(option.cost),
+        "" if mfu is None else percent(mfu),
+        percent(option.bought.goodput, 1),
+    ]
+    return Row(option.words, cells, str(option.candidate.plan), loud=option in choice.within)
 
 
 def _said(option: Option) -> str:

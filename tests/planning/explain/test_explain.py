@@ -41,8 +41,9 @@ from paceline.planning.explain.explain import FailureOutlook, explain, outlook, 
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan
 from paceline.planning.predict import Layouts, layout_of, modelled
-from paceline.planning.search.result import Candidate, Excluded, SearchResult
+from paceline.planning.search.result import Candidate, SearchResult
 from paceline.planning.search.search import search
+from paceline.planning.search.space import Excluded
 
 TABLE = """
 import torch

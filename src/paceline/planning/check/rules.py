@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
@@ -29,23 +28,12 @@ from paceline.planning.limits import (
     wrong_cuts,
 )
 from paceline.planning.model.model_info import undivided_attention
-from paceline.planning.plan import DATA_AXES, DEGREES, V_SCHEDULES
+from paceline.planning.plan import DATA_AXES, DEGREES, MEANT_FOR, V_SCHEDULES, Plan
 from paceline.planning.sync_info import RULES, TRANSPORTS, CompressSpec, SyncSpec, sync_info
 from paceline.units import count, size
 
-if TYPE_CHECKING:
-    from paceline.planning.plan import Plan
-
-
 # optimizers whose step of an element needs no other element, so that they work on any shard
 _BY_NUMBER = ("sgd", "adam", "adamw")
-MEANT_FOR = {
-    "zero": ("fsdp", 3),
-    "offload": ("fsdp", False),
-    "sequence": ("tp", False),
-    "schedule": ("pp", "1f1b"),
-    "cut": ("pp", ""),
-}
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
 # torch's own; LARS and LAMB are ours
 _WITH_FUSED_STEP = ("sgd", "adam", "adamw")
@@ -363,21 +351,20 @@ def _batch_over_all_replicas(context: PlanContext) -> str | None:
 # Plans that divide the model
 
 
-def _without_its_degree(key: str) -> None:
+def _without_its_degree(key: str, degree: str) -> None:
     """Check a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
-    degree, default = MEANT_FOR[key]
 
     @_check(key, degree)
     def _(context: PlanContext) -> str | None:
         value = getattr(context.plan, key)
-        if value == default or getattr(context.plan, degree) > 1:
+        if value == getattr(Plan, key) or getattr(context.plan, degree) > 1:
             return None
         shown = "on" if value is True else value
         return f"has {key}={shown}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out {key}."
 
 
-for _key in MEANT_FOR:
-    _without_its_degree(_key)
+for _key, _degree in MEANT_FOR.items():
+    _without_its_degree(_key, _degree)
 
 
 @_check("virtual", "schedule")

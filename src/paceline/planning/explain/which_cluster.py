@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
+T = TypeVar("T")
 # plans of each search, of which the preferred one of equal ones is taken
 _TOP = 5
 
@@ -135,7 +136,7 @@ class ClusterChoice:
     @property
     def front(self) -> list[Option]:
         """Options that no other is both faster and cheaper than, the cheapest first."""
-        return pareto(self.options)
+        return pareto(self.options, lambda option: (option.cost, option.bought.wall_s))
 
     @property
     def notes(self) -> list[str]:
@@ -216,11 +217,11 @@ def host_counts(most: int) -> list[int]:
     return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
-def pareto(options: Sequence[Option]) -> list[Option]:
-    """Options that no other is both faster and cheaper than, the cheapest first."""
-    front: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.cost, one.bought.wall_s)):
-        if not front or option.bought.wall_s < front[-1].bought.wall_s:
+def pareto(options: Sequence[T], place: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Options that no other beats in both figures of their place, by the first figure."""
+    front: list[T] = []
+    for option in sorted(options, key=place):
+        if not front or place(option)[1] < place(front[-1])[1]:
             front.append(option)
     return front
 

@@ -14,21 +14,11 @@ from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import Adjustment, equal_ratio, machine_count, on_other_devices, resized, shape
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, Plan
-from paceline.planning.search.space import Space
+from paceline.planning.search.space import Excluded, Space
 from paceline.units import count, percent, size
 
-_MOVING = {
-    "fsdp": 1,
-    "tp": 1,
-    "pp": 1,
-    "cp": 1,
-    "ep": 1,
-    "remat": "none",
-    "offload": False,
-    "sequence": False,
-    "cut": "",
-    "schedule": "1f1b",
-}
+# keys that add a moving part if they are not as usual
+_MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "sequence", "cut", "schedule")
 
 
 @dataclass(frozen=True)
@@ -67,21 +57,6 @@ def figures(found: Candidate | None) -> dict[str, Any]:
         "memory_bytes": prediction.memory_bytes,
         "mfu": prediction.mfu,
     }
-
-
-@dataclass(frozen=True)
-class Excluded:
-    """Plans that cannot run, grouped by reason.
-
-    Attributes:
-        what: in the words of a plan, such as `tp=16`, or `memory`.
-        reason: why, and what would work.
-        plans: number of such plans among those considered; 0 if they were not counted.
-    """
-
-    what: str
-    reason: str
-    plans: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +115,7 @@ def _complexity(candidate: Candidate) -> tuple[float, ...]:
 
 def moving_parts(plan: Plan) -> int:
     """Number of kinds of division, rematerialisation and offloading that a plan uses."""
-    return sum(getattr(plan, key) != default for key, default in _MOVING.items())
+    return sum(getattr(plan, key) != getattr(Plan, key) for key in _MOVING)
 
 
 _MOST_REASONS = 12
@@ -184,7 +159,7 @@ class RejectionCounts:
 
     def excluded(self, space: Space) -> tuple[Excluded, ...]:
         """Exclusions, most plans first. Before them come values of degrees that were never combined with others."""
-        values = [Excluded(_values(refused.key, refused.values), refused.reason) for refused in space.refused]
+        values = list(space.refused)
         if (batch := _uneven_batch(space)) is not None:
             values.append(batch)
         found = [Excluded(" ".join(keys[:3]), text, count) for keys, (text, count) in self.refused.items()]
@@ -280,11 +255,6 @@ def _no_rows(space: Space) -> str:
             f"{space.devices} devices: give at most {space.devices} weights, or none for equal shares."
         )
     return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."
-
-
-def _values(key: str, values: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
-    return f"{key}={shown}"
 
 
 _MOST_HOSTS = 2**14

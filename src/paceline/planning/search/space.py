@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import Check, PlanContext
-from paceline.planning.check.rules import CHECKS, MEANT_FOR, MEMORY, reasons_of
+from paceline.planning.check.rules import CHECKS, MEMORY, reasons_of
 from paceline.planning.limits import microbatches_fit, shares_heads
 from paceline.planning.model.graph import ModelTrace
-from paceline.planning.plan import DEGREES, REMATS, SCHEDULES, Plan, Schedule, stages_per_rank
+from paceline.planning.plan import DEGREES, MEANT_FOR, REMATS, SCHEDULES, Plan, Schedule, stages_per_rank
 from paceline.planning.sync_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
 from paceline.units import count
 
@@ -46,12 +46,18 @@ PIPELINES = tuple(
 
 
 @dataclass(frozen=True)
-class RefusedValues:
-    """Values of a degree that cannot work."""
+class Excluded:
+    """Plans that cannot run, grouped by reason.
 
-    key: str
-    values: tuple[int, ...]
+    Attributes:
+        what: in the words of a plan, such as `tp=16`, or `memory`.
+        reason: why, and what would work.
+        plans: number of such plans among those considered; 0 if they were not counted.
+    """
+
+    what: str
     reason: str
+    plans: int = 0
 
 
 class Space:
@@ -60,14 +66,14 @@ class Space:
     Attributes:
         devices: upper limit on ranks; oversubscribed cores never win.
         degrees: values of tp, cp, ep and pp that may work.
-        refused: values that cannot, with the reason.
+        refused: values that cannot, never combined with others.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: ModelTrace) -> None:
         self.job, self.cluster, self.base, self.trace = job, cluster, base, trace
         self.legal = LegalPlans(job, cluster, base, len(trace.blocks))
         self.devices = self.legal.context.devices
-        self.refused: list[RefusedValues] = []
+        self.refused: list[Excluded] = []
         self.degrees = {key: self._fitting(key) for key in ("tp", "cp", "ep", "pp")}
 
     @cached_property
@@ -225,7 +231,9 @@ class Space:
         wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
         for value in wrong:
             if refusal := self.legal.refusal_of_value(key, value):
-                self.refused.append(RefusedValues(key, tuple(sorted(set(wrong))), refusal[1]))
+                values = sorted(set(wrong))
+                shown = ", ".join(map(str, values[:6])) + (", …" if len(values) > 6 else "")
+                self.refused.append(Excluded(f"{key}={shown}", refusal[1]))
                 return
 
     def _inner_degrees(self) -> Iterator[tuple[int, int, int, int]]:
@@ -454,8 +462,8 @@ def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[
 def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
     """Variants of the plan: every value of the keys that are meaningful with its degrees."""
     values: dict[str, Sequence[Any]] = {"remat": REMATS if "remat" in keys else (plan.remat,)}
-    for key, (degree, default) in MEANT_FOR.items():
-        values[key] = (getattr(plan, key),) if getattr(plan, degree) > 1 else (default,)
+    for key, degree in MEANT_FOR.items():
+        values[key] = (getattr(plan if getattr(plan, degree) > 1 else Plan, key),)
         if key in _VALUES and key in keys and getattr(plan, degree) > 1 and (key, plan.pp > 1) != ("zero", True):
             values[key] = _VALUES[key]
     for combination in product(*values.values()):
