@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -149,58 +150,40 @@ def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
     Where the best plan has one replica, since sums over several cost too much, other rules are tried on a replica for
     each device.
     """
-    plan, degrees = best.plan, ""
-    if plan.dp == 1 and case.cluster.devices > 1:
-        plan = Plan(dp=case.cluster.devices, precision=plan.precision)
-        degrees = f"dp={plan.dp} "
-    changes = [(degrees + what, but, change, plan) for what, but, change in _other_rules(case, plan)]
-    changes += [(*change, best.plan) for change in (*_other_precision(case, best), *_other_orders(best))]
     found = [
-        _predicted(Advice(what, but=but), case._replace(plans=((changed, best.layout),)), change, best)
-        for what, but, change, changed in changes
+        _predicted(Advice(what, but=but), case._replace(plans=((plan, best.layout),)), change, best)
+        for what, but, change, plan in _trainings(case, best)
     ]
     worth = [one for one in found if one.best and one.best.prediction.fits and one.saved >= _LEAST_SAVED]
     return tuple(sorted(worth, key=lambda one: -one.saved))
 
 
-def _other_rules(case: Case, plan: Plan) -> Iterator[tuple[str, str, Change]]:
-    """Other sync rules. Exact rules differ in how they sum, which `allreduce` chooses by itself."""
-    if plan.dp == 1 or plan.inexact:
-        return
-    for values, but in INEXACT:
+def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, Plan]]:
+    """Other rules, precision and order of axes: words, cost, change, and the plan that is changed."""
+    plan, degrees = best.plan, ""
+    if plan.dp == 1 and case.cluster.devices > 1:
+        plan = Plan(dp=case.cluster.devices, precision=plan.precision)
+        degrees = f"dp={plan.dp} "
+    # exact rules differ in how they sum, which `allreduce` chooses by itself
+    for values, but in INEXACT if plan.dp > 1 and not plan.inexact else ():
         if not reasons_against(replace(plan, **values), case.job, case.cluster):
-            yield " ".join(f"{key}={value}" for key, value in values.items()), but, keys(**values)
-
-
-def _other_precision(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change]]:
+            words = " ".join(f"{key}={value}" for key, value in values.items())
+            yield degrees + words, but, keys(**values), plan
     peaks = best.layout.machines.device.peak_flops
     slow = any(device.bf16 is False for host in case.cluster.hosts[:1] for device in host.devices)
     if best.plan.precision_for(case.job) == "fp32" and not slow and peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0):
-        yield (
-            "precision=bf16",
-            "products are computed with fewer digits: other losses, by little",
-            keys(precision="bf16"),
-        )
-
-
-def _other_orders(best: Candidate) -> Iterator[tuple[str, str, Change]]:
-    """A mesh has one order; another axis between neighbours may be faster."""
-    usual = best.layout.order
-    if best.layout.machines.hosts == 1:
-        return
-    for axis in (axis for axis in usual[1:] if getattr(best.layout, axis) > 1):
-        order = (axis, *(other for other in usual if other != axis))
-        but = "a run's mesh has one order, which would have to change"
-        yield f"ranks of {axis} next to each other", but, layouts(_ordered(order))
-
-
-def _ordered(order: tuple[str, ...]) -> Any:
-    return lambda layout: replace(layout, order=order)
+        but = "products are computed with fewer digits: other losses, by little"
+        yield "precision=bf16", but, keys(precision="bf16"), best.plan
+    usual = best.layout.order if best.layout.machines.hosts > 1 else ()
+    for axis in usual[1:]:
+        if getattr(best.layout, axis) > 1:
+            order = (axis, *(other for other in usual if other != axis))
+            but = "a run's mesh has one order, which would have to change"
+            yield f"ranks of {axis} next to each other", but, layouts(partial(replace, order=order)), best.plan
 
 
 # fraction of the step below which a gain is not reported
 _LEAST_GAIN = 0.01
-# axes of a run's mesh; ranks along the last one are neighbours
 Floats = NDArray[np.float64]
 
 
