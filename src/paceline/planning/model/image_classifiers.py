@@ -140,16 +140,6 @@ class ImageBuilder:
         self._moved(3 * self.elements, kept=0.0)
         return self._moved(2 * self.elements, kept=self.elements) if activation else self
 
-    def beside(self, ways: Sequence[Callable[[ImageBuilder], object]]) -> ImageBuilder:
-        """Several ways from here, whose channels are put together."""
-        channels, size, found = self.channels, self.size, 0
-        for way in ways:
-            self.channels, self.size = channels, size
-            way(self)
-            found += self.channels
-        self.channels = found
-        return self._moved(2 * self.elements, kept=self.elements)
-
     def joined(self, channels: int) -> ImageBuilder:
         """Channels that come from before, put together with those here."""
         self.channels += channels
