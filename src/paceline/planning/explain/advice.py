@@ -159,7 +159,7 @@ def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
 
 
 def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, Plan]]:
-    """Other rules, precision and order of axes: words, cost, change, and the plan that is changed."""
+    """Other rules, precisions and orders: words, cost, change, and the plan to change."""
     plan, degrees = best.plan, ""
     if plan.dp == 1 and case.cluster.devices > 1:
         plan = Plan(dp=case.cluster.devices, precision=plan.precision)
