@@ -9,6 +9,7 @@ nobody expects. Ranks that call different collectives, and ranks that do not com
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -21,10 +22,10 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 from simulated.device import _C, TYPE
+from simulated.environment import INNER
 from simulated.faults import Faults
-from simulated.lane import Lane
+from simulated.lane import Lane, Operation
 from simulated.signature import agree, check_message, header
-from simulated.work import Batch, SimulatedWork
 
 BACKEND = "simccl"
 GATHER, SCATTER = "_allgather_base", "_reduce_scatter_base"  # torch's names in groups of C++
@@ -301,6 +302,62 @@ class SimulatedGroup(dist.ProcessGroup):
             self._inner.set_timeout(timeout)
 
 
+class SimulatedWork(dist.Work):
+    """torch's handle on a collective. The tensors are kept until it is done, or waited for."""
+
+    def __init__(self, lane: Lane, operation: Operation, outputs: list[Tensor], *, blocks: bool) -> None:
+        super().__init__()
+        self._lane, self._operation, self._outputs, self._blocks = lane, operation, outputs, blocks
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._operation.error:
+            raise DistBackendError(self._operation.error)
+        torch.accelerator.current_stream(self._lane.device).wait_event(self._operation.done)
+        self._operation.release()
+        if self._blocks:
+            self._operation.done.synchronize()
+        return True
+
+    synchronize = wait  # type: ignore[assignment]
+
+    def is_completed(self) -> bool:
+        return bool(self._operation.done.query())
+
+    def is_success(self) -> bool:
+        """True if it has ended without an error."""
+        return self.is_completed() and not self._operation.error
+
+    def exception(self) -> Exception | None:
+        return DistBackendError(self._operation.error) if self._operation.error else None
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it writes to."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done at once: its users' streams wait, as for NCCL's."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._lane.device])
+            with self._lane.stream:
+                self._future.set_result(self._outputs)
+        return self._future
+
+
+class Batch(dist.Work):
+    def __init__(self, works: list[SimulatedWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 def _options(made: Any, given: Any) -> Any:
     """Options of one collective, from those of another kind or the reduction alone."""
     if given is not None:
@@ -351,9 +408,27 @@ def _ending(group: weakref.ref[SimulatedGroup]) -> Callable[[], None]:
     return end
 
 
-def _create(options: Any, _: Any) -> SimulatedGroup:
-    from simulated.inner import inner_group
+def inner_group(options: Any) -> Any:
+    """A process group from the options that torch gives a backend: paceline's over shared memory or TCP, or gloo.
 
+    Raises:
+        ValueError: the environment names another one.
+    """
+    kind = os.environ.get(INNER) or "shm"
+    if kind == "shm":
+        from paceline.comm import shm
+
+        return shm.create(options, None)
+    if kind == "tcp":
+        from paceline.comm import tcp
+
+        return tcp.create(options, None)
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    raise ValueError(f"{INNER}={kind}: it is shm, tcp or gloo")
+
+
+def _create(options: Any, _: Any) -> SimulatedGroup:
     return SimulatedGroup(inner_group(options), options.timeout, options.group_id)
 
 

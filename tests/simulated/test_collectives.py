@@ -84,79 +84,53 @@ def wrong_collectives() -> list[str]:
     def own(*shape: int) -> Tensor:
         return torch.full(shape or (4,), rank + 1.0, device=device)
 
-    def reduced(op: dist.ReduceOp.RedOpType) -> Tensor:
-        tensor = own()
-        dist.all_reduce(tensor, op=op)
-        return tensor
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device)
 
-    def gathered() -> Tensor:
-        parts = [torch.empty(4, device=device) for _ in range(size)]
-        dist.all_gather(parts, own())
-        return torch.stack(parts)[:, 0]
+    def into(output: Any, collective: Callable[..., object], *args: Any, **more: Any) -> Any:
+        """The output, or the first elements of a list of outputs, after a collective."""
+        collective(output, *args, **more)
+        return torch.stack(output)[:, 0] if isinstance(output, list) else output
 
-    def gathered_in_place() -> Tensor:
-        whole = torch.empty(size * 2, device=device)
+    def gathered_in_place() -> Any:
+        whole = empty(size * 2)
         mine = whole[rank * 2 : rank * 2 + 2].fill_(rank + 1.0)
-        dist.all_gather_into_tensor(whole, mine)
-        return whole[::2]
+        return into(whole, dist.all_gather_into_tensor, mine)[::2]
 
-    def scattered_sums() -> Tensor:
-        out = torch.empty(2, device=device)
-        dist.reduce_scatter_tensor(out, own(2 * size))
-        return out
+    def to_all() -> Any:
+        return into([empty(2) for _ in everyone], dist.all_to_all, [own(2) for _ in everyone])
 
-    def broadcast() -> Tensor:
-        tensor = own()
-        dist.broadcast(tensor, size - 1)
-        return tensor
-
-    def to_all() -> Tensor:
-        out = torch.empty(size, device=device)
-        dist.all_to_all_single(out, own(size))
-        return out
-
-    def to_all_lists() -> Tensor:
-        outs = [torch.empty(2, device=device) for _ in range(size)]
-        dist.all_to_all(outs, [own(2) for _ in range(size)])
-        return torch.stack(outs)[:, 0]
-
-    def to_root() -> Tensor:
-        tensor = own()
-        dist.reduce(tensor, 0)
-        return tensor if rank == 0 else torch.full((4,), total, device=device)
+    def to_root() -> Any:
+        found = into(own(), dist.reduce, 0)
+        return found if rank == 0 else torch.tensor([total] * 4)
 
     def gathered_at_root() -> Tensor:
-        parts = [torch.empty(4, device=device) for _ in range(size)] if rank == 0 else None
+        parts = [empty(4) for _ in range(size)] if rank == 0 else None
         dist.gather(own(), parts, 0)
-        return torch.stack(parts)[:, 0] if parts else torch.arange(1.0, size + 1, device=device)
+        return torch.stack(parts)[:, 0] if parts else torch.tensor(everyone)
 
-    def dealt() -> Tensor:
-        out = torch.empty(4, device=device)
-        dist.scatter(out, [torch.full((4,), 3.0 + r, device=device) for r in range(size)] if rank == 0 else None, 0)
-        return out - rank
+    def dealt() -> Any:
+        given = [torch.full((4,), 3.0 + r, device=device) for r in range(size)] if rank == 0 else None
+        return into(empty(4), dist.scatter, given, 0) - rank
 
     def ring() -> Tensor:
-        out = torch.empty(4, device=device)
+        out = empty(4)
         messages = [dist.P2POp(dist.isend, own(), (rank + 1) % size), dist.P2POp(dist.irecv, out, (rank - 1) % size)]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         return out
 
-    def in_a_subgroup() -> Tensor:
+    def in_a_subgroup() -> Any:
         group = dist.new_group([0, 1])
-        tensor = own()
-        if rank < 2:
-            dist.all_reduce(tensor, group=group)
-        return tensor if rank < 2 else tensor * 0 + 3
+        return into(own(), dist.all_reduce, group=group) if rank < 2 else own() * 0 + 3
 
     def of_objects() -> Tensor:
         found: list[Any] = [None] * size
         dist.all_gather_object(found, {"rank": rank})
-        return torch.tensor([float(entry["rank"]) for entry in found], device=device)
+        return torch.tensor([float(entry["rank"]) for entry in found])
 
     def by_a_future() -> Tensor:
-        tensor = own()
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(own(), async_op=True)
         assert work is not None
         result: Tensor = work.get_future().then(lambda done: done.value()[0] * 2).wait()
         return result
@@ -168,22 +142,18 @@ def wrong_collectives() -> list[str]:
         result: Tensor = functional_collectives.all_reduce(own(), "sum", dist.group.WORLD) + 0
         return result
 
-    def integers() -> Tensor:
-        tensor = torch.full((3,), rank + 1, device=device)
-        dist.all_reduce(tensor)
-        return tensor.double()
-
     everyone = [float(r + 1) for r in range(size)]
+    op = dist.ReduceOp
     expected: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
-        "sum": (lambda: reduced(dist.ReduceOp.SUM), [total] * 4),
-        "mean": (lambda: reduced(dist.ReduceOp.AVG), [total / size] * 4),
-        "max": (lambda: reduced(dist.ReduceOp.MAX), [float(size)] * 4),
-        "all_gather": (gathered, everyone),
+        "sum": (lambda: into(own(), dist.all_reduce), [total] * 4),
+        "mean": (lambda: into(own(), dist.all_reduce, op=op.AVG), [total / size] * 4),
+        "max": (lambda: into(own(), dist.all_reduce, op=op.MAX), [float(size)] * 4),
+        "all_gather": (lambda: into([empty(4) for _ in everyone], dist.all_gather, own()), everyone),
         "all_gather in place": (gathered_in_place, everyone),
-        "reduce_scatter": (scattered_sums, [total] * 2),
-        "broadcast": (broadcast, [float(size)] * 4),
-        "all_to_all_single": (to_all, everyone),
-        "all_to_all": (to_all_lists, everyone),
+        "reduce_scatter": (lambda: into(empty(2), dist.reduce_scatter_tensor, own(2 * size)), [total] * 2),
+        "broadcast": (lambda: into(own(), dist.broadcast, size - 1), [float(size)] * 4),
+        "all_to_all_single": (lambda: into(empty(size), dist.all_to_all_single, own(size)), everyone),
+        "all_to_all": (to_all, everyone),
         "reduce": (to_root, [total] * 4),
         "gather": (gathered_at_root, everyone),
         "scatter": (dealt, [3.0] * 4),
@@ -192,7 +162,7 @@ def wrong_collectives() -> list[str]:
         "objects": (of_objects, [float(r) for r in range(size)]),
         "future": (by_a_future, [2 * total] * 4),
         "functional": (functional, [total] * 4),
-        "integers": (integers, [total] * 3),
+        "integers": (lambda: into(own(3).long(), dist.all_reduce).double(), [total] * 3),
     }
     wrong = []
     for name, (call, values) in expected.items():

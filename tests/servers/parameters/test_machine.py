@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import nn
 
 from paceline.errors import ServerRefused
 from paceline_server.parameters.machine import (
@@ -29,6 +30,7 @@ from paceline_server.parameters.machine import (
     read_action,
 )
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec, slices_of
+from paceline_server.training.worker import TrainedState, for_servers, of_servers
 
 SGD = {"name": "sgd", "lr": 1.0}
 
@@ -455,3 +457,45 @@ def test_servers_own_every_row_once_and_about_equally_many_bytes() -> None:
     assert [[tuple(piece) for piece in pieces] for pieces in slices_of(whole, 2)] == [[("a", 0, 9)], [("b", 0, 9)]]
     with pytest.raises(ServerRefused, match="use fewer"):
         slices_of(whole, 3)
+
+
+def in_two() -> ServerSettings:
+    """Settings of two servers: only the first deals tickets, and each takes every ticket once, whoever brings it."""
+    return settings_of(TensorSpec("w", (6, 2)), TensorSpec("b", ()), optimizer={"name": "adam", "lr": 0.1}, pieces=2)
+
+
+def test_a_ticket_that_two_workers_push_is_applied_once_by_a_server_that_deals_none() -> None:
+    machine = Machine(in_two(), servers=2, part=1)
+    first = {name: torch.ones(spec.shape) for name, spec in machine.parameters.specs.items()}
+    a, b = Asker(machine, "a"), Asker(machine, "b")
+    for asker in (a, b):
+        asker.ask(Join())
+    a.ask(Initialize(first))
+    assert a.ask(Push(first, {}, 0, (0, 0))).accepted
+    before = {name: tensor.detach().clone() for name, tensor in machine.parameters.tensors.items()}
+    assert not b.ask(Push(first, {}, 0, (0, 1))).accepted, "dealt again, as its first holder seemed lost"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in machine.parameters.tensors.items())
+    assert machine.read_waits(1) is not None
+    assert b.ask(Push({}, {}, 0, (1, 0))).accepted, "a piece without samples"
+    assert machine.read_waits(1) is None
+
+
+def test_state_that_was_handed_over_to_some_servers_is_taken_over_from_others_as_it_was() -> None:
+    settings = in_two()
+    model = nn.ParameterDict({"w": torch.arange(12.0).view(6, 2), "b": torch.tensor(3.0)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for parameter in model.values():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    states = {name: optimizer.state[parameter] for name, parameter in model.items()}
+    state = for_servers(TrainedState(dict(model.items()), states), settings, 2, batches=4)
+    machines = [Machine(settings, servers=2, part=part) for part in range(len(slices_of(settings, 2)))]
+    for machine, part in zip(machines, state["parts"], strict=True):
+        machine.parameters.load(part)
+    found = of_servers({"parts": [machine.parameters.state() for machine in machines]}, settings)
+    for name, parameter in model.items():
+        assert torch.equal(found.values[name], parameter)
+        assert found.optimizer[name].keys() == states[name].keys()
+        for key, value in states[name].items():
+            assert torch.equal(torch.as_tensor(found.optimizer[name][key]), torch.as_tensor(value)), key
+    assert machines[0].parameters.version == 8
