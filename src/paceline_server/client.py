@@ -1,7 +1,7 @@
 """Client: calls functions of a service in another process.
 
 The thread that waits for an answer reads the connection itself, so that no other thread has to wake first. Where
-several wait, one reads for all, and hands over when it has its own.
+several wait, one reads for all, and another one goes on when it has its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paceline_server.talk import (
     VERSION,
     Answer,
     Call,
+    Closing,
     End,
     Forget,
     FromService,
@@ -41,7 +42,7 @@ ANSWER_BYTES = 2**34  # of the tensors in one answer, at most
 STREAM_AHEAD = 8  # results of a stream that may be under way
 
 
-class Client:
+class Client(Closing):
     """Calls functions of a service in another process, over one connection. Any thread may call.
 
     A lost connection fails the calls under way and all later ones; `lost` says when it has ended.
@@ -75,10 +76,9 @@ class Client:
         self.deadline_s, self.identity, self.peer = deadline_s, identity or secrets.token_hex(16), name_of(where)
         self.error: ChannelError | None = None
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())  # notified when messages came, or nobody reads any more
         self._pending: dict[int, Pending] = {}
         self._is_read = False  # by one of the waiting threads
-        self._waiting: list[_Waiting] = []  # the other ones
         until = time.monotonic() + deadline_s
         limits = frame_limits(ANSWER_BYTES, within_host=isinstance(where, Path))
         connection = connect(where, key, FromService, deadline_s=deadline_s, limits=limits)
@@ -152,47 +152,35 @@ class Client:
         """Close the connection. Who waits for an answer gets a ChannelError."""
         self._fail(ChannelError(f"the client of {self.peer} was closed"))
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def drop(self, pending: Pending) -> bool:
         """Expect no more messages on a call; False if none was."""
-        with self._lock:
+        with self._changed:
+            self._changed.notify_all()
             return self._pending.pop(pending.number, None) is not None
 
     def wait(self, condition: Callable[[], bool], until: float) -> bool:
         """Read messages until a condition holds, or have another thread do it. False at the deadline."""
-        while not condition():
-            waiting = None
-            with self._lock:
-                if condition():
-                    return True
-                if self._is_read:
-                    waiting = _Waiting(condition)
-                    self._waiting.append(waiting)
-                self._is_read = True
-            if waiting is None:
-                try:
-                    if not self._read_until(condition, until):
-                        return condition()
-                finally:
-                    self._hand_over()
-            elif not waiting.doorbell.acquire(timeout=max(0.0, until - time.monotonic())):
-                with self._lock, suppress(ValueError):
-                    self._waiting.remove(waiting)
-                if waiting.doorbell.acquire(blocking=False):  # at the last moment, maybe to read for the others
-                    self._ring_one()
-                return condition()
-            elif condition():
-                self._ring_one()  # it may have been woken to read
-        return True
+        with self._changed:
+            while not condition() and self._is_read:
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    return condition()
+            if condition():
+                return True
+            self._is_read = True
+        try:
+            while not condition():
+                self._arrived(*self.talk.receive(max(0.0, until - time.monotonic())))
+        except DeadlineError:
+            pass
+        except ChannelError as error:
+            self._fail(error)
+        finally:
+            self._hand_over()
+        return condition()
 
     def look(self) -> None:
         """Take what is here, unless another thread reads."""
-        with self._lock:
+        with self._changed:
             if self._is_read:
                 return
             self._is_read = True
@@ -228,7 +216,7 @@ class Client:
     def _expect(self, pending: Pending, until: float) -> None:
         """Expect messages on a call, once the service takes another one."""
         while True:
-            with self._lock:
+            with self._changed:
                 if self.error is not None:
                     raise ChannelError(f"{pending.function}: {self.error}") from self.error
                 if len(self._pending) < self._calls_at_once:
@@ -250,54 +238,33 @@ class Client:
             raise
 
     def _fail(self, error: ChannelError) -> None:
-        with self._lock:
+        with self._changed:
             self.error = self.error or error
             self._pending.clear()
             is_read, self._is_read = self._is_read, True
-            for waiting in self._waiting:
-                waiting.ring()
-            self._waiting.clear()
+            self._changed.notify_all()
         self.talk.connection.end()
         if not is_read:  # else by the thread that reads
             self.talk.close()
 
-    def _read_until(self, condition: Callable[[], bool], until: float) -> bool:
-        try:
-            while not condition():
-                self._arrived(*self.talk.receive(max(0.0, until - time.monotonic())))
-        except DeadlineError:
-            return False
-        except ChannelError as error:
-            self._fail(error)
-        return True
-
     def _arrived(self, message: Any, block: memoryview | None) -> None:
         if not isinstance(message, Answer | End | Raised):
             raise ChannelError(f"{self.peer} sent a {type(message).__name__} where answers are expected")
-        with self._lock:
+        with self._changed:
             pending = self._pending.get(message.number)
             if pending is not None:  # else its time is over
                 pending.arrived.append((message, block))
                 if not (pending.streams and isinstance(message, Answer)):
                     del self._pending[message.number]
-            if self._waiting:
-                for waiting in [waiting for waiting in self._waiting if waiting.condition()]:
-                    self._waiting.remove(waiting)
-                    waiting.ring()
+            self._changed.notify_all()
 
     def _hand_over(self) -> None:
         if self.error is not None:
             self.talk.close()
             return
-        with self._lock:
+        with self._changed:
             self._is_read = False
-            if self._waiting:
-                self._waiting.pop(0).ring()
-
-    def _ring_one(self) -> None:
-        with self._lock:
-            if self._waiting and not self._is_read:
-                self._waiting.pop(0).ring()
+            self._changed.notify_all()
 
 
 class Pending:
@@ -365,18 +332,3 @@ class Pending:
             kind=raised.kind,
             remote_traceback=trace,
         )
-
-
-class _Waiting:
-    """A thread that waits while another one reads for it."""
-
-    __slots__ = ("condition", "doorbell")
-
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self.condition = condition
-        self.doorbell = threading.Lock()
-        self.doorbell.acquire()
-
-    def ring(self) -> None:
-        """Wake it; once."""
-        self.doorbell.release()

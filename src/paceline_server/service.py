@@ -32,6 +32,7 @@ from paceline_server.talk import (
     VERSION,
     Answer,
     Call,
+    Closing,
     End,
     Forget,
     FromClient,
@@ -83,7 +84,7 @@ class Caller:
     peer: str
 
 
-class Service:
+class Service(Closing):
     """Serves named functions to clients of the run, in threads.
 
     A function is called as `function(caller, *args)`. One that yields is called by `Client.stream`. Calls run in a pool
@@ -152,12 +153,6 @@ class Service:
         self.pool.close(max(0.0, until - time.monotonic()))
         while self._refused:
             self._refused.popleft().close()
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _welcome(self, connection: Connection) -> None:
         """Serve a connection in a thread of its own; called by the listener."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,6 +39,19 @@ def frame_limits(attached_bytes: int, message_bytes: int = LIMIT_BYTES, *, withi
 def _memory(nbytes: int) -> memoryview:
     data: memoryview = torch.empty(nbytes, dtype=torch.uint8).numpy().data
     return data
+
+
+class Closing:
+    """What is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        """Close it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Talk:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from paceline.job.spec import import_path_of
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
 from paceline_server.client import Client, Pending
+from paceline_server.talk import Closing
 from paceline_server.values import Held, mapped
 
 RECONNECT_S = 10.0
@@ -126,7 +127,7 @@ class Answer:
             self._sent.dropped = True
 
 
-class Host:
+class Host(Closing):
     """Connection to a serving process. A context manager; objects there that this process holds end with it.
 
     When a connection is lost, another one is made, and what has no answer is sent again; the other end runs it once.
@@ -202,12 +203,6 @@ class Host:
                 self._client.call("leave", deadline_s=_LEAVE_S)
             self._error = ChannelError(f"the connection to {self.name} was closed")
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _must_be_open(self) -> None:
         if os.getpid() != self._process:

@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from paceline_server.modules.held import Answers, HeldObjects
 from paceline_server.modules.host import place_of
 from paceline_server.modules.served_module import ServedModule, ServedOptimizer
 from paceline_server.service import Caller, Limits, Service
+from paceline_server.talk import Closing
 from paceline_server.values import Held, mapped
 
 THREADS = 32
@@ -61,7 +62,7 @@ def serve(
     return Serving(allowed, place_of(where), key or own_key(), threads, grace_s, limits)
 
 
-class Serving:
+class Serving(Closing):
     """A service of modules and objects. A context manager, which ends it.
 
     Args:
@@ -108,12 +109,6 @@ class Serving:
     def close(self) -> None:
         """End the service; calls under way get an error."""
         self._service.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Functions by the names that calls carry
 

@@ -38,6 +38,7 @@ from paceline_server.parameters.machine import (
 )
 from paceline_server.parameters.process import MOST_WAIT_S
 from paceline_server.parameters.settings import ServerSettings, Slice, slices_of
+from paceline_server.talk import Closing
 
 Encode = Callable[[str, Tensor], Tensor | None]
 _Place = tuple[weakref.ref[Tensor], int]  # a tensor, and which of its changes was the last
@@ -66,7 +67,7 @@ class Pulled(NamedTuple):
     nbytes: int
 
 
-class ServerClient:
+class ServerClient(Closing):
     """A client of all servers of a run. One thread at a time calls it, but for sums.
 
     Args:
@@ -280,12 +281,6 @@ class ServerClient:
         """Hang up. The membership stays a while: `leave` ends it."""
         for line in self.lines:
             line.close()
-
-    def __enter__(self) -> ServerClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _push_for(self, part: int, gradients: Mapping[str, Tensor], ticket: Ticket | None, delta: bool) -> Push:
         dense, rows = {}, {}

@@ -20,7 +20,7 @@ from paceline_server.parameters.machine import Action, Leave, Machine, Operation
 from paceline_server.parameters.parameters import rows_must_be_owned
 from paceline_server.parameters.settings import ServerSettings
 from paceline_server.service import Caller, Limits, Service
-from paceline_server.talk import LATER, at_once, quick
+from paceline_server.talk import LATER, Closing, at_once, quick
 
 GRACE_S = 5.0  # a client without a connection is lost after it
 MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs
@@ -30,7 +30,7 @@ Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
 
-class ParameterServer:
+class ParameterServer(Closing):
     """Serves one part of the parameters, as the primary or as its backup.
 
     Args:
@@ -118,12 +118,6 @@ class ParameterServer:
         self._log.close()
         self._service.close()
         self.ended.set()
-
-    def __enter__(self) -> ParameterServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
         """Functions that may be called. Each answer is ["ok", value], or says why there is none."""
