@@ -35,7 +35,7 @@ def command(
 
     from paceline.run.process import stop_signals
     from paceline.wire.key import default_key_file, name_of, own_key, read_key
-    from paceline_server.modules.host import place_of
+    from paceline_server.client import place_of
     from paceline_server.modules.serve import serve
 
     place = place_of(at)

@@ -42,6 +42,16 @@ ANSWER_BYTES = 2**34  # of the tensors in one answer, at most
 STREAM_AHEAD = 8  # results of a stream that may be under way
 
 
+def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
+    """A place as sockets take it, of `"address:port"` or a path."""
+    if not isinstance(where, str):
+        return where
+    address, colon, port = where.rpartition(":")
+    if colon and port.isdecimal() and "/" not in where:
+        return address.strip("[]"), int(port)
+    return Path(where)
+
+
 class Client(Closing):
     """Calls functions of a service in another process, over one connection. Any thread may call.
 

@@ -19,7 +19,7 @@ from paceline.errors import ChannelError, DeadlineError, PacelineError, RemoteEr
 from paceline.job.spec import import_path_of
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
-from paceline_server.client import Client, Pending
+from paceline_server.client import Client, Pending, place_of
 from paceline_server.talk import Closing
 from paceline_server.values import Held, mapped
 
@@ -70,16 +70,6 @@ def host_of(name: str | Host) -> Host:
     return _hosts[name]
 
 
-def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
-    """A place as sockets take it, of `"address:port"` or a path."""
-    if not isinstance(where, str):
-        return where
-    address, colon, port = where.rpartition(":")
-    if colon and port.isdecimal() and "/" not in where:
-        return address.strip("[]"), int(port)
-    return Path(where)
-
-
 @dataclass(eq=False)
 class _Sent:
     """A call that has no answer yet."""
@@ -96,10 +86,6 @@ class _Sent:
 
 
 _Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and first arguments
-
-
-class _Lost(Exception):
-    """The connection went before the answer came."""
 
 
 class Answer:
@@ -179,8 +165,22 @@ class Host(Closing):
         try:
             while True:
                 pending, connection = sent.pending, sent.connection
-                with suppress(_Lost):
-                    return self._result(sent, pending)
+                try:
+                    if pending is not None:
+                        return pending.result(sent.deadline_s)
+                except DeadlineError as error:
+                    raise DeadlineError(
+                        f"{sent.what} on {self.name} has not ended within {sent.deadline_s:g} s; it may still run"
+                    ) from error
+                except RemoteError as error:
+                    raise RemoteError(
+                        f"{sent.what} on {self.name}: {error}",
+                        function=error.function,
+                        kind=error.kind,
+                        remote_traceback=error.remote_traceback,
+                    ) from None
+                except ChannelError:  # the connection went before the answer came
+                    pass
                 self._reconnect(connection)
         finally:
             self._sent[sent.lane].pop(sent.number, None)
@@ -211,25 +211,6 @@ class Host(Closing):
             )
         if self._error is not None:
             raise ChannelError(str(self._error))
-
-    def _result(self, sent: _Sent, pending: Pending | None) -> Any:
-        if pending is None:
-            raise _Lost
-        try:
-            return pending.result(sent.deadline_s)
-        except DeadlineError as error:
-            raise DeadlineError(
-                f"{sent.what} on {self.name} has not ended within {sent.deadline_s:g} s; it may still run"
-            ) from error
-        except RemoteError as error:
-            raise RemoteError(
-                f"{sent.what} on {self.name}: {error}",
-                function=error.function,
-                kind=error.kind,
-                remote_traceback=error.remote_traceback,
-            ) from None
-        except ChannelError as error:
-            raise _Lost from error
 
     def _send(self, sent: _Sent) -> None:
         lane = self._sent[sent.lane]

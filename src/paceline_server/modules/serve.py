@@ -17,8 +17,8 @@ from paceline.errors import PacelineError, RemoteError
 from paceline.job.spec import import_path_of, load_object, resolve_import_path
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
+from paceline_server.client import place_of
 from paceline_server.modules.held import Answers, HeldObjects
-from paceline_server.modules.host import place_of
 from paceline_server.modules.served_module import ServedModule, ServedOptimizer
 from paceline_server.service import Caller, Limits, Service
 from paceline_server.talk import Closing

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ChannelError, DeadlineError, ServerLost, ServerRefused
-from paceline.wire.key import RunKey
-from paceline_server.client import Client, Pending
-from paceline_server.parameters.log import Address, Views, as_address, as_text
+from paceline.wire.key import RunKey, name_of
+from paceline_server.client import Client, Pending, place_of
+from paceline_server.parameters.log import Address, Views
 from paceline_server.parameters.machine import (
     SLOWEST_BYTES_PER_S,
     Action,
@@ -404,7 +404,7 @@ class Line:
         views: Views | None = None,
         patience_s: float | None = None,
     ) -> None:
-        self.addresses = [as_text(address) for address in addresses]
+        self.addresses = [name_of(address) for address in addresses]
         self._key, self.name, self._identity, self._settings = key, name, identity, settings
         self.deadline_s, self._views = deadline_s, views
         self.patience_s = deadline_s if patience_s is None else patience_s
@@ -469,7 +469,7 @@ class Line:
             self._client = None
 
     def _tried(self, text: str, attempt_s: float) -> bool:
-        client = Client(as_address(text), self._key, name=self.name, identity=self._identity, deadline_s=attempt_s)
+        client = Client(place_of(text), self._key, name=self.name, identity=self._identity, deadline_s=attempt_s)
         try:
             status, value = client.call("hello", self._settings.fingerprint, self._settings.digest)
             if status == "refused":

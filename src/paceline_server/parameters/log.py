@@ -32,7 +32,7 @@ import msgspec
 from paceline.errors import ChannelError, DeadlineError, RemoteError, ServerRefused
 from paceline.wire.key import RunKey
 from paceline.wire.store import StoreClient
-from paceline_server.client import Client, Pending
+from paceline_server.client import Client, Pending, place_of
 from paceline_server.parameters.machine import (
     SLOWEST_BYTES_PER_S,
     Machine,
@@ -272,7 +272,7 @@ class Log:
         with self.turn:
             self.view = view
         with suppress(ChannelError, RemoteError, ServerRefused):
-            self._attend(as_address(view.primary))
+            self._attend(place_of(view.primary))
         newest = self._views.read()
         with self.turn:
             # a primary may be lost once the view says that this is its backup, and before it could say so itself
@@ -325,7 +325,7 @@ class Backup:
     def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
         self.address, self.generation = address, generation
         self.counts = self.lost = False
-        self._client = Client(as_address(address), key, name=name, deadline_s=_ANSWER_S)
+        self._client = Client(place_of(address), key, name=name, deadline_s=_ANSWER_S)
         self._sent: deque[tuple[int, Pending]] = deque()
         self._confirmed = -1
         self._collecting = threading.Lock()  # one thread takes the answers of all, in order
@@ -413,17 +413,6 @@ class Views:
 
 
 _NOBODYS = b"-"
-
-
-def as_text(address: Address) -> str:
-    """An address as a view has it."""
-    return str(address) if isinstance(address, Path) else f"{address[0]}:{address[1]}"
-
-
-def as_address(text: str) -> Address:
-    """The address that `as_text` wrote."""
-    host, colon, port = text.rpartition(":")
-    return (host, int(port)) if colon and not text.startswith("/") else Path(text)
 
 
 def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:

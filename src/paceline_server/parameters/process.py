@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.errors import ChannelError, DeadlineError, ServerRefused
-from paceline.wire.key import RunKey
-from paceline_server.parameters.log import Address, Elsewhere, Log, Views, as_text, wait_for
+from paceline.wire.key import RunKey, name_of
+from paceline_server.parameters.log import Address, Elsewhere, Log, Views, wait_for
 from paceline_server.parameters.machine import Action, Leave, Machine, Operation, Push, Reply, read_action
 from paceline_server.parameters.parameters import rows_must_be_owned
 from paceline_server.parameters.settings import ServerSettings
@@ -75,7 +75,7 @@ class ParameterServer(Closing):
             on_lost=lambda caller: self._lose(caller.name, caller.identity),
         )
         self.address: Address = self._service.address
-        self._log.start(as_text(self.address))
+        self._log.start(name_of(self.address))
 
     @property
     def has_backup(self) -> bool:

@@ -33,10 +33,10 @@ from paceline.sync.compress.alone import Feedback, decoder
 from paceline.sync.diloco import DiLoCo
 from paceline.sync.rows import numbers_of
 from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic
-from paceline.wire.key import RunKey, own_key
+from paceline.wire.key import RunKey, name_of, own_key
 from paceline.wire.status import GenerationOver, generation_is_over, generations_are_watched
+from paceline_server.client import place_of
 from paceline_server.parameters.client import ServerClient
-from paceline_server.parameters.log import as_address, as_text
 from paceline_server.parameters.process import ParameterServer
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
 
@@ -251,7 +251,7 @@ class ServerSum(OwnAllReduce):
             )
         )
         self._held.callback(_await_leave, server)
-        return as_text(server.address)
+        return name_of(server.address)
 
     def _socket(self) -> Path:
         """Choose a socket in the launcher's folder, which outlives a killed rank."""
@@ -270,7 +270,7 @@ def _await_leave(server: ParameterServer) -> None:
 
 def _client(group: Group, places: list[str], key: RunKey | None) -> ServerClient:
     return ServerClient(
-        [[as_address(text)] for text in places],
+        [[place_of(text)] for text in places],
         key,
         name=f"rank {group.rank}",
         settings=_settings(len(places)),

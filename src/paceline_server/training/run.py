@@ -36,11 +36,12 @@ from paceline.run.process import stop_signals
 from paceline.run.record.run import Run
 from paceline.split.layout import whole_parts
 from paceline.sync.compress.alone import Feedback, decoder
-from paceline.wire.key import RunKey, own_key
+from paceline.wire.key import RunKey, name_of, own_key
 from paceline.wire.status import Generation, StatusBoard, watch_generation
 from paceline.wire.store import StoreClient
+from paceline_server.client import place_of
 from paceline_server.parameters.client import ServerClient
-from paceline_server.parameters.log import View, Views, as_address, as_text
+from paceline_server.parameters.log import View, Views
 from paceline_server.parameters.process import GRACE_S, ParameterServer
 from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
 from paceline_server.training.loop import BEGIN, FirstWorker
@@ -60,7 +61,7 @@ def run_rank(arguments: list[str]) -> None:
     run, environment = Run(arguments[0]), RankEnvironment.from_env()
     # every attempt of the run has a store of its own
     assert environment.store is not None
-    with closing(StoreClient(as_address(environment.store), own_key(), run.job.deadline_s)) as store:
+    with closing(StoreClient(place_of(environment.store), own_key(), run.job.deadline_s)) as store:
         if environment.rank >= run.plan.ranks:
             _serve(run, store, environment)
         else:
@@ -88,7 +89,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         server = held.enter_context(
             ParameterServer(where, key, settings, part=part, servers=servers.parts, views=views, decode=decode)
         )
-        store.set(f"{ADDRESS}/{number}", as_text(server.address).encode())
+        store.set(f"{ADDRESS}/{number}", name_of(server.address).encode())
         assert environment.status_file is not None
         folder, generation = environment.status_file.parent, Generation(-1, ())
         while not server.ended.wait(_ALIVE_S):
@@ -216,7 +217,7 @@ def _client(run: Run, store: StoreClient, name: str) -> ServerClient:
     servers = ServerProcesses.of(run.plan.sync)
     settings = read(store.get(SETTINGS, _START_S))
     keys = [f"{ADDRESS}/{number}" for number in range(servers.processes)]
-    places = [as_address(told.decode()) for told in store.get_all(keys, _START_S)]
+    places = [place_of(told.decode()) for told in store.get_all(keys, _START_S)]
     parts = [places[i : i + servers.each] for i in range(0, len(places), servers.each)]
     key = own_key() if any(isinstance(place, tuple) for place in places) else None
     encode = None if settings.compress == "none" else Feedback(settings.compress, seed=secrets.randbits(32)).encode
