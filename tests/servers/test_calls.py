@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +85,14 @@ def test_a_call_runs_where_it_is_read_but_for_one_that_waits_for_a_later_call(se
 
 def test_many_threads_call_at_once_and_each_gets_its_own_answer(served: Served) -> None:
     client, _ = served
-    wrong: list[Any] = []
 
     def call(thread: int) -> None:
         for number in range(30):
             sent = torch.full((40_000 if number % 5 == 0 else 3,), float(1000 * thread + number))
-            if not torch.equal(client.call("echo" if number % 2 else "doubled", sent), sent * (2 - number % 2)):
-                wrong.append((thread, number))
+            assert torch.equal(client.call("echo" if number % 2 else "doubled", sent), sent * (2 - number % 2))
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert not wrong
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
 
 
 def test_calls_are_pipelined_and_answers_are_waited_for_in_any_order(served: Served) -> None:
@@ -185,23 +180,12 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_others_go_on(served: Served)
 
 def test_who_waits_is_told_at_once_when_the_service_dies(served: Served) -> None:
     client, _ = served
-    told: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            client.call("wait")
-        except ChannelError as error:
-            told.append(error)
-
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(ChannelError, match="end"):
-        client.call("end")
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert len(told) == 3
-    assert not any(isinstance(error, DeadlineError) for error in told)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(client.call, "wait") for _ in range(3)]
+        with pytest.raises(ChannelError, match="end"):
+            client.call("end")
+        told = [call.exception(DEADLINE_S) for call in waiting]
+    assert all(isinstance(error, ChannelError) and not isinstance(error, DeadlineError) for error in told)
     assert client.lost
     with pytest.raises(ChannelError) as later:
         client.call("echo", 1)
