@@ -244,9 +244,8 @@ def test_ranks_that_are_killed_cost_no_piece(plan: str, divided: bool, killed: l
 def test_workers_leave_and_come_back_while_the_others_go_on(
     plan: str, who: str, ranks: list[int], tmp_path: Path
 ) -> None:
-    alone = len(ranks) == 1
-    steps = 300 if alone else 400
-    job = job_in(tmp_path, sleep_s=0.02, stop={"steps": steps}) if alone else text_job_in(tmp_path, steps=steps)
+    steps, ours = 300, {"sleep_s": 0.02, "stop": {"steps": 300}}
+    job = job_in(tmp_path, **ours) if len(ranks) == 1 else text_job_in(tmp_path, steps=steps)
     with training(job, tmp_path, f"{plan} sync=server:staleness=2,backup=off") as (process, run):
         wait_for_step(5, run, process)
         assert paceline("scale", run, "-1", folder=tmp_path).says(f"{who} will leave after this piece")
