@@ -8,11 +8,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from commands import Outcome, ended, started
+import psutil
+
+from commands import Outcome, ended, processes_of, started, wait_for_step
 from hosts import EmulatedHosts
 from paceline.wire.key import RunKey, write_key
 
 PORT = 29611
+
+
+def folders(root: Path, count: int = 2) -> list[Path]:
+    """A folder of its own for every host."""
+    made = [root / f"host-{number}" for number in range(count)]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+@contextmanager
+def on_emulated_hosts(
+    job: Path, hosts: int, plan: str, *options: object, from_step: int = 10, environment: Mapping[str, str] = {}
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A run on emulated hosts, in the job's folder, once it has taken some steps."""
+    folder, run = job.parent, job.parent / "run"
+    (folder / "cluster.yaml").write_text(f"emulate: {{hosts: {hosts}}}\n")
+    where = ("--cluster", "cluster.yaml", "--plan", plan, "--run", "run", *options)
+    with started("paceline", "train", job, *where, folder=folder, environment=environment) as process:
+        wait_for_step(from_step, run, process)
+        yield process, run
+
+
+def emulated_host_processes(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Those of hosts 1, 2, …, without ones that have ended."""
+    living = [process for process in processes_of(launcher) if is_alive(process)]
+    return [process for process in living if process.cmdline()[:1] == ["paceline host process"]]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def own_address() -> str:

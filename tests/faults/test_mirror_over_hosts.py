@@ -4,43 +4,32 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import psutil
 import pytest
 
-from commands import ended, events, losses, paceline, processes_of, started, wait_for, wait_for_step, write_job
+from commands import ended, events, losses, paceline, wait_for, write_job
+from host_processes import emulated_host_processes, on_emulated_hosts
 from hosts import cut_of
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
 STEPS, PLAN = 60, "fsdp=4"
 
 
-def options_in(folder: Path, plan: str = PLAN) -> tuple[object, ...]:
-    (folder / "cluster.yaml").write_text("emulate: {hosts: 2}\n")
+def job_in(folder: Path) -> Path:
     checkpoint = {"every_steps": 1000, "memory_every_steps": 4}
-    job = write_job(folder / "job.yaml", stop={"steps": STEPS}, checkpoint=checkpoint, deadline_s=60)
-    return "train", job, "--cluster", "cluster.yaml", "--plan", plan, "--run", "run"
+    return write_job(folder / "job.yaml", stop={"steps": STEPS}, checkpoint=checkpoint, deadline_s=60)
 
 
-@contextmanager
-def training(folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def training(folder: Path, **environment: str) -> AbstractContextManager[tuple[subprocess.Popen[str], Path]]:
     """A run on two emulated hosts, once it has copies of all parts."""
-    with started("paceline", *options_in(folder), folder=folder, environment=environment) as process:
-        wait_for_step(14, folder / "run", process)
-        yield process, folder / "run"
-
-
-def host_process(launcher: subprocess.Popen[str]) -> psutil.Process:
-    [found] = [process for process in processes_of(launcher) if process.cmdline()[:1] == ["paceline host process"]]
-    return found
+    return on_emulated_hosts(job_in(folder), 2, PLAN, from_step=14, environment=environment)
 
 
 def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_the_others(tmp_path: Path) -> None:
     with training(tmp_path) as (process, run):
-        host_process(process).kill()
+        emulated_host_processes(process)[0].kill()
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says(
@@ -50,16 +39,15 @@ def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_th
     assert outcome.says("going on from step ", "kept in memory", "rank 3 is back")
     assert not events(run, "resume"), "nothing was read from the disk"
     assert not events(run, "restart"), "the other ranks kept their processes"
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    undisturbed = paceline(*options_in(alone), folder=alone)
+    again = ("--cluster", "cluster.yaml", "--plan", PLAN, "--run", "alone")
+    undisturbed = paceline("train", job_in(tmp_path), *again, folder=tmp_path)
     assert undisturbed.code == 0, undisturbed.err
-    assert losses(run) == losses(alone / "run")
+    assert losses(run) == losses(tmp_path / "alone")
 
 
 def test_a_host_that_may_not_come_back_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with training(tmp_path, PACELINE_LOSSES_PER_HOUR="1") as (process, run):
-        host_process(process).kill()
+        emulated_host_processes(process)[0].kill()
         outcome = ended(process)
     assert outcome.code == 1
     assert outcome.says(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,16 +12,15 @@ import pytest
 from commands import (
     checkpoints,
     ended,
-    events,
     kill_rank,
     losses,
     paceline,
     processes_of,
-    started,
-    wait_for,
+    wait_for_events,
     wait_for_step,
     write_job,
 )
+from host_processes import emulated_host_processes, on_emulated_hosts
 from hosts import Hosts
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Emulate
@@ -32,19 +29,10 @@ from paceline.elastic.hosts.over_hosts import host_processes
 from paceline.errors import LaunchError
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
-OPTIONS = ("--cluster", "cluster.yaml", "--plan", "dp=2", "--run", "run")
 
 
-def endless(folder: Path) -> Path:
-    (folder / "cluster.yaml").write_text("emulate: {hosts: 2}\n")
-    return write_job(folder / "job.yaml", stop={"steps": 100_000}, checkpoint={"every_steps": 20})
-
-
-def host_process_of(launcher: subprocess.Popen[str]) -> psutil.Process:
-    """That of host 1, by its title."""
-    living = [p for p in processes_of(launcher) if p.status() != psutil.STATUS_ZOMBIE]
-    [found] = [p for p in living if p.cmdline()[:1] == ["paceline host process"]]
-    return found
+def job_in(folder: Path, steps: int = 100_000, every_steps: int = 20) -> Path:
+    return write_job(folder / "job.yaml", stop={"steps": steps}, checkpoint={"every_steps": every_steps})
 
 
 def test_hosts_come_and_go_with_the_context(hosts: Hosts) -> None:
@@ -71,10 +59,8 @@ def test_a_host_process_that_cannot_enter_its_host_is_told_at_once(hosts: Hosts)
 @pytest.mark.slow
 def test_a_host_process_that_is_killed_ends_a_run_that_does_not_recover_and_is_named(tmp_path: Path) -> None:
     off = {"PACELINE_RECOVERY": "off"}
-    job = endless(tmp_path)
-    with started("paceline", "train", job, *OPTIONS, folder=tmp_path, environment=off) as process:
-        wait_for_step(5, tmp_path / "run", process)
-        host_process_of(process).kill()
+    with on_emulated_hosts(job_in(tmp_path), 2, "dp=2", environment=off) as (process, _):
+        emulated_host_processes(process)[0].kill()
         outcome = ended(process)
     assert outcome.code == 1
     assert outcome.says("host host-1 (number 1), which had rank 1, is lost")
@@ -84,19 +70,16 @@ def test_a_host_process_that_is_killed_ends_a_run_that_does_not_recover_and_is_n
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["at the command", "at host 1"])
 def test_a_signal_anywhere_ends_the_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals, where: str) -> None:
-    with started("paceline", "train", endless(tmp_path), *OPTIONS, folder=tmp_path) as process:
-        wait_for_step(5, tmp_path / "run", process)
-        (process if where == "at the command" else host_process_of(process)).send_signal(number)
+    with on_emulated_hosts(job_in(tmp_path), 2, "dp=2") as (process, run):
+        (process if where == "at the command" else emulated_host_processes(process)[0]).send_signal(number)
         outcome = ended(process)
     assert outcome.code == 128 + number, outcome.err
-    assert checkpoints(tmp_path / "run")
+    assert checkpoints(run)
 
 
 @pytest.mark.slow
 def test_a_rank_of_another_host_that_dies_is_started_again(tmp_path: Path) -> None:
-    job = write_job(endless(tmp_path), stop={"steps": 200}, checkpoint={"every_steps": 20})
-    with started("paceline", "train", job, *OPTIONS, "--restarts", "1", folder=tmp_path) as process:
-        wait_for_step(25, tmp_path / "run", process)
+    with on_emulated_hosts(job_in(tmp_path, 200), 2, "dp=2", "--restarts", "1", from_step=25) as (process, _):
         kill_rank(1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
@@ -105,12 +88,12 @@ def test_a_rank_of_another_host_that_dies_is_started_again(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_ranks_of_any_host_are_replaced_while_the_others_go_on(tmp_path: Path) -> None:
-    job, run = write_job(endless(tmp_path), stop={"steps": 300}, checkpoint={"every_steps": 100}), tmp_path / "run"
-    with started("paceline", "train", job, *OPTIONS, folder=tmp_path) as process:
+    job = job_in(tmp_path, 300, every_steps=100)
+    with on_emulated_hosts(job, 2, "dp=2") as (process, run):
         for count, rank in enumerate((1, 0), 1):
             wait_for_step(20 * count, run, process)
             kill_rank(rank, process)
-            wait_for(partial(_are_back, run, count), process)
+            wait_for_events(run, "healed", count, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
     assert outcome.says("rank 1 is back", "rank 0 is back")
@@ -123,23 +106,19 @@ def test_ranks_of_any_host_are_replaced_while_the_others_go_on(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_host_that_dies_again_and_again_leaves_no_process_and_no_descriptor(tmp_path: Path) -> None:
     often = {"PACELINE_LOSSES_PER_HOUR": "100"}
-    with started("paceline", "train", endless(tmp_path), *OPTIONS, folder=tmp_path, environment=often) as process:
+    with on_emulated_hosts(job_in(tmp_path), 2, "dp=2", environment=often) as (process, run):
         sizes = []
         for count in range(1, 5):
-            wait_for_step(max([5, *(step + 5 for step in losses(tmp_path / "run"))]), tmp_path / "run", process)
+            wait_for_step(max(losses(run)) + 5, run, process)
             sizes.append((len(processes_of(process)), psutil.Process(process.pid).num_fds()))
-            host_process_of(process).kill()
-            wait_for(partial(_are_back, tmp_path / "run", count), process)
+            emulated_host_processes(process)[0].kill()
+            wait_for_events(run, "healed", count, process)
     assert sizes[-1] == sizes[1], "after the first loss nothing is added"
-
-
-def _are_back(run: Path, count: int) -> bool:
-    return len(events(run, "healed")) >= count
 
 
 @pytest.mark.slow
 def test_hosts_do_without_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_FORK", "0")
-    job = write_job(endless(tmp_path), stop={"steps": 4})
-    outcome = paceline("train", job, *OPTIONS, folder=tmp_path)
+    with on_emulated_hosts(job_in(tmp_path, 4), 2, "dp=2", from_step=1) as (process, _):
+        outcome = ended(process)
     assert outcome.code == 0, outcome.err

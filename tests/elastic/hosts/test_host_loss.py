@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from commands import ended, events, losses, paceline, processes_of, rank_of, started, wait_for, wait_for_step, write_job
+from commands import ended, events, losses, paceline, rank_of, wait_for, write_job
+from host_processes import emulated_host_processes, is_alive, on_emulated_hosts
 from hosts import cut_of, mend_of
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
@@ -32,28 +32,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / "run")
 
 
-@contextmanager
 def training(
     folder: Path, hosts: int, ranks: int, steps: int = STEPS, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+) -> AbstractContextManager[tuple[subprocess.Popen[str], Path]]:
     """A run on emulated hosts, once it has taken some steps."""
-    (folder / "cluster.yaml").write_text(f"emulate: {{hosts: {hosts}}}\n")
-    options = ("--cluster", "cluster.yaml", "--plan", f"dp={ranks} balance=off", "--run", "run")
-    with started(
-        "paceline", "train", job_in(folder, steps), *options, folder=folder, environment=environment
-    ) as process:
-        wait_for_step(10, folder / "run", process)
-        yield process, folder / "run"
-
-
-def host_processes(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Those of hosts 1, 2, …, without ones that have ended."""
-    found = [process for process in processes_of(launcher) if is_alive(process)]
-    return [process for process in found if process.cmdline()[:1] == ["paceline host process"]]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return on_emulated_hosts(job_in(folder, steps), hosts, f"dp={ranks} balance=off", environment=environment)
 
 
 def ranks_of(host: psutil.Process) -> list[psutil.Process]:
@@ -64,7 +47,7 @@ def test_a_host_process_that_is_killed_is_one_loss_of_all_its_ranks_and_no_step(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     with training(tmp_path, hosts=2, ranks=4) as (process, run):
-        [host] = host_processes(process)
+        [host] = emulated_host_processes(process)
         ranks = ranks_of(host)
         host.kill()
         outcome = ended(process)
@@ -79,7 +62,7 @@ def test_a_host_process_that_is_killed_is_one_loss_of_all_its_ranks_and_no_step(
 
 def test_two_hosts_that_die_whole_at_once_are_left_out(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     with training(tmp_path, hosts=3, ranks=3) as (process, run):
-        hosts = host_processes(process)
+        hosts = emulated_host_processes(process)
         for dying in [child for host in hosts for child in [*ranks_of(host), host]]:
             dying.kill()
         outcome = ended(process)
@@ -92,7 +75,7 @@ def test_a_host_whose_link_is_cut_is_left_out_and_stops_its_ranks(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     with training(tmp_path, hosts=2, ranks=2) as (process, run):
-        [host] = host_processes(process)
+        [host] = emulated_host_processes(process)
         ranks = ranks_of(host)
         cut_of(process.pid, host=1)
         outcome = ended(process)
@@ -116,7 +99,7 @@ def test_a_coordinator_that_reaches_less_than_half_of_the_hosts_stops_and_says_s
 
 def test_a_host_whose_process_was_killed_is_back_with_its_ranks(tmp_path: Path) -> None:
     with training(tmp_path, hosts=2, ranks=4, steps=100_000) as (process, run):
-        [host] = host_processes(process)
+        [host] = emulated_host_processes(process)
         host.kill()
         wait_for(lambda: healed(run) >= {2, 3}, process)
         process.send_signal(signal.SIGTERM)
@@ -140,7 +123,7 @@ def test_a_host_behind_a_cut_link_is_back_when_it_is_mended(tmp_path: Path) -> N
 
 def test_a_host_that_is_lost_too_often_is_left_out_and_named(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     with training(tmp_path, hosts=2, ranks=2, PACELINE_LOSSES_PER_HOUR="1") as (process, run):
-        [host] = host_processes(process)
+        [host] = emulated_host_processes(process)
         host.kill()
         outcome = ended(process)
     assert outcome.code == 0, outcome.err

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,20 +28,25 @@ from commands import (
     wait_for_step,
     write_job,
 )
-from host_processes import host_processes, outcomes, ports_in, run_on
+from host_processes import HostProcesses, folders, host_processes, outcomes, ports_in, run_on
 from hosts import Hosts
 from paceline.cluster.network import inside
 from paceline.run.record.run import Run
 
 LONG = {"stop": {"steps": 100_000}, "checkpoint": {"every_steps": 20}}
+OFF = {"PACELINE_RECOVERY": "off"}
 
 
-def folders(root: Path, count: int = 2) -> list[Path]:
-    """A folder of its own for every host."""
-    made = [root / f"host-{number}" for number in range(count)]
-    for folder in made:
-        folder.mkdir()
-    return made
+@contextmanager
+def training_on(
+    folder: Path, plan: str = "dp=2", *options: object, environment: Mapping[str, str] = {}, later: int = 0
+) -> Iterator[tuple[HostProcesses, Path]]:
+    """Two host processes of a long run, once it has taken some steps."""
+    job, run = write_job(folder / "job.yaml", **LONG), folder / "run"
+    arguments = ("train", job, "--plan", plan, "--run", run, *options)
+    with host_processes(*arguments, folders=folders(folder), environment=environment, later=later) as hosts:
+        wait_for_step(5, run, hosts[0])
+        yield hosts, run
 
 
 def lines(run: Path, rank: int) -> list[int]:
@@ -151,11 +157,7 @@ def intruder(network: str, address: str, port: int) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_is_named_with_its_host_and_ends_all(tmp_path: Path, rank: int) -> None:
-    job = write_job(tmp_path / "job.yaml", **LONG)
-    where = folders(tmp_path)
-    arguments, off = ("train", job, "--plan", "dp=2", "--run", tmp_path / "run"), {"PACELINE_RECOVERY": "off"}
-    with host_processes(*arguments, folders=where, environment=off) as hosts:
-        wait_for_step(5, tmp_path / "run", hosts[0])
+    with training_on(tmp_path, environment=OFF) as (hosts, _):
         kill_rank(rank, hosts[rank])
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (1, 1)
@@ -165,10 +167,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host_and_ends_all(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_restart_starts_the_ranks_of_all_hosts_again(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
-    arguments = ("train", job, "--plan", "dp=2", "--run", run, "--restarts", 1)
-    off = {"PACELINE_RECOVERY": "off"}
-    with host_processes(*arguments, folders=folders(tmp_path), environment=off) as hosts:
+    with training_on(tmp_path, "dp=2", "--restarts", 1, environment=OFF) as (hosts, run):
         wait_for(lambda: len(losses(run)) > 50 and checkpoints(run), hosts[0])
         kill_rank(1, hosts[1])
         wait_for(lambda: events(run, "resume"), hosts[0])
@@ -192,10 +191,7 @@ def test_a_host_that_is_lost_is_named_and_the_others_go_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_hosts_stop_their_ranks_when_the_coordinator_is_lost(tmp_path: Path) -> None:
-    job, off = write_job(tmp_path / "job.yaml", **LONG), {"PACELINE_RECOVERY": "off"}
-    arguments = ("train", job, "--plan", "dp=2", "--run", tmp_path / "run")
-    with host_processes(*arguments, folders=folders(tmp_path), environment=off) as hosts:
-        wait_for_step(5, tmp_path / "run", hosts[0])
+    with training_on(tmp_path, environment=OFF) as (hosts, _):
         ranks = [process for process in processes_of(hosts[1]) if rank_of(process) is not None]
         hosts[0].kill()
         _, one = outcomes(hosts)
@@ -208,14 +204,12 @@ def test_hosts_stop_their_ranks_when_the_coordinator_is_lost(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_sigterm_at_any_host_saves_and_ends_all(tmp_path: Path, number: int) -> None:
-    job = write_job(tmp_path / "job.yaml", **LONG)
-    with host_processes("train", job, "--plan", "dp=2", "--run", tmp_path / "run", folders=folders(tmp_path)) as hosts:
-        wait_for_step(5, tmp_path / "run", hosts[0])
+    with training_on(tmp_path) as (hosts, run):
         hosts[number].send_signal(signal.SIGTERM)
         zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err
     assert zero.says("stopped      SIGTERM")
-    assert len(checkpoints(tmp_path / "run")) > 0
+    assert len(checkpoints(run)) > 0
 
 
 def heeds_sigterm(pid: int) -> bool:
@@ -292,17 +286,13 @@ def test_a_host_that_a_plan_leaves_without_a_rank_is_named(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_host_on_which_the_command_is_started_again_is_back(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
-    arguments = ("train", job, "--plan", "dp=2", "--run", run)
-    with host_processes(*arguments, folders=folders(tmp_path)) as hosts:
-        wait_for_step(5, run, hosts[0])
-        environment = hosts.environments[1]
+    with training_on(tmp_path) as (hosts, run):
         hosts[1].kill()
         wait_for(lambda: events(run, "host_lost"), hosts[0])
-        with started("paceline", *arguments, folder=tmp_path / "host-1", environment=environment) as again:
-            wait_for(lambda: events(run, "healed"), hosts[0])
-            again.send_signal(signal.SIGTERM)
-            zero, one = outcomes([hosts[0], again])
+        hosts.start_again(1)
+        wait_for(lambda: events(run, "healed"), hosts[0])
+        hosts[1].send_signal(signal.SIGTERM)
+        zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
     assert zero.says("Start the same command there to have it back.", "(number 1) has come", "rank 1 is back at step")
 
@@ -325,20 +315,15 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
 
 @pytest.mark.slow
 def test_a_run_with_fewer_hosts_than_the_least_waits_and_ends_when_none_comes_back(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
-    arguments, where = ("train", job, "--plan", "dp=2", "--run", run), folders(tmp_path)
-    limits = {"PACELINE_HOSTS_WAIT_S": "40"}
-    with host_processes(*arguments, folders=where, environment=limits, later=1) as hosts:
-        wait_for_step(5, run, hosts[0])
+    with training_on(tmp_path, environment={"PACELINE_HOSTS_WAIT_S": "40"}, later=1) as (hosts, run):
         assert "this run goes on with 2 at least" in paceline("scale", run, "-1", folder=tmp_path).error
-        environment = hosts.environments[1]
         hosts[1].kill()
         wait_for(lambda: events(run, "host_lost"), hosts[0])
-        with started("paceline", *arguments, folder=where[1], environment=environment) as again:
-            wait_for(lambda: events(run, "healed"), hosts[0])
-            again.kill()
-            wait_for(lambda: len(events(run, "host_lost")) == 2, hosts[0])
-            zero = ended(hosts[0])
+        hosts.start_again(1)
+        wait_for(lambda: events(run, "healed"), hosts[0])
+        hosts[1].kill()
+        wait_for(lambda: len(events(run, "host_lost")) == 2, hosts[0])
+        zero = ended(hosts[0])
     assert zero.code == 1, zero.err
     assert zero.says("the others wait for it, 40 s at most", "rank 1 is back")
     assert zero.says("1 host left, and this run goes on with 2 at least: host ", "Go on with --resume and 2 hosts")
@@ -359,21 +344,17 @@ def test_a_run_that_needs_all_hosts_says_so_where_one_has_not_come(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_host_is_released_from_a_run_that_goes_on_and_is_taken_in_again(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path / "job.yaml", **LONG), tmp_path / "run"
-    arguments, where = ("train", job, "--plan", "dp=2", "--run", run), folders(tmp_path)
-    with host_processes(*arguments, folders=where) as hosts:
-        wait_for_step(5, run, hosts[0])
-        environment = hosts.environments[1]
+    with training_on(tmp_path) as (hosts, run):
         assert paceline("scale", run, "-1", folder=tmp_path).says("host number 1 with its rank 1 leaves after a step")
         released = ended(hosts[1])
         assert released.code == 0, released.err
         assert released.says("goes on without this host, as `paceline scale` has asked")
         assert "one replica takes part" in paceline("scale", run, "-1", folder=tmp_path).error
         assert paceline("scale", run, "+1", folder=tmp_path).says("host number 1 may come again: start the same")
-        with started("paceline", *arguments, folder=where[1], environment=environment) as again:
-            wait_for(lambda: events(run, "healed"), hosts[0])
-            again.send_signal(signal.SIGTERM)
-            zero, one = outcomes([hosts[0], again])
+        hosts.start_again(1)
+        wait_for(lambda: events(run, "healed"), hosts[0])
+        hosts[1].send_signal(signal.SIGTERM)
+        zero, one = outcomes(hosts)
     assert (zero.code, one.code) == (143, 143), zero.err + one.err
     assert zero.says("host number 1 with its rank 1 has left", "rank 1 is back at step")
     assert not events(run, "host_lost")

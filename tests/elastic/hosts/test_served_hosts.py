@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from commands import ended, events, losses, paceline, started, wait_for, wait_for_events, wait_for_step, write_job
-from elastic.hosts.test_host_loss import host_processes
-from host_processes import host_processes as started_on
-from host_processes import outcomes
+from host_processes import emulated_host_processes, folders, host_processes, on_emulated_hosts, outcomes
 from hosts import cut_of, mend_of
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2, pytest.mark.slow]
@@ -21,18 +18,13 @@ STEPS, WORKERS = 300, 3
 ON = "server:staleness=4,backup=on"
 
 
-@contextmanager
-def training(folder: Path, sync: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def training(folder: Path, sync: str) -> AbstractContextManager[tuple[subprocess.Popen[str], Path]]:
     """A run of three workers on as many emulated hosts, once it has taken some steps.
 
     The first has the server, and the second one its backup.
     """
-    (folder / "cluster.yaml").write_text(f"emulate: {{hosts: {WORKERS}}}\n")
     job = write_job(folder / "job.yaml", global_batch=24, stop={"steps": STEPS}, checkpoint={"every_steps": 10**6})
-    options = ("--cluster", "cluster.yaml", "--plan", f"dp={WORKERS} sync={sync}", "--run", "run")
-    with started("paceline", "train", job, *options, folder=folder, environment=environment) as process:
-        wait_for_step(10, folder / "run", process)
-        yield process, folder / "run"
+    return on_emulated_hosts(job, WORKERS, f"dp={WORKERS} sync={sync}")
 
 
 def pieces(run: Path) -> dict[str, int]:
@@ -44,7 +36,7 @@ def pieces(run: Path) -> dict[str, int]:
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_host_that_is_killed_is_back_with_its_worker_and_every_piece_counts_once(number: int, tmp_path: Path) -> None:
     with training(tmp_path, ON) as (process, run):
-        host_processes(process)[number - 1].kill()
+        emulated_host_processes(process)[number - 1].kill()
         wait_for_events(run, "host_back", 1, process)
         outcome = ended(process)
     assert outcome.code == 0, outcome.err
@@ -70,7 +62,7 @@ def test_a_host_behind_a_cut_link_holds_up_nobody_and_is_back_when_it_is_mended(
 
 def test_a_host_with_the_only_process_of_a_server_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with training(tmp_path, "server:staleness=inf,servers=2,backup=off") as (process, run):
-        host_processes(process)[0].kill()
+        emulated_host_processes(process)[0].kill()
         outcome = ended(process)
     assert outcome.code == 1, outcome.err
     assert outcome.says("host host-1 (number 1), which had ranks 1, 4, is lost", "the ranks were stopped")
@@ -81,10 +73,8 @@ def test_a_worker_is_added_with_a_host_that_comes_later(tmp_path: Path) -> None:
     endless = {"stop": {"steps": 10**6}, "evaluate": {"every_steps": 100}}
     job, run = write_job(tmp_path / "job.yaml", global_batch=24, **endless), tmp_path / "run"
     arguments = ("train", job, "--plan", "dp=3 sync=server:staleness=inf,backup=off", "--run", run)
-    where = [tmp_path / f"host-{number}" for number in range(3)]
-    for folder in where:
-        folder.mkdir()
-    with started_on(*arguments, folders=where[:2], later=1) as hosts:
+    where = folders(tmp_path, 3)
+    with host_processes(*arguments, folders=where[:2], later=1) as hosts:
         wait_for_step(5, run, hosts[0])
         environment = {**hosts.environments[1], "PACELINE_HOST_NUMBER": "2"}
         with started("paceline", *arguments, folder=where[2], environment=environment) as third:
@@ -98,12 +88,9 @@ def test_a_worker_is_added_with_a_host_that_comes_later(tmp_path: Path) -> None:
 
 
 def test_a_worker_on_two_hosts_that_are_both_lost_is_back_with_the_later_one(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 4}\n")
     job = write_job(tmp_path / "job.yaml", global_batch=24, stop={"steps": 10**6}, evaluate={"every_steps": 50})
-    run, plan = tmp_path / "run", "dp=2 fsdp=2 sync=server:staleness=inf,backup=off"
-    options = ("--cluster", "cluster.yaml", "--plan", plan, "--run", run)
-    with started("paceline", "train", job, *options, folder=tmp_path) as process:
-        wait_for_step(5, run, process)
+    plan = "dp=2 fsdp=2 sync=server:staleness=inf,backup=off"
+    with on_emulated_hosts(job, 4, plan, from_step=5) as (process, run):
         wait_for(lambda: "rank 2" in pieces(run), process)
         cut_of(process.pid, host=2)
         cut_of(process.pid, host=3)
@@ -122,14 +109,11 @@ def test_a_worker_on_two_hosts_that_are_both_lost_is_back_with_the_later_one(tmp
 
 
 def test_a_host_that_was_lost_too_often_is_left_out_and_asking_for_more_workers_says_so(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("emulate: {hosts: 2}\n")
     job = write_job(tmp_path / "job.yaml", stop={"steps": 10**6}, evaluate={"every_steps": 50})
-    options = ("--cluster", "cluster.yaml", "--plan", "dp=2 sync=server:staleness=inf,backup=off", "--run", "run")
-    run, once = tmp_path / "run", {"PACELINE_LOSSES_PER_HOUR": "1"}
-    with started("paceline", "train", job, *options, folder=tmp_path, environment=once) as process:
-        wait_for_step(5, run, process)
+    plan, once = "dp=2 sync=server:staleness=inf,backup=off", {"PACELINE_LOSSES_PER_HOUR": "1"}
+    with on_emulated_hosts(job, 2, plan, from_step=5, environment=once) as (process, run):
         for losses_so_far in (1, 2):
-            host_processes(process)[0].kill()
+            emulated_host_processes(process)[0].kill()
             wait_for_events(run, "host_lost", losses_so_far, process)
             if losses_so_far == 1:
                 wait_for_events(run, "host_back", 1, process)
