@@ -209,7 +209,7 @@ def be_rank(call: Call) -> str:
                 transport.host_identity = lambda: f"the host of rank {rank}"
             dist.init_process_group(call.backend, init_method=f"file://{call.folder}/store", rank=rank, world_size=size)
             # Gloo returns when its own side has connected: a rank that ended now would fail one that still connects.
-            store = dist.FileStore(f"{call.folder}/connected", size)
+            store = dist.FileStore(f"{call.folder}/connected", size)  # type: ignore[attr-defined]
             tell_all(store, "connected", rank, size, timeout_s=60, value=True)
         result = _encoded(call())
         if dist.is_initialized():

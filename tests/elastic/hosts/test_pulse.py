@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from msgspec import Struct
 
 from commands import events, paceline, write_job
 from paceline.elastic.hosts.link import SILENCE, Beat, Pulse, Pulses, rounds_of, silence_limit_s
@@ -32,7 +33,7 @@ def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_that_beats_no_more_is_told_with_its_number() -> None:
     beats, silent = queue.Queue[Beat](), queue.Queue[int]()
 
-    def listener(messages: type[Beat], take: Callable[[Connection, Beat], None]) -> Listener:
+    def listener(messages: type[Struct], take: Callable[[Connection, Beat], None]) -> Listener:
         def note(connection: Connection, beat: Beat) -> None:
             take(connection, beat)
             beats.put(beat)
