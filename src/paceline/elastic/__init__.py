@@ -27,6 +27,7 @@ A *process* is starting, joining, a member, left out (lost too often, or release
     starting --> joining --> member --> lost --> starting            lost too often: left out
                                 |
                                 +--> released --> left out --> take_back() --> starting
+                                +--> leave_out(away), with its host --> come_back() --> starting
 
 On the ranks' side `Member` (in the same file) enters generations, and `newest_of` decides from which step boundary the
 members go on. `benchmarks/interleavings.py` plays both sides in virtual time.

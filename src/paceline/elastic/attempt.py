@@ -38,8 +38,8 @@ def launch(
     setting: Setting,
     *,
     restarts: int = 0,
-    on_tick: Callable[[], None] | None = None,
-    on_event: Callable[[str, dict[str, Any]], None] | None = None,
+    on_tick: Callable[[], object] = lambda: None,
+    on_event: Callable[[str, dict[str, Any]], object] = lambda *_: None,
     adopts: NextGeneration | None = None,
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
@@ -82,9 +82,8 @@ def launch(
             if failure.final or signals.first or adopts or too_often:
                 raise failure
             setting = replace(setting, number=setting.number + 1)
-            if on_event:
-                reason = str(failure).splitlines()[0]
-                on_event("restart", {"attempt": setting.number, "rank": failure.rank, "reason": reason})
+            reason = str(failure).splitlines()[0]
+            on_event("restart", {"attempt": setting.number, "rank": failure.rank, "reason": reason})
 
 
 class Attempt:
@@ -133,7 +132,6 @@ class Attempt:
         return None
 
     def _failed(self) -> LaunchError:
-        """The failure to report, once all other ranks are stopped."""
         ranks, before = self.ranks, self.ranks.ends()
         ranks.stop_all()
         after, members = ranks.ends(), set(self.losses.counted)  # others were lost before

@@ -270,6 +270,12 @@ def _reason(number: int, oom_kills: int | None) -> str:
     return " (from outside: the kernel counts no out-of-memory kill)"
 
 
+def stack_beside(record: Path) -> str:
+    """Stack traces that a rank has left beside its error record; "" where it left none."""
+    path = record.with_suffix(".stack")
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def shortened(stack: str) -> str:
     """Output of faulthandler, main thread first, short enough for one screen.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.device import DEVICE_VARIABLE, ON_CPU, VISIBLE
-from paceline.elastic.failure import state_of
+from paceline.elastic.failure import stack_beside, state_of
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
@@ -458,8 +458,7 @@ class StartedRank:
 
     def stack(self) -> str:
         """Stack traces that faulthandler wrote."""
-        path = self.record.with_suffix(".stack")
-        return path.read_text(errors="replace") if path.exists() else ""
+        return stack_beside(self.record)
 
 
 class Starter:

@@ -146,11 +146,10 @@ class Independent(Losses):
         except LaunchError:
             self._out.add(first)
             raise
-        self._tell_scaled(1, first)
+        self.tell("scaled", by=1, ranks=self._numbers_of(first), host=None)
         return f"{named(self._numbers_of(first))} will take pieces as soon as started"
 
     def _begin_without_absent(self) -> None:
-        """Begin without the hosts that have not come yet."""
         remote = self.ranks.remote
         for link in remote.spared if remote else ():
             places = enumerate(self.ranks.setting.places)
@@ -204,7 +203,6 @@ class Independent(Losses):
 
     @property
     def _first_has_ended(self) -> bool:
-        """True once the first worker has done all its work."""
         return all(rank.code == 0 for rank in self._ranks_of(0))
 
     def _end_stopped(self) -> None:
@@ -280,10 +278,7 @@ class Independent(Losses):
             self._leaving.discard(first)
             if all(rank.code == 0 or self._is_lost(rank.number) for rank in ranks):
                 self._out.add(first)
-                self._tell_scaled(-1, first)
-
-    def _tell_scaled(self, by: int, first: int) -> None:
-        self.tell("scaled", by=by, ranks=self._numbers_of(first), host=None)
+                self.tell("scaled", by=-1, ranks=self._numbers_of(first), host=None)
 
     def _replace(self, number: int) -> None:
         """Start a lost rank again, with the other ranks of its worker.

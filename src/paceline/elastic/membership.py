@@ -74,7 +74,7 @@ class Membership:
 
     def begin_without(self, processes: Set[int]) -> None:
         """Have the first generation without the replicas of processes that are not there yet."""
-        self.left_out |= processes
+        self.leave_out(processes)
         self.current = Generation(0, tuple(sorted(self._possible())))
 
     def whole(self, processes: Set[int]) -> set[int]:
@@ -92,7 +92,7 @@ class Membership:
         if members & processes or (members and self.held):
             self._begin(members.difference(*(self.replica_of(process) for process in processes)))
         too_often = {process for process in processes if losses[process] >= self._most_losses}
-        self.left_out |= too_often
+        self.leave_out(too_often)
         return set(processes) - too_often - self.released
 
     def losses_before(self, at_s: float) -> dict[int, list[float]]:
@@ -104,10 +104,20 @@ class Membership:
         for process, times in losses.items():
             self._losses[process] = [at_s - before_s for before_s in times]
 
+    def leave_out(self, processes: Set[int], away: Set[int] = frozenset()) -> None:
+        """Do without processes; of these the hosts of `away` may come back."""
+        self.left_out |= processes
+        self.away |= away
+
+    def come_back(self, processes: Set[int]) -> None:
+        """Have processes join again, as their host is back."""
+        self.left_out -= processes
+        self.away -= processes
+
     def release(self, processes: Set[int]) -> None:
         """Have whole replicas leave after a step."""
         self.released |= processes
-        self.left_out |= processes
+        self.leave_out(processes)
 
     def take_back(self, processes: Set[int]) -> None:
         """Have processes that were left out join again; their losses are forgotten."""

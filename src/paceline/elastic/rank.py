@@ -346,7 +346,6 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
 
 
 def _end_of(pid: int) -> dict[str, Any]:
-    """Wait for the end of a rank, and return the answer to the launcher."""
     try:
         return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}
     except ChildProcessError:
@@ -354,7 +353,6 @@ def _end_of(pid: int) -> dict[str, Any]:
 
 
 def _become(order: _Order, watch: int) -> None:
-    """Be the rank, in this fresh fork."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()  # the terminal's Ctrl-C is for the launcher, which forwards it once
     out, err, *others = order.descriptors

@@ -98,7 +98,8 @@ class Ranks:
     """The ranks of one attempt, by number. As a context: everything that it made is gone at the end.
 
     Args:
-        on_tick: called at least five times a second while ranks are prepared.
+        tick: called at least five times a second while ranks are prepared.
+        tell: called with an event of the run, and its details.
         adopts: the ranks go on that hosts have kept since the coordinator was lost. Others have ended, and are replaced
             once their host is there.
     """
@@ -107,12 +108,12 @@ class Ranks:
         self,
         setting: Setting,
         signals: StopSignals,
-        on_tick: Callable[[], None] | None = None,
-        on_event: Callable[[str, dict[str, Any]], None] | None = None,
+        tick: Callable[[], object],
+        tell: Callable[[str, dict[str, Any]], object],
         adopts: NextGeneration | None = None,
     ) -> None:
         self.setting, self.signals, self.adopts = setting, signals, adopts
-        self._on_tick, self._on_event = on_tick, on_event
+        self.tick, self.tell = tick, tell
         self.poll = select.poll()
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
@@ -184,16 +185,6 @@ class Ranks:
             self[number].record.with_suffix(suffix).unlink(missing_ok=True)
         self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
         self._ranks[number] = self._start(number, None)
-
-    def tick(self) -> None:
-        """Call what the launch wants to be called."""
-        if self._on_tick:
-            self._on_tick()
-
-    def tell(self, event: str, details: dict[str, Any]) -> None:
-        """Tell of an event of the run."""
-        if self._on_event:
-            self._on_event(event, details)
 
     @property
     def running(self) -> list[Rank]:

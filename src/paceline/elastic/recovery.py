@@ -107,7 +107,6 @@ class Losses:
         return self.ranks.signals.first is not None
 
     def _reason(self, end: RankEnd, *, serves: bool = False) -> str:
-        """Sentence about a lost rank."""
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
             return why
@@ -155,7 +154,6 @@ class Recovery(Losses):
         self._announce()
 
     def _begin_without_absent(self) -> None:
-        """Begin without the ranks of hosts that have not come yet."""
         remote = self.ranks.remote
         if remote is None or not remote.spared:
             return
@@ -175,17 +173,16 @@ class Recovery(Losses):
         membership.current = generation
         membership.remember(past.losses, time.monotonic())
         membership.release(set(past.released))
-        membership.left_out.update(past.left_out)
+        membership.leave_out(set(past.left_out))
         self._handled.update(past.left_out)
         away = self._await_spared(remote)
-        membership.left_out |= away
-        membership.away |= away
+        membership.leave_out(away, away)
         for link in remote.links:
             if link.held is None and link.lost is None:  # it had just come back: its ranks start once it is ready
                 there = self.ranks.on_host(link.number)
                 self._away[link.number] = sorted(there - membership.left_out)
                 self._handled |= there
-                membership.left_out |= there
+                membership.leave_out(there)
 
     def _await_spared(self, remote: RemoteRanks) -> set[int]:
         """Await the hosts that are not there; returns ranks that are started when they come."""
@@ -252,7 +249,6 @@ class Recovery(Losses):
                 self.ranks.remote.spared.clear()
 
     def _hold_if_too_few(self) -> None:
-        """Let nobody go on while fewer hosts are there than the least."""
         self.membership.held = self.ranks.remote is not None and self.ranks.remote.hosts.too_few
 
     @property
@@ -295,9 +291,8 @@ class Recovery(Losses):
             self._handled.update(numbers)
             away = {*numbers, *self._away.get(link.number, [])}
             self._away[link.number] = sorted(away & again)
-            membership.left_out |= away  # until it is back
             comes = remote.expect(link.number, again=bool(away & again))
-            membership.away |= away & again if comes else set()
+            membership.leave_out(away, away & again if comes else set())
             goes_on = self.members or not (comes or membership.hopeless)
             waits_s = None if goes_on else hosts_wait_s() if comes else 0.0
             self._tell_host_lost(link, numbers, why, again=comes, waits_s=waits_s)
@@ -308,11 +303,9 @@ class Recovery(Losses):
                 self._replace(number, again=number in again)
 
     def _start_on_returned(self) -> None:
-        """Start the ranks of hosts that have come back."""
         for link in self.ranks.remote.returned() if self.ranks.remote else ():
             numbers = self._away.pop(link.number, [])
-            self.membership.left_out.difference_update(numbers)
-            self.membership.away.difference_update(numbers)
+            self.membership.come_back(set(numbers))
             # a later coordinator is told with the event
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self._hold_if_too_few()
@@ -339,7 +332,7 @@ class Recovery(Losses):
                 again, why = False, f"{why}; {error}"
         if not again:
             self._handled.add(number)
-            self.membership.left_out.add(number)
+            self.membership.leave_out({number})
         waiting = [n for n in self.membership.replica_of(number) if self.ranks[n].code is None and n != number]
         told = {"reason": why, "stack": shortened(end.stack), "again": again, "waits": not self.members}
         self.tell("lost", rank=number, waiting=waiting, **told)
@@ -354,7 +347,6 @@ class Recovery(Losses):
         self.ranks.tell(event, {**details, "generation": membership.current.number})
 
     def _note(self) -> None:
-        """Take in what the board shows."""
         membership, before = self.membership, self.membership.newest
         alive = [status for status in self.ranks.board.read() if self.ranks[status.rank].code is None]
         joining = {status.rank for status in alive if status.phase == "joining"}
@@ -365,7 +357,6 @@ class Recovery(Losses):
             self.ranks.tell("joins", {"ranks": sorted(joined), "generation": membership.newest.number})
 
     def _announce(self) -> None:
-        """Tell the ranks of the generations that are new."""
         current, newest = self.membership.current, self.membership.newest
         if (current.number, newest.number) == self._announced:
             return
@@ -408,7 +399,7 @@ class Recovery(Losses):
             try:
                 self._start(sorted(chosen))
             except LaunchError:
-                membership.left_out |= chosen
+                membership.leave_out(chosen)
                 raise
             self.tell("scaled", by=1, ranks=sorted(chosen), host=None)
             return f"{named(chosen)} start{'s' * (len(chosen) == 1)}, and join{'s' * (len(chosen) == 1)} after a step"
@@ -417,7 +408,7 @@ class Recovery(Losses):
             chosen = ranks.on_host(number)
             membership.take_back(chosen)
             self._away[number] = sorted(chosen)
-            membership.left_out |= chosen
+            membership.leave_out(chosen)
             remote.expect(number, again=True)
             self.tell("scaled", by=1, ranks=sorted(chosen), host=number)
             there = "" if returns.revives else ": start the same command there"

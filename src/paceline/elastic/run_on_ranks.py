@@ -171,7 +171,6 @@ def be_rank(arguments: list[str]) -> None:
 
 
 def _types(function: RankFunction[Q, R]) -> tuple[TypeAdapter[Q], TypeAdapter[R]]:
-    """Types of a rank function's request and result, by its annotations."""
     hints = get_type_hints(function)
     result = hints.pop("return")
     return TypeAdapter(next(iter(hints.values()))), TypeAdapter(result)

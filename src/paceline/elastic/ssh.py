@@ -165,7 +165,6 @@ class _HostCommand:
             print(f"paceline: the ssh connection to host {self.host.name} was lost", file=sys.stderr, flush=True)
 
     def _problem(self) -> str:
-        """Reason why it has ended before it began."""
         said = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
         code, name = self.process.returncode, self.host.name
         if code == _SSH_FAILED:

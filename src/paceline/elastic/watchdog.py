@@ -90,7 +90,6 @@ class Watchdog:
         return hung
 
     def _seen(self, status: RankStatus, idle_s: float) -> _Seen:
-        """History of a process up to this look."""
         seen = self._ranks.get(status.rank)
         began = seen is not None and seen.doing[1] == "starting" != status.phase
         if seen is None or began or seen.pid != status.pid or status.step < seen.last - 1:
@@ -138,12 +137,10 @@ class Watchdog:
         )
 
     def _waited_limit_s(self, seen: _Seen, step: int) -> float:
-        """Limit of computing that others wait for."""
         known = min(seen.steps, len(self._step_s)) >= FIRST_STEPS and step != self._suspect
         return min(max(LEAST_S, FACTOR * max(self._step_s)), self.deadline_s) if known else self.deadline_s
 
     def _alone_limit_s(self) -> float:
-        """Limit of computing that nobody waits for."""
         if not self._step_s:
             return max(self.start_deadline_s, FIRST_DEADLINES * self.deadline_s)
         return max(self.deadline_s, FACTOR * max(self._step_s))

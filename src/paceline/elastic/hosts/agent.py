@@ -305,7 +305,6 @@ class AgentAttempt:
         self._made.close()
 
     def _beat(self, message: messages.Begin | messages.Adopt) -> None:
-        """Exchange signs of life with the coordinator."""
         if message.pulse_port:
             where, silent = (self.coordinator.address, message.pulse_port), self.coordinator.fall_silent
             hosts = len(set(self.begin.places))
@@ -349,10 +348,9 @@ class AgentAttempt:
             self.coordinator.send(messages.Ended(number, 1, None))
             return
         self.ranks.append(rank)
-        self.coordinator.send(messages.Started(rank.number, rank.pid))
+        self._tell_rows(at_once=True)
 
     def _forget(self, number: int) -> None:
-        """Forget a rank whose process has ended, which is started again."""
         for rank in [rank for rank in self.ranks if rank.number == number and rank.code is not None]:
             self.ranks.remove(rank)
             self._ended.discard(number)
@@ -386,7 +384,7 @@ class AgentAttempt:
             status = board[rank.number]
             idle_ns = max(0, now_ns - status.changed_ns)
             place = status.phase, status.step, idle_ns, rank.stopped, rank.paging, status.generation
-            rows.append(messages.Row(rank.number, status.attempt, *place))
+            rows.append(messages.Row(rank.number, rank.pid, status.attempt, *place))
         if rows:
             self.coordinator.send(messages.Rows(rows))
 

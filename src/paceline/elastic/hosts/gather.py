@@ -55,22 +55,17 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
         raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
     with ExitStack() as unless_met:
         unless_met.callback(meeting.close)
-        hosts = _met(place, key, own, meeting)
+        links = links_of(place, key, meeting)
+        absent = sorted(set(range(1, place.count)) - {link.number for link in links})
+        if absent:
+            _say(
+                f"{len(links) + 1} of at most {place.count} hosts are there: the run begins, and takes in hosts "
+                f"{', '.join(map(str, absent))} when they come"
+            )
+        away = [AbsentLink(number, f"host-{number}", own) for number in absent]
+        hosts = welcomed(own, meeting, sorted([*links, *away], key=lambda link: link.number), key)
+        hosts.least = place.least
         unless_met.pop_all()
-    return hosts
-
-
-def _met(place: HostPlace, key: RunKey, own: Host, meeting: Meeting) -> Hosts:
-    links = links_of(place, key, meeting)
-    absent = sorted(set(range(1, place.count)) - {link.number for link in links})
-    if absent:
-        _say(
-            f"{len(links) + 1} of at most {place.count} hosts are there: the run begins, and takes in hosts "
-            f"{', '.join(map(str, absent))} when they come"
-        )
-    away = [AbsentLink(number, f"host-{number}", own) for number in absent]
-    hosts = welcomed(own, meeting, sorted([*links, *away], key=lambda link: link.number), key)
-    hosts.least = place.least
     return hosts
 
 
@@ -305,7 +300,6 @@ def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
 
 
 def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | None:
-    """Reason why a host of this run cannot take part; None where it can."""
     who = f"host {joining.name} (number {joining.number})"
     if joining.count != place.count:
         return f"{who} was started as one of {joining.count} hosts, and host 0 ({place.name}) as one of {place.count}."

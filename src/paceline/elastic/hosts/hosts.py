@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.network import inside
-from paceline.elastic.failure import StopSignals
+from paceline.elastic.failure import StopSignals, stack_beside
 from paceline.elastic.hosts import messages
 from paceline.elastic.hosts.agent import AgentAttempt
 from paceline.elastic.hosts.files import parts_of, place_in, receive
@@ -313,13 +313,11 @@ class RemoteRank:
 
     def kill(self) -> None:
         """SIGKILL, to the rank and all it started."""
-        if self.code is None:
-            self.link.send(messages.Signal(self.number, signal.SIGKILL))
+        self.signal(signal.SIGKILL)
 
     def stack(self) -> str:
         """Stack traces that its host has told."""
-        path = self.record.with_suffix(".stack")
-        return path.read_text(errors="replace") if path.exists() else ""
+        return stack_beside(self.record)
 
 
 class RemoteRanks:
@@ -621,34 +619,30 @@ class RemoteRanks:
                 self._dismiss(link)
             case messages.Interrupted():
                 self.signals.first = self.signals.first or message.signal
-            case messages.Started() | messages.Ended():
-                self._change(link, message)
+            case messages.Ended() if rank := self._rank_of(link, message.rank):
+                rank.code, rank.oom_kills = message.code, message.oom_kills
+                rank.stopped = rank.paging = False
 
-    def _change(self, link: Link, message: messages.Started | messages.Ended) -> None:
-        rank = self.ranks.get(message.rank)
-        if rank is None or rank.link is not link:
-            return
-        if isinstance(message, messages.Started):
-            rank.pid = message.pid
-        else:
-            rank.code, rank.oom_kills = message.code, message.oom_kills
-            rank.stopped = rank.paging = False
+    def _rank_of(self, link: Link, number: int) -> RemoteRank | None:
+        """A rank by its number, if it is on that host."""
+        rank = self.ranks.get(number)
+        return rank if rank is not None and rank.link is link else None
 
     def _note(self, link: Link, message: messages.Rows) -> None:
         now, now_ns = time.time(), time.monotonic_ns()
         for row in message.rows:
-            rank = self.ranks.get(row.rank)
-            if rank is None or rank.link is not link or row.phase not in PHASES:
+            rank = self._rank_of(link, row.rank)
+            if rank is None or row.phase not in PHASES:
                 continue
-            rank.stopped, rank.paging = row.stopped, row.paging
+            rank.pid, rank.stopped, rank.paging = row.pid, row.stopped, row.paging
             if rank.code is None:
                 rank.alive_at = now
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
 
     def _tell(self, link: Link, message: messages.Told) -> None:
         """Keep a rank's record, in this host's time, or its stack."""
-        rank = self.ranks.get(message.rank)
-        if rank is None or rank.link is not link or message.suffix not in (".error", ".stack"):
+        rank = self._rank_of(link, message.rank)
+        if rank is None or message.suffix not in (".error", ".stack"):
             return
         text = message.text
         if message.suffix == ".error":
@@ -658,7 +652,6 @@ class RemoteRanks:
         write_whole(rank.record.with_suffix(message.suffix), text)
 
     def _folder(self, name: str) -> Iterator[Struct]:
-        """Yield the files of a folder as messages."""
         folder = place_in(self.folder.path, name)
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.is_file():

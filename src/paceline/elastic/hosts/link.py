@@ -495,7 +495,6 @@ class Measuring:
 
 
 def _measure_own(links: Sequence[Link], found: Found) -> None:
-    """Measure between this host and each other one."""
     for link in links:
         if speed := _speed(link.number, link.send, partial(_echoed, link), _ALL_S / len(links)):
             _note(found, 0, speed)
@@ -525,12 +524,10 @@ def _measure_others(links: Sequence[Link], found: Found) -> None:
 
 
 def _is_measured(link: Link, other: Link, hosts: int) -> bool:
-    """True if one agent measures to another."""
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 
 def _note(found: Found, number: int, speed: messages.Speed) -> None:
-    """Add the link to both of its hosts."""
     gbps, latency_ms = max(0.001, round(speed.bits_per_s / 1e9, 3)), max(0.0001, round(speed.round_trip_s * 500, 4))
     for here, there in ((number, speed.number), (speed.number, number)):
         found.setdefault(here, []).append(

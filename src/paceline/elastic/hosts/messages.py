@@ -103,17 +103,11 @@ class Ready(Struct, tag=True, frozen=True):
     """Answer to `Begin`, once the token was looked for."""
 
 
-class Started(Struct, tag=True, frozen=True):
-    """A rank has a process."""
+class Row(Struct, array_like=True, frozen=True):
+    """A rank's process, and its slot of the status board; `idle_ns` since its last mark."""
 
     rank: int
     pid: int
-
-
-class Row(Struct, array_like=True, frozen=True):
-    """A rank's slot of the status board; `idle_ns` since its last mark."""
-
-    rank: int
     attempt: int
     phase: str
     step: int
@@ -370,7 +364,6 @@ FromHost = (
     | Measured
     | Looked
     | Ready
-    | Started
     | Rows
     | Told
     | Ended

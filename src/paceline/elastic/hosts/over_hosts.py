@@ -148,7 +148,6 @@ def _met(place: HostPlace, key: RunKey) -> Iterator[None]:
 
 
 def _hosts(place: HostPlace, key: RunKey) -> Hosts:
-    """The hosts that this one coordinates, at the start or later."""
     now = place
     while True:
         try:
@@ -290,7 +289,6 @@ def _started(
 
 
 def _check(processes: Sequence[StartedRank]) -> None:
-    """Raise LaunchError if a host process has ended."""
     for process in processes:
         if process.has_ended:
             record = ErrorRecord.read(process.record)

@@ -172,7 +172,6 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
 
 
 def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None:
-    """Add the hosts that have not met, which may come back."""
     met, noted = {host.name for host in hosts.cluster.hosts}, noted_lost(succession.run)
     for number, host in enumerate(succession.hosts):
         if host.name not in met:
@@ -314,7 +313,6 @@ def _host_of(successor: Successor) -> Host:
 
 
 def _first_event(run: Path) -> str:
-    """First line of a run's events; empty where there is none."""
     try:
         with (run / "events.jsonl").open("rb") as file:
             return file.readline(_FIRST_EVENT_BYTES).decode(errors="replace")

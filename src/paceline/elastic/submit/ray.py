@@ -167,7 +167,6 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
 
 @contextmanager
 def _actors(hosts: int, resources: dict[str, int], stop: StopSignals) -> Iterator[list[Any]]:
-    """An actor on each of as many hosts, all there or none."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
