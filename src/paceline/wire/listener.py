@@ -84,6 +84,12 @@ class Listener:
         self._thread.start()
 
     @property
+    def port(self) -> int:
+        """Port of a listener at an address."""
+        assert isinstance(self.address, tuple)
+        return self.address[1]
+
+    @property
     def unauthenticated(self) -> int:
         """Number of connections that were turned away."""
         return self.admission.unauthenticated

@@ -93,7 +93,7 @@ def test_hosts_that_fit_meet(place: HostPlace) -> None:
     assert measured[0].bandwidth_gbps
     assert measured[0].latency_ms
     found[0].dismiss(0)
-    reached.connection.close()
+    reached.close()
 
 
 def test_a_signal_at_one_host_while_links_are_measured_ends_all_with_its_code(place: HostPlace) -> None:
@@ -112,7 +112,7 @@ def test_a_signal_at_one_host_while_links_are_measured_ends_all_with_its_code(pl
         assert isinstance(message, Probe)
     thread.join(30)
     assert (ended, message.code) == ([143], 143)
-    reached.connection.close()
+    reached.close()
 
 
 @pytest.mark.parametrize("package", ["paceline", "torch", "Python"])

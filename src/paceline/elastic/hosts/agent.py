@@ -19,13 +19,14 @@ from paceline.elastic.failure import ErrorRecord, StopSignals, oom_kills
 from paceline.elastic.forkserver import StartedRank, Starter
 from paceline.elastic.hosts import messages
 from paceline.elastic.hosts.files import WANTED, WrittenFiles, digests, place_in
-from paceline.elastic.hosts.link import Measuring, Meeting, Peer, Pulse
+from paceline.elastic.hosts.link import Meeting, Peer, Pulse, speeds_to
 from paceline.elastic.membership import announce, store_file
 from paceline.errors import LaunchError
 from paceline.files import scratch_folder, write_whole
 from paceline.rank_environment import FOLDER_IS_COPY, RankEnvironment
 from paceline.wire.connection import Connection
 from paceline.wire.key import key_descriptor, own_key
+from paceline.wire.listener import Listener
 from paceline.wire.status import Generation, StatusBoard
 
 _TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to a generation
@@ -39,15 +40,23 @@ class Coordinator(Peer):
         name: of the host.
         run_name: of the run, as its engine names it.
         standby: where the others would come to this host in its place.
+        probes: where this host answers others' probes, until ranks are prepared.
         succession: hosts of a run that goes on without it; None where none does.
         told_at: when it said so, by the monotonic clock.
         released: the run goes on without this host, as its user asked.
         attempt: the ranks here, once it is lost, where they may go on.
     """
 
-    def __init__(self, connection: Connection, name: str, run_name: str, standby: Meeting | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        name: str,
+        run_name: str,
+        standby: Meeting | None = None,
+        probes: Listener | None = None,
+    ) -> None:
         super().__init__(connection)
-        self.name, self.run_name, self.standby = name, run_name, standby
+        self.name, self.run_name, self.standby, self.probes = name, run_name, standby, probes
         self.succession: messages.Succession | None = None
         self.told_at = 0.0
         self.released = False
@@ -69,8 +78,15 @@ class Coordinator(Peer):
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
             self.standby.direct(messages.Elsewhere(self.run_name, first.address, first.port, names))
 
+    def end_probes(self) -> None:
+        """Answer no more probes."""
+        if self.probes is not None:
+            self.probes.close()
+            self.probes = None
+
     def close(self) -> None:
         """Leave it, and end the ranks that it has here."""
+        self.end_probes()
         self.connection.close()
         if self.attempt is not None:
             self.attempt.end()
@@ -80,7 +96,7 @@ class Coordinator(Peer):
 
 def run_agent(coordinator: Coordinator, who: str) -> int:
     """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
-    attempt, measuring = coordinator.attempt, Measuring()
+    attempt = coordinator.attempt
     with StopSignals() as signals:
         told = False
         try:
@@ -95,13 +111,14 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                             raise LaunchError(f"{who} was refused by host 0: {message.reason}")
                         case messages.Probe():
                             coordinator.send(messages.Echo())
-                        case messages.Listen() | messages.Measure():
-                            coordinator.send(measuring.answer(message))
+                        case messages.Measure():
+                            coordinator.send(speeds_to(message.targets, own_key()))
                         case messages.Look():
                             coordinator.send(messages.Looked(digests(message)))
                         case messages.Succession():
                             coordinator.succession, coordinator.told_at = message, time.monotonic()
                         case messages.Begin():
+                            coordinator.end_probes()
                             attempt = AgentAttempt(message, coordinator)
                         case _ if attempt is not None and attempt.obey(message):
                             attempt = None
@@ -115,7 +132,7 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                     attempt.turn()
                 coordinator.direct_others()
         finally:
-            measuring.close()
+            coordinator.end_probes()
             coordinator.attempt = attempt if _may_go_on(coordinator, attempt, signals) else None
             if coordinator.attempt is not None:
                 coordinator.attempt.keep()

@@ -27,7 +27,14 @@ from paceline.cluster.machine import host_identity
 from paceline.elastic.failure import exit_code_of
 from paceline.elastic.hosts.agent import Coordinator
 from paceline.elastic.hosts.hosts import WAIT, Hosts, hosts_wait_s
-from paceline.elastic.hosts.link import KERNEL_SILENT_S, AbsentLink, Link, Meeting, measured_cluster
+from paceline.elastic.hosts.link import (
+    KERNEL_SILENT_S,
+    AbsentLink,
+    Link,
+    Meeting,
+    answer_probes,
+    measured_cluster,
+)
 from paceline.elastic.hosts.messages import Dismiss, Elsewhere, Held, Joining, Refused, ToHost, Welcome
 from paceline.errors import ChannelError, DeadlineError, LaunchError, PacelineError
 from paceline.text import printable
@@ -37,6 +44,7 @@ from paceline.wire.listener import Listener
 
 _TELL_S, MESSAGE_S = 10.0, 20.0
 _FEW_S = 10.0  # from the start, for more hosts to come than the least
+EMULATED = "emulate"  # engine of the host processes of emulated hosts
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
 _CLOCKS_S = 60.0  # may hosts' clocks be apart
 
@@ -135,7 +143,7 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
     with ExitStack() as unless_taken_in:
         standby = unless_taken_in.enter_context(closing(_standby(place, key, connection))) if succeeds else None
         try:
-            coordinator = taken_in(place, connection, hosts_wait_s() + MESSAGE_S, standby)
+            coordinator = taken_in(place, key, connection, hosts_wait_s() + MESSAGE_S, standby)
         except (OSError, ChannelError) as error:
             raise LaunchError(
                 f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
@@ -147,6 +155,7 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
 
 def taken_in(
     place: HostPlace,
+    key: RunKey,
     connection: Connection,
     wait_s: float,
     standby: Meeting | None,
@@ -166,15 +175,19 @@ def taken_in(
         DeadlineError: it does not answer in time.
     """
     connection.end_when_silent(KERNEL_SILENT_S)
-    try:
-        connection.send(msgspec.structs.replace(joining_of(place, connection, standby), again=again, held=held))
+    with ExitStack() as unless_taken_in:
+        unless_taken_in.callback(connection.close)
+        # ranks that were kept go on at once, and emulated links are known
+        measured = held is None and place.engine != EMULATED
+        probes = answer_probes(_own_address(connection), key) if measured else None
+        if probes is not None:
+            unless_taken_in.callback(probes.close)
+        joining = joining_of(place, connection, standby, probes)
+        connection.send(msgspec.structs.replace(joining, again=again, held=held))
         answer = connection.receive(wait_s)
         if isinstance(answer, Welcome):
-            return Coordinator(connection, answer.names[0], place.run_name, standby)
-    except BaseException:
-        connection.close()
-        raise
-    connection.close()
+            unless_taken_in.pop_all()
+            return Coordinator(connection, answer.names[0], place.run_name, standby, probes)
     if isinstance(answer, Elsewhere):
         raise GoesOnElsewhere(answer)
     refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
@@ -286,6 +299,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
         raise LaunchError(reason)
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
     link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
+    link.probes_port = joining.probes_port % 2**16
     link.meets_again, link.held = joining.again, joining.held
 
 
@@ -330,7 +344,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def joining_of(place: HostPlace, connection: Connection, standby: Meeting | None = None) -> Joining:
+def joining_of(
+    place: HostPlace, connection: Connection, standby: Meeting | None = None, probes: Listener | None = None
+) -> Joining:
+    """First message of a host on its connection to host 0."""
     return Joining(
         number=place.number,
         count=place.count,
@@ -343,6 +360,7 @@ def joining_of(place: HostPlace, connection: Connection, standby: Meeting | None
         address=_own_address(connection),
         host=discover().hosts[0].model_copy(update={"name": place.name}).model_dump_json(exclude_defaults=True),
         port=standby.address[1] if standby else 0,
+        probes_port=probes.port if probes else 0,
     )
 
 

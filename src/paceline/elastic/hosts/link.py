@@ -21,7 +21,7 @@ from paceline.cluster.host import Link as NetworkLink
 from paceline.elastic.hosts import messages
 from paceline.errors import ChannelError, LaunchError, PacelineError
 from paceline.wire.connection import Connection, connect
-from paceline.wire.key import RunKey, own_key
+from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 M = TypeVar("M", bound=Struct)
@@ -80,6 +80,7 @@ class Link(Peer):
     Attributes:
         address: where other hosts reach it.
         standby_port: where it would listen as the coordinator; 0 if it never does.
+        probes_port: where it answers other hosts' probes; 0 if it does not.
         meets_again: it has lost a coordinator.
         held: the ranks that it has kept since a coordinator was lost.
         clock_ahead_s: its clock minus the coordinator's.
@@ -95,7 +96,7 @@ class Link(Peer):
         super().__init__(connection)
         self.number, self.name, self.address, self.host = number, name, address, host
         self.clock_ahead_s = 0.0
-        self.standby_port = 0
+        self.standby_port = self.probes_port = 0
         self.meets_again, self.held = False, None
         self.heard_at = time.monotonic()
         connection.end_when_silent(KERNEL_SILENT_S)
@@ -182,7 +183,7 @@ class AbsentLink(Link):
 
     def __init__(self, number: int, name: str, host: Host) -> None:
         self.number, self.name, self.address, self.host = number, name, "", host
-        self.clock_ahead_s, self.standby_port, self.heard_at = 0.0, 0, time.monotonic()
+        self.clock_ahead_s, self.standby_port, self.probes_port, self.heard_at = 0.0, 0, 0, time.monotonic()
         self.meets_again, self.held, self.lost = False, None, "it has not come yet"
 
 
@@ -279,8 +280,7 @@ class Pulses:
     @property
     def port(self) -> int:
         """Port for the beats of hosts."""
-        assert isinstance(self._listener.address, tuple)
-        return self._listener.address[1]
+        return self._listener.port
 
     def forget(self, host: int) -> None:
         """Expect no more of a host until it begins again."""
@@ -452,46 +452,31 @@ def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True)
     )
 
 
-class Measuring:
-    """Part of an agent in the measurement. It listens only while others measure."""
+def answer_probes(address: str, key: RunKey | None) -> Listener | None:
+    """Answer other hosts' probes at an address; None if nothing can listen there."""
 
-    def __init__(self) -> None:
-        self._listener: Listener | None = None
+    def echo(peer: Connection, _: messages.Probe) -> None:
+        peer.post(messages.Echo())
 
-    def answer(self, message: messages.Listen | messages.Measure) -> messages.Answering | messages.Measured:
-        """Do what host 0 asks for."""
-        if isinstance(message, messages.Measure):
-            return messages.Measured([speed for to in message.targets if (speed := self._speed_to(*to)) is not None])
-        self.close()
-        if not message.address:
-            return messages.Answering(0)
-        try:
-            self._listener = Listener(
-                (message.address, 0),
-                own_key(),
-                messages.Probe,
-                lambda _: None,
-                on_message=lambda peer, _: peer.post(messages.Echo()),
+    try:
+        return Listener((address, 0), key, messages.Probe, lambda _: None, on_message=echo)
+    except PacelineError:
+        return None
+
+
+def speeds_to(targets: Sequence[tuple[int, str, int]], key: RunKey | None) -> messages.Measured:
+    """Measure to other hosts: number, address, port. Those that do not answer are left out."""
+    return messages.Measured([speed for to in targets if (speed := _speed_to(*to, key)) is not None])
+
+
+def _speed_to(number: int, address: str, port: int, key: RunKey | None) -> messages.Speed | None:
+    try:
+        with closing(connect((address, port), key, messages.Echo, deadline_s=_PROBE_S)) as connection:
+            return _speed(
+                number, connection.send, lambda: isinstance(connection.receive(_PROBE_S), messages.Echo), _PAIR_S
             )
-        except PacelineError:
-            return messages.Answering(0)
-        assert isinstance(self._listener.address, tuple)
-        return messages.Answering(self._listener.address[1])
-
-    def close(self) -> None:
-        """Stop answering other hosts."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
-    def _speed_to(self, number: int, address: str, port: int) -> messages.Speed | None:
-        try:
-            with closing(connect((address, port), own_key(), messages.Echo, deadline_s=_PROBE_S)) as connection:
-                return _speed(
-                    number, connection.send, lambda: isinstance(connection.receive(_PROBE_S), messages.Echo), _PAIR_S
-                )
-        except (OSError, PacelineError):
-            return None
+    except (OSError, PacelineError):
+        return None
 
 
 def _measure_own(links: Sequence[Link], found: Found) -> None:
@@ -506,24 +491,17 @@ def _echoed(link: Link) -> bool:
 
 def _measure_others(links: Sequence[Link], found: Found) -> None:
     """Have the other hosts measure among themselves, one after the other."""
-    ports: dict[int, int] = {}
     for link in links:
-        link.send(messages.Listen(link.address))
-        if (answer := link.answer(messages.Answering, _PROBE_S)) is not None and answer.port:
-            ports[link.number] = answer.port
-    for link in links:
-        to = [other for other in links if other.number in ports and _is_measured(link, other, len(links) + 1)]
+        to = [other for other in links if other.probes_port and is_measured(link, other, len(links) + 1)]
         if to:
-            link.send(messages.Measure([(other.number, other.address, ports[other.number]) for other in to]))
-            answer_of = link.answer(messages.Measured, 2 * _PROBE_S * len(to))
-            for speed in answer_of.speeds if answer_of else ():
+            link.send(messages.Measure([(other.number, other.address, other.probes_port) for other in to]))
+            answer = link.answer(messages.Measured, 2 * _PROBE_S * len(to))
+            for speed in answer.speeds if answer else ():
                 _note(found, link.number, speed)
-    for link in links:
-        link.send(messages.Listen(""))
-        link.answer(messages.Answering, _PROBE_S)
 
 
-def _is_measured(link: Link, other: Link, hosts: int) -> bool:
+def is_measured(link: Link, other: Link, hosts: int) -> bool:
+    """True if one agent measures to another."""
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 

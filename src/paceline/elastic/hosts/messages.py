@@ -50,6 +50,7 @@ class Joining(Struct, tag=True, frozen=True):
         address: of its end of this connection, where other hosts reach it.
         host: its devices, as JSON of `paceline.cluster.cluster.Host`.
         port: where it would listen as the coordinator, at that address; 0 if it never does.
+        probes_port: where it answers other hosts' probes until ranks are prepared; 0 if it does not.
         again: it has lost the coordinator, and meets the other hosts.
         held: the ranks that it has kept then.
     """
@@ -65,6 +66,7 @@ class Joining(Struct, tag=True, frozen=True):
     address: str
     host: str
     port: int = 0
+    probes_port: int = 0
     again: bool = False
     held: Held | None = None
 
@@ -77,12 +79,6 @@ class Looked(Struct, tag=True, frozen=True):
     """Answer to `Look`: digest by name; "" for what is not there."""
 
     digests: dict[str, str]
-
-
-class Answering(Struct, tag=True, frozen=True):
-    """Answer to `Listen`: the port on which this host answers probes; 0 where on none."""
-
-    port: int
 
 
 class Speed(Struct, array_like=True, frozen=True):
@@ -172,12 +168,6 @@ class Probe(Struct, tag=True, frozen=True):
     """Bytes of any value, to measure the link."""
 
     data: bytes
-
-
-class Listen(Struct, tag=True, frozen=True):
-    """Address at which to answer other hosts' probes; "" to stop that."""
-
-    address: str
 
 
 class Measure(Struct, tag=True, frozen=True):
@@ -358,26 +348,12 @@ class Dismiss(Struct, tag=True, frozen=True):
 
 
 FromHost = (
-    Joining
-    | Echo
-    | Answering
-    | Measured
-    | Looked
-    | Ready
-    | Rows
-    | Told
-    | Ended
-    | Put
-    | Fetch
-    | Interrupted
-    | Over
-    | Elsewhere
+    Joining | Echo | Measured | Looked | Ready | Rows | Told | Ended | Put | Fetch | Interrupted | Over | Elsewhere
 )
 ToHost = (
     Welcome
     | Refused
     | Probe
-    | Listen
     | Measure
     | Look
     | Begin

@@ -25,7 +25,7 @@ from paceline.elastic.failure import ErrorRecord, exit_code_of, sigterm_as_exit
 from paceline.elastic.forkserver import StartedRank, Starter, warm_up, why_not
 from paceline.elastic.hosts.agent import Coordinator, run_agent
 from paceline.elastic.hosts.files import differences
-from paceline.elastic.hosts.gather import GoesOnElsewhere, gathered, joined, links_of
+from paceline.elastic.hosts.gather import EMULATED, GoesOnElsewhere, gathered, joined, links_of
 from paceline.elastic.hosts.hosts import Hosts, coordinating, current_hosts
 from paceline.elastic.hosts.link import Meeting
 from paceline.elastic.hosts.messages import Look, Looked, Welcome
@@ -195,7 +195,6 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
     return found
 
 
-_ENGINE = "emulate"
 _TICK_S = 0.02
 _START_S = 300.0  # for the forkserver to import torch
 _DISMISSED_S = 10.0  # for a host process to end that was dismissed
@@ -217,7 +216,7 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
     warm_up(__name__)  # which the host processes share then
     first, key = emulated[0], RunKey.make()
     meeting = inside(first.namespace, lambda: Meeting(first.address, 0, key))
-    place = HostPlace(0, len(emulated), *meeting.address, first.name, _ENGINE)
+    place = HostPlace(0, len(emulated), *meeting.address, first.name, EMULATED)
     with closing(meeting), _started(place, emulated, key) as (processes, start):
         links = links_of(place, key, meeting, lambda: _check(processes))
         for link in links:
@@ -246,7 +245,7 @@ def be_host_process(_: list[str]) -> None:
     signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, where the link to it is cut
     name, number = environment.host.name, environment.rank
     where = environment.master_address, environment.master_port
-    coordinator = joined(HostPlace(number, environment.world_size, *where, name, _ENGINE), key)
+    coordinator = joined(HostPlace(number, environment.world_size, *where, name, EMULATED), key)
     run_agent(coordinator, f"host {name} (number {number})")
     coordinator.connection.close()
 

@@ -107,7 +107,7 @@ def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordi
     try:
         connection = _reached((place.coordinator, place.port), key)
         held = before.attempt.held() if before.attempt else None
-        found = taken_in(place, connection, 2 * MEET_S, before.standby, again=True, held=held)
+        found = taken_in(place, key, connection, 2 * MEET_S, before.standby, again=True, held=held)
     except (OSError, ChannelError):
         return None
     found.attempt = before.attempt
