@@ -166,6 +166,22 @@ def ended(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Out
     return Outcome(process.returncode, out or "", err or "")
 
 
+def ended_well(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> Outcome:
+    """Wait for the end of a started program, whose exit code has to be 0."""
+    return _well(ended(process, deadline_s))
+
+
+def losses_of(job: Path, plan: str = "dp=1", run: str = "undisturbed", *options: object) -> dict[int, float]:
+    """Train a job beside its file to the end, and return its losses."""
+    _well(paceline("train", job, "--plan", plan, "--run", run, *options, folder=job.parent))
+    return losses(job.parent / run)
+
+
+def _well(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     """Wait until the condition is met by what `process` does."""
     until = time.monotonic() + DEADLINE_S
@@ -293,14 +309,18 @@ def write_job(file: Path, **changes: Any) -> Path:
     return file
 
 
+def points(held_out: float = 0, **args: object) -> dict[str, Any]:
+    """The data set that goes wrong as its arguments say (`faults/what_goes_wrong.py`)."""
+    return {"kind": "dataset", "factory": f"{POINTS}:Points", "held_out": held_out, "args": args}
+
+
 def write_long_job(folder: Path, *, until: Path) -> Path:
     """A small job, in `job.yaml`, of 600 steps that take 20 ms or more until there is a file `until`."""
-    points = {"factory": f"{_POINTS}:Points", "held_out": 0, "args": {"sleep_s": 0.003, "until": str(until)}}
-    model, data = {"factory": f"{_POINTS}:net"}, {"kind": "dataset", **points}
+    model, data = {"factory": f"{POINTS}:net"}, points(sleep_s=0.003, until=str(until))
     return write_job(folder / "job.yaml", model=model, data=data, stop={"steps": 600}, checkpoint={"every_steps": 50})
 
 
-_POINTS = Path(__file__).parent / "faults" / "what_goes_wrong.py"
+POINTS = Path(__file__).parent / "faults" / "what_goes_wrong.py"
 
 
 def write_slow_job(folder: Path, **changes: Any) -> Path:

@@ -19,9 +19,11 @@ from commands import (
     Outcome,
     checkpoints,
     ended,
+    ended_well,
     events,
     kill_rank,
     losses,
+    losses_of,
     paceline,
     processes_of,
     started,
@@ -53,9 +55,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> dict[int, float]:
     """The losses of the job when nothing happens."""
-    outcome = paceline("train", job, "--plan", EXACT, "--run", "undisturbed", folder=job.parent)
-    assert outcome.code == 0, outcome.err
-    return losses(job.parent / "undisturbed")
+    return losses_of(job, EXACT)
 
 
 @contextmanager
@@ -98,8 +98,7 @@ def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
     with training(job, tmp_path, "--restarts", 1) as (process, run):
         wait_for_step(25, run, process)
         kill_rank(0, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says(
         "was killed by SIGKILL", "Starting again, attempt 2.", "resumed at step ", "stopped      steps: 60 done"
     )

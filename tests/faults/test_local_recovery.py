@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commands import (
-    ended,
+    ended_well,
     events,
     kill_rank,
     losses,
@@ -56,8 +56,7 @@ def test_replicas_that_take_steps_of_their_own_are_replaced_while_the_others_go_
             wait_for_step(step, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "generation", 2 * count, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("the others go on", "rank 0 is back")
     assert [event["replicas"] for event in events(run, "generation")] == [2, 3] * 3
     assert [event["rank"] for event in events(run, "healed")] == [2, 0, 1]
@@ -78,8 +77,7 @@ def test_where_one_replica_is_left_it_trains_alone_until_the_others_are_back(job
         wait_for_step(10, run, process)
         kill_rank(0, process)
         kill_rank(1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert events(run, "generation")[-1]["replicas"] == 3
     assert not events(run, "resume")
@@ -90,7 +88,6 @@ def test_divided_replicas_that_take_steps_of_their_own_all_start_again(job: Path
     with training(job, tmp_path, "dp=2 fsdp=2 sync=local:4", "--restarts", "1") as (process, run):
         wait_for_step(25, run, process)
         kill_rank(3, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert events(run, "resume")
     assert not events(run, "lost")

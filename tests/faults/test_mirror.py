@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from commands import (
-    ended,
+    ended_well,
     events,
     kill_rank,
     losses,
@@ -79,8 +79,7 @@ def test_a_lost_part_comes_back_from_another_ranks_memory_and_losses_are_those_o
             wait_for_step(step, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "generation", count, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("was killed by SIGKILL in ", "going on from step ", "kept in memory")
     assert losses(run) == undisturbed(plan)
     assert [event["rank"] for event in events(run, "healed")] == [rank for rank, _ in kills]
@@ -99,8 +98,7 @@ def test_a_rank_that_is_lost_with_the_one_that_has_its_copy_comes_back_from_the_
         wait_for_step(12, run, process)
         for rank in (0, 1):
             kill_rank(rank, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("resumed at step ")
     assert losses(run) == undisturbed(FSDP)
 
@@ -111,8 +109,7 @@ def test_a_checkpoint_that_is_newer_than_the_copies_is_taken(undisturbed: Losses
     with training(job, tmp_path, FSDP) as (process, run):
         wait_for_step(20, run, process)
         kill_rank(1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert events(run, "resume")
     assert not events(run, "restart"), "the other rank kept its process"
     assert losses(run) == undisturbed(FSDP)
@@ -123,7 +120,6 @@ def test_a_stopped_rank_is_replaced(job: Path, undisturbed: Losses, tmp_path: Pa
         wait_for_step(14, run, process)
         [stopped] = [p for p in processes_of(process) if rank_of(p) == 1]
         stopped.send_signal(signal.SIGSTOP)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 1 (host ", "is stopped (SIGSTOP)", "rank 1 is back")
     assert losses(run) == undisturbed(FSDP)

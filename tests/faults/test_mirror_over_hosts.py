@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, events, losses, paceline, wait_for, write_job
+from commands import ended, ended_well, events, losses, paceline, wait_for, write_job
 from host_processes import emulated_host_processes, on_emulated_hosts
 from hosts import cut_of
 
@@ -30,8 +30,7 @@ def training(folder: Path, **environment: str) -> AbstractContextManager[tuple[s
 def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_the_others(tmp_path: Path) -> None:
     with training(tmp_path) as (process, run):
         emulated_host_processes(process)[0].kill()
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says(
         "host host-1 (number 1), which had ranks 2, 3, is lost",
         "the others wait for it, 300 s at most. It is started again.",

@@ -14,9 +14,11 @@ from commands import (
     DEADLINE_S,
     checkpoints,
     ended,
+    ended_well,
     events,
     kill_rank,
     losses,
+    losses_of,
     no_new_processes,
     paceline,
     processes_of,
@@ -60,9 +62,7 @@ def long_job(**changes: object) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> dict[int, float]:
     """The losses of the job when nothing happens."""
-    outcome = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=job.parent)
-    assert outcome.code == 0, outcome.err
-    return losses(job.parent / "undisturbed")
+    return losses_of(job)
 
 
 def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: dict[int, float], tmp_path: Path) -> None:
@@ -71,8 +71,7 @@ def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: di
             wait_for_step(step, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "generation", 2 * count, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 2 (host ", "was killed by SIGKILL in ", "the others go on", "rank 2 is back")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
@@ -100,8 +99,7 @@ def test_a_rank_for_which_there_is_no_process_is_left_out_until_there_is_one(syn
             assert forkserver.num_fds() == held
         assert paceline("scale", run, "+1", folder=tmp_path).code == 0
         wait_for(lambda: any(rank_of(p) == 1 for p in processes_of(process)), process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert [event["again"] for event in events(run, "lost")] == [False]
     assert sorted(losses(run)) == list(range(1, 2 * STEPS + 1))
     assert checkpoints(run)[-1] == f"step-{2 * STEPS:08d}"
@@ -119,8 +117,7 @@ def test_a_rank_that_sees_many_generations_keeps_nothing_of_those_before(tmp_pat
             wait_for_step(30 * count + 20, run, process)
             [survivor] = [p for p in processes_of(process) if rank_of(p) == 0]
             boards.append(boards_of(survivor))
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert boards == [boards[0]] * 4
 
 
@@ -143,8 +140,7 @@ def test_two_at_once_and_one_while_the_others_meet(job: Path, undisturbed: dict[
         kill_rank(0, process)
         wait_for_events(run, "joins", 1, process)
         kill_rank(2, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
@@ -155,8 +151,7 @@ def test_a_checkpoint_under_way_when_a_rank_comes_back_is_whole(undisturbed: dic
     with training(job, tmp_path, "dp=3") as (process, run):
         wait_for_step(8, run, process)
         kill_rank(0, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert events(run, "healed")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
@@ -169,8 +164,7 @@ def test_when_all_ranks_are_killed_they_go_on_from_the_disk(
         wait_for(lambda: (run / "checkpoints" / "step-00000020").exists(), process)
         for rank in (0, 1):
             kill_rank(rank, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("resumed at step ")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
@@ -185,8 +179,7 @@ def test_a_rank_that_is_killed_again_and_again_is_left_out_and_named(
             wait_for_events(run, "generation", 2 * count, process)
             kill_rank(1, process)
             wait_for_events(run, "lost", count + 1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("It is left out: it was lost too often within an hour")
     assert [event["again"] for event in events(run, "lost")] == [True, True, False]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
@@ -215,8 +208,7 @@ def test_a_stopped_rank_is_told_apart_and_replaced(undisturbed: dict[int, float]
         wait_for_step(10, run, process)
         [stopped] = [p for p in processes_of(process) if rank_of(p) == 1]
         stopped.send_signal(signal.SIGSTOP)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 1 (host ", "is stopped (SIGSTOP)", "rank 1 is back")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)
 
@@ -243,16 +235,14 @@ def test_ctrl_c_while_a_rank_is_replaced_saves_and_ends(
 @pytest.mark.slow
 def test_what_a_forward_pass_wrote_into_parameters_is_undone_with_its_step(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", **long_job(model=f"{WHAT}:MomentumNet"))
-    alone = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=tmp_path)
-    assert alone.code == 0, alone.err
+    alone = losses_of(job, "dp=1")
     with training(job, tmp_path, "dp=3") as (process, run):
         for count, (rank, step) in enumerate([(2, 8), (0, 30), (1, 60)], 1):
             wait_for_step(step, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "generation", 2 * count, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
-    assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+        ended_well(process)
+    assert losses(run) == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -316,8 +306,7 @@ def test_a_rank_that_hangs_in_short_steps_is_replaced_long_before_the_deadline(t
     model = {"factory": f"{WHAT}:HangingNet", "args": {"again": str(tmp_path / "hung")}}
     job = write_job(tmp_path / "job.yaml", **long_job(model=model, deadline_s=100 * DEADLINE_S))
     with training(job, tmp_path, "dp=2") as (process, run):
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 1 (host ", "has been in compute of step", "while rank 0 waits for it", "rank 1 is back")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
 
@@ -345,8 +334,7 @@ def test_a_run_shrinks_and_grows_after_steps_and_its_losses_stay(
         assert paceline("scale", run, "+1", folder=tmp_path).says("rank 2 starts, and joins after a step")
         wait_for_events(run, "generation", 2, process)
         refused = paceline("scale", run, "+1", folder=tmp_path)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert "all 3 ranks of this run's plan take part" in refused.error
     assert outcome.says("rank 2 has left, as `paceline scale` asked", "rank 2 is back at step")
     assert not events(run, "lost")

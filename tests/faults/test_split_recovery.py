@@ -10,10 +10,11 @@ import pytest
 
 from commands import (
     ended,
+    ended_well,
     events,
     kill_rank,
     losses,
-    paceline,
+    losses_of,
     processes_of,
     rank_of,
     training,
@@ -49,9 +50,7 @@ def long_job(**changes: object) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def undisturbed(job: Path) -> dict[int, float]:
     """The losses of the job when nothing happens."""
-    outcome = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=job.parent)
-    assert outcome.code == 0, outcome.err
-    return losses(job.parent / "undisturbed")
+    return losses_of(job)
 
 
 def killed_in(run: Path, process: subprocess.Popen[str], kills: list[tuple[int, int]]) -> None:
@@ -69,8 +68,7 @@ def test_a_lost_rank_costs_no_step_whichever_part_it_held(
 ) -> None:
     with training(job, tmp_path, plan) as (process, run):
         killed_in(run, process, [(3, 4), (0, 10), (2, 16), (1, 22)])
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 3 (host ", "was killed by SIGKILL in ", "the others go on", "rank 3 is back")
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
@@ -89,14 +87,12 @@ def test_a_lost_rank_of_divided_tokens_or_experts_costs_no_step(
     args = {"layers": 2, "hidden": 16, "heads": 2, "context": 16, "vocab": 29, **more}
     data = {"kind": "synthetic", "shape": [16], "vocab": 29, "samples": 112, "held_out": 0.15}
     job = write_job(tmp_path / "job.yaml", **long_job(model={"zoo": model, "args": args}, data=data))
-    alone = paceline("train", job, "--plan", "dp=1", "--run", "undisturbed", folder=tmp_path)
-    assert alone.code == 0, alone.err
+    alone = losses_of(job, "dp=1")
     with training(job, tmp_path, plan) as (process, run):
         killed_in(run, process, [(3, 4), (0, 12)])
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
-    assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+    assert losses(run) == pytest.approx(alone, rel=1e-4)
     assert [event["replicas"] for event in events(run, "generation")] == [1, 2] * 2
     assert [event["rank"] for event in events(run, "healed")] == [3, 0]
     assert not events(run, "resume"), "nothing was read from the disk"
@@ -108,8 +104,7 @@ def test_a_replica_that_is_divided_in_two_ways_is_whole_again(
 ) -> None:
     with training(job, tmp_path, "dp=2 fsdp=2 tp=2") as (process, run):
         killed_in(run, process, [(5, 4)])
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert [(event["rank"], event["waiting"]) for event in events(run, "lost")] == [(5, [4, 6, 7])]
     assert [event["replicas"] for event in events(run, "generation")] == [1, 2]
@@ -131,8 +126,7 @@ def test_ranks_that_are_lost_at_once_come_back_from_memory_as_long_as_it_has_all
         wait_for(lambda: (run / "checkpoints" / "step-00000015").exists(), process)
         for lost in [p for p in processes_of(process) if rank_of(p) in killed]:
             lost.send_signal(signal.SIGKILL)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
     assert len(events(run, "resume")) == resumes
@@ -145,8 +139,7 @@ def test_a_stopped_rank_of_a_divided_replica_is_replaced(undisturbed: dict[int, 
         wait_for_step(4, run, process)
         [stopped] = [p for p in processes_of(process) if rank_of(p) == 2]
         stopped.send_signal(signal.SIGSTOP)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 2 (host ", "is stopped (SIGSTOP)", "rank 2 is back")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-5)
 

@@ -12,6 +12,7 @@ import pytest
 from commands import (
     checkpoints,
     ended,
+    ended_well,
     kill_rank,
     losses,
     paceline,
@@ -81,8 +82,7 @@ def test_a_signal_anywhere_ends_the_run_with_a_checkpoint(tmp_path: Path, number
 def test_a_rank_of_another_host_that_dies_is_started_again(tmp_path: Path) -> None:
     with on_emulated_hosts(job_in(tmp_path, 200), 2, "dp=2", "--restarts", "1", from_step=25) as (process, _):
         kill_rank(1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 1 (host host-1, pid")
 
 
@@ -94,8 +94,7 @@ def test_ranks_of_any_host_are_replaced_while_the_others_go_on(tmp_path: Path) -
             wait_for_step(20 * count, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "healed", count, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("rank 1 is back", "rank 0 is back")
     alone = paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path)
     assert alone.code == 0, alone.err
@@ -120,5 +119,4 @@ def test_a_host_that_dies_again_and_again_leaves_no_process_and_no_descriptor(tm
 def test_hosts_do_without_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_FORK", "0")
     with on_emulated_hosts(job_in(tmp_path, 4), 2, "dp=2", from_step=1) as (process, _):
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import ended, events, losses, paceline, rank_of, wait_for, write_job
+from commands import ended, ended_well, events, losses, losses_of, rank_of, wait_for, write_job
 from host_processes import emulated_host_processes, is_alive, on_emulated_hosts
 from hosts import cut_of, mend_of
 
@@ -26,10 +26,7 @@ def job_in(folder: Path, steps: int = STEPS) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of the job when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = paceline("train", job_in(folder), "--plan", "dp=1", "--run", "run", folder=folder)
-    assert outcome.code == 0, outcome.err
-    return losses(folder / "run")
+    return losses_of(job_in(tmp_path_factory.mktemp("undisturbed")))
 
 
 def training(
@@ -50,8 +47,7 @@ def test_a_host_process_that_is_killed_is_one_loss_of_all_its_ranks_and_no_step(
         [host] = emulated_host_processes(process)
         ranks = ranks_of(host)
         host.kill()
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("host host-1 (number 1), which had ranks 2, 3, is lost", "the others go on")
     assert [(event["host"], event["ranks"]) for event in events(run, "host_lost")] == [("host-1", [2, 3])]
     assert len(ranks) == 2
@@ -65,8 +61,7 @@ def test_two_hosts_that_die_whole_at_once_are_left_out(tmp_path: Path, undisturb
         hosts = emulated_host_processes(process)
         for dying in [child for host in hosts for child in [*ranks_of(host), host]]:
             dying.kill()
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(event["host"] for event in events(run, "host_lost")) == ["host-1", "host-2"]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
 
@@ -78,8 +73,7 @@ def test_a_host_whose_link_is_cut_is_left_out_and_stops_its_ranks(
         [host] = emulated_host_processes(process)
         ranks = ranks_of(host)
         cut_of(process.pid, host=1)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("host host-1 (number 1), which had rank 1, is lost: nothing has come from it for")
     assert outcome.says("host host-0 (number 0) is lost (nothing has come from it for", "the ranks here are stopped")
     silences_s = re.findall(r"nothing has come from it for ([\d.]+) s", outcome.err)
@@ -125,8 +119,7 @@ def test_a_host_that_is_lost_too_often_is_left_out_and_named(tmp_path: Path, und
     with training(tmp_path, hosts=2, ranks=2, PACELINE_LOSSES_PER_HOUR="1") as (process, run):
         [host] = emulated_host_processes(process)
         host.kill()
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says("host host-1 (number 1), which had rank 1, is lost", "It is left out: it was lost too often")
     assert not events(run, "host_back")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-3)

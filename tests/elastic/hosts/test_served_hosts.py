@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended, events, losses, paceline, started, wait_for, wait_for_events, wait_for_step, write_job
+from commands import (
+    ended,
+    ended_well,
+    events,
+    losses,
+    paceline,
+    started,
+    wait_for,
+    wait_for_events,
+    wait_for_step,
+    write_job,
+)
 from host_processes import emulated_host_processes, folders, host_processes, on_emulated_hosts, outcomes
 from hosts import cut_of, mend_of
 
@@ -38,8 +49,7 @@ def test_a_host_that_is_killed_is_back_with_its_worker_and_every_piece_counts_on
     with training(tmp_path, ON) as (process, run):
         emulated_host_processes(process)[number - 1].kill()
         wait_for_events(run, "host_back", 1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        outcome = ended_well(process)
     assert outcome.says(f"host host-{number} (number {number}), which had rank", "the others go on")
     assert [event["number"] for event in events(run, "host_lost")] == [number]
     assert not events(run, "restart")
@@ -54,8 +64,7 @@ def test_a_host_behind_a_cut_link_holds_up_nobody_and_is_back_when_it_is_mended(
         wait_for_step(len(losses(run)) + 30, run, process)  # many times the staleness
         mend_of(process.pid, host=2)
         wait_for_events(run, "host_back", 1, process)
-        outcome = ended(process)
-    assert outcome.code == 0, outcome.err
+        ended_well(process)
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     assert sum(pieces(run).values()) == WORKERS * STEPS
 

@@ -16,7 +16,7 @@ from commands import (
     events,
     kill_rank,
     losses,
-    paceline,
+    losses_of,
     processes_of,
     wait_for,
     wait_for_step,
@@ -65,10 +65,7 @@ def kill_host(process: subprocess.Popen[str]) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses when nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    outcome = paceline("train", slow_job(folder, sleep_s=0), "--plan", "dp=1", "--run", "run", folder=folder)
-    assert outcome.code == 0, outcome.err
-    return losses(folder / "run")
+    return losses_of(slow_job(tmp_path_factory.mktemp("undisturbed"), sleep_s=0))
 
 
 def assert_whole(run: Path, undisturbed: dict[int, float], told: Outcome) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import checkpoints, ended, events, losses, paceline, started, wait_for_step, write_job
+from commands import checkpoints, ended, ended_well, events, losses, paceline, started, wait_for_step, write_job
 from sshd import ssh_to
 
 pytestmark = [pytest.mark.needs_sshd, pytest.mark.slow]
@@ -23,8 +23,7 @@ def test_a_job_on_two_hosts_has_the_losses_of_one_process(ssh: str, tmp_path: Pa
     job = write_job(tmp_path / "job.yaml")
     arguments = ("train", job, "--plan", "dp=2", "--run", "run", "--hosts", "localhost:1,b:1")
     with started("paceline", *arguments, folder=tmp_path, environment={"PACELINE_SSH": ssh}) as process:
-        outcome = ended(process, _DEADLINE_S)
-    assert outcome.code == 0, outcome.err
+        ended_well(process, _DEADLINE_S)
     assert paceline("train", job, "--plan", "dp=1", "--run", "alone", folder=tmp_path).code == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
 
