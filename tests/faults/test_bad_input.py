@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from commands import ended, events, losses, paceline, started, write_job
+from commands import ended, events, losses, paceline, points, started, write_job
 
 WHAT = Path(__file__).with_name("what_goes_wrong.py")
 
@@ -23,7 +23,7 @@ def job(folder: Path, *, model: str = "net", nonfinite: str = "stop", deadline_s
     return write_job(
         folder / "job.yaml",
         model=f"{WHAT}:{model}",
-        data={"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": data},
+        data=points(**data),
         stop={"epochs": 3},
         nonfinite=nonfinite,
         deadline_s=deadline_s,

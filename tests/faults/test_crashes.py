@@ -25,6 +25,7 @@ from commands import (
     losses,
     losses_of,
     paceline,
+    points,
     processes_of,
     started,
     wait_for,
@@ -45,7 +46,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(
         tmp_path_factory.mktemp("job") / "job.yaml",
         model={"factory": f"{WHAT}:net", "args": {"width": 1000}},
-        data={"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": 0.002}},
+        data=points(sleep_s=0.002),
         stop={"steps": 60},
         checkpoint={"every_steps": 10},
         deadline_s=60,
@@ -182,7 +183,7 @@ def test_ctrl_c_ends_a_divided_run_which_goes_on_under_another_plan(
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> None:
-    hanging = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
+    hanging = points(trouble="hang")
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=hanging, deadline_s=60)
     with training(job, tmp_path) as (process, run):
         wait_for_step(4, run, process)  # rank 1 hangs in the fifth

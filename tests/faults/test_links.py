@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import checkpoints, ended, ended_well, losses, started, wait_for_step, write_job
+from commands import checkpoints, ended, ended_well, losses, points, started, wait_for_step, write_job
 from hosts import cut_of, mend_of
 
 WHAT = Path(__file__).with_name("what_goes_wrong.py")
@@ -25,7 +25,7 @@ def job_of(folder: Path, *, deadline_s: float) -> Path:
     (folder / "cluster.yaml").write_text("emulate: {hosts: 2, rate: 1gbit}\n")
     return write_job(
         folder / "job.yaml",
-        data={"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"sleep_s": 0.002}},
+        data=points(sleep_s=0.002),
         model={"factory": f"{WHAT}:net", "args": {"width": 100}},
         stop={"steps": 60},
         checkpoint={"every_steps": 10},

@@ -13,6 +13,7 @@ from commands import (
     kill_rank,
     losses,
     paceline,
+    points,
     training,
     wait_for_events,
     wait_for_step,
@@ -26,12 +27,7 @@ STEPS = 120
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 steps of some milliseconds, 6 in an epoch, with an evaluation after each epoch."""
-    data = {
-        "kind": "dataset",
-        "factory": f"{WHAT}:Points",
-        "held_out": 0.15,
-        "args": {"samples": 112, "sleep_s": 0.005},
-    }
+    data = points(0.15, samples=112, sleep_s=0.005)
     return write_job(
         tmp_path_factory.mktemp("job") / "job.yaml",
         model={"factory": f"{WHAT}:net", "args": {"width": 16}},

@@ -15,6 +15,7 @@ from commands import (
     kill_rank,
     losses,
     paceline,
+    points,
     processes_of,
     rank_of,
     training,
@@ -32,10 +33,9 @@ FSDP, PP = "fsdp=2", "pp=2 microbatches=2 balance=off"
 
 def long_job(**changes: object) -> dict[str, object]:
     """40 steps, 6 in an epoch, with an evaluation after each epoch, and copies every 4 steps."""
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0.15, "args": {"samples": 112}}
     return {
         "model": {"factory": f"{WHAT}:net", "args": {"width": 16}},
-        "data": data | {"args": {"samples": 112, "sleep_s": 0.002}},
+        "data": points(0.15, samples=112, sleep_s=0.002),
         "optimizer": {"name": "adamw", "lr": 0.01},
         "stop": {"steps": STEPS},
         "checkpoint": {"every_steps": 1000, "memory_every_steps": EVERY},

@@ -21,6 +21,7 @@ from commands import (
     losses_of,
     no_new_processes,
     paceline,
+    points,
     processes_of,
     rank_of,
     training,
@@ -41,12 +42,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_job(**changes: object) -> dict[str, object]:
-    data = {
-        "kind": "dataset",
-        "factory": f"{WHAT}:Points",
-        "held_out": 0.15,
-        "args": {"sleep_s": 0.003, "samples": 112},
-    }
+    data = points(0.15, sleep_s=0.003, samples=112)
     return {
         "model": {"factory": f"{WHAT}:normed_net"},
         "data": data,
@@ -263,7 +259,7 @@ def test_a_rank_whose_memory_flips_is_counted_over_all_generations(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_run_as_before(tmp_path: Path) -> None:
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "raise"}}
+    data = points(trouble="raise")
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data)
     outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 1
@@ -276,8 +272,7 @@ def test_a_rank_that_raises_is_named_after_another_was_lost_and_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_LOSSES_PER_HOUR", "1")
-    args = {"trouble": "raise", "at": 2000, "sleep_s": 0.001}
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": args}
+    data = points(trouble="raise", at=2000, sleep_s=0.001)
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data, stop={"steps": 100_000})
     with training(job, tmp_path, "dp=3") as (process, run):
         wait_for_step(3, run, process)
@@ -289,7 +284,7 @@ def test_a_rank_that_raises_is_named_after_another_was_lost_and_left_out(
 
 
 def test_a_rank_that_hangs_is_named_and_the_others_finish_the_run(tmp_path: Path) -> None:
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": {"trouble": "hang"}}
+    data = points(trouble="hang")
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=data, deadline_s=3, stop={"steps": 12})
     outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
@@ -315,7 +310,7 @@ def test_a_rank_that_hangs_in_short_steps_is_replaced_long_before_the_deadline(t
 def test_steps_longer_than_the_deadline_are_taken(tmp_path: Path) -> None:
     deadline_s = 8.0
     model = {"factory": f"{WHAT}:SlowNet", "args": {"seconds": 1.5 * deadline_s}}
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0}
+    data = points()
     job = write_job(tmp_path / "job.yaml", model=model, data=data, deadline_s=deadline_s, stop={"steps": 3})
     outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err

@@ -15,6 +15,7 @@ from commands import (
     kill_rank,
     losses,
     losses_of,
+    points,
     processes_of,
     rank_of,
     training,
@@ -35,7 +36,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def long_job(**changes: object) -> dict[str, object]:
-    data = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0.15, "args": {"samples": 112}}
+    data = points(0.15, samples=112)
     return {
         "model": {"factory": f"{WHAT}:net", "args": {"width": 16}},
         "data": data,

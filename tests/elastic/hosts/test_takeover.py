@@ -17,6 +17,7 @@ from commands import (
     kill_rank,
     losses,
     losses_of,
+    points,
     processes_of,
     wait_for,
     wait_for_step,
@@ -31,10 +32,9 @@ WHAT = Path(__file__).parents[2] / "faults" / "what_goes_wrong.py"
 
 def slow_job(folder: Path, sleep_s: float = 0.002) -> Path:
     """300 steps, each of 16 samples that take so long, until there is a file `fast` beside the job."""
-    args = {"sleep_s": sleep_s, "until": str(folder / "fast")}
-    points = {"kind": "dataset", "factory": f"{WHAT}:Points", "held_out": 0, "args": args}
+    data = points(sleep_s=sleep_s, until=str(folder / "fast"))
     net = {"factory": f"{WHAT}:net"}
-    return write_job(folder / "job.yaml", model=net, data=points, stop={"steps": STEPS}, checkpoint={"every_steps": 20})
+    return write_job(folder / "job.yaml", model=net, data=data, stop={"steps": STEPS}, checkpoint={"every_steps": 20})
 
 
 @contextmanager
