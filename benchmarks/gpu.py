@@ -139,7 +139,7 @@ class Measurement:
             for context in paths.contexts():
                 held.enter_context(context)
             try:
-                self._take(self._stages(paths, LoopChecks(self.results.described, self.results.devices, folder)))
+                self.take(self._stages(paths, LoopChecks(self.results.described, self.results.devices, folder)))
             except (KeyboardInterrupt, SystemExit):  # the latter where ranks were stopped by it
                 self.results.interrupted = True
                 print("stopped; what was done is kept", flush=True)
@@ -152,14 +152,14 @@ class Measurement:
         devices, described = self.results.devices, self.results.described
         first, later = ([self._path(case, paths) for case in cases_on(devices, cases)] for cases in (FIRST, LATER))
         loop_cases = list(loops.cases())
-        own, rest = ([self._check(case, case.row) for case in loop_cases if case.first is f] for f in (True, False))
+        own, rest = ([self.pending(case, case.row) for case in loop_cases if case.first is f] for f in (True, False))
         speeds = [self._speed(case) for case in speeds_on(devices, described)]
         return [(FIRST_UNTIL, first), (LOOPS_UNTIL, own), (SPEED_UNTIL, speeds), (ALL_UNTIL, later + rest)]
 
     def _path(self, case: Any, paths: PathChecks) -> Pending:
-        return self._check(case, partial(paths.row, case))
+        return self.pending(case, partial(paths.row, case))
 
-    def _check(self, case: Any, do: Callable[[], CheckRow]) -> Pending:
+    def pending(self, case: Any, do: Callable[[], CheckRow]) -> Pending:
         rows = self.results.checks
         rows.append(CheckRow(case.group, case.name, case.plan, "not run", NO_TIME))
         return Pending(rows, len(rows) - 1, lambda _: do(), ROW_S)
@@ -174,7 +174,7 @@ class Measurement:
 
         return Pending(rows, len(rows) - 1, take, ROW_S + MOST_SPEED_S)
 
-    def _take(self, stages: Sequence[tuple[float, list[Pending]]]) -> None:
+    def take(self, stages: Sequence[tuple[float, list[Pending]]]) -> None:
         """Every stage until its time is over, then what did not fit, in the same order."""
         left: list[Pending] = []
         for until, pending in stages:

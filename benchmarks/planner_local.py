@@ -207,10 +207,10 @@ def measure(rows: Sequence[Row], folder: Path, rounds: int) -> None:
             for row, ranks, count in running[turn:] + running[:turn]:
                 answers = ranks.ask({"steps": 1 + count})
                 row.peak_bytes = max(row.peak_bytes, *(answer["peak"] for answer in answers))
-                row.steps += _slowest(answers)
+                row.steps += slowest(answers)
 
 
-def _slowest(answers: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+def slowest(answers: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
     """The steps but the first, in the mean over the ranks, which end them together."""
     by_step = list(zip(*(answer["steps"] for answer in answers), strict=True))[1:]
     return [{key: statistics.fmean(step[key] for step in ranks) for key in ranks[0]} for ranks in by_step]

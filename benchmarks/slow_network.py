@@ -321,7 +321,7 @@ def _at(rate: str, folder: Path, rules: Sequence[str], found: Comparison) -> dic
             timing = course.timed(TIMED)
             timings[name] = replace(timing, step_s=statistics.median(course.steps_s[WARM_UP:]))
             if name == DDP:
-                _must_agree(name, course.losses, found.reference)
+                must_agree(name, course.losses, found.reference)
             _tell(f"{rate}: {name} {timings[name].step_s:.3f} s a step")
     with _ranks(rate, "auto") as (ranks, carried):
         alone = _run(folder, Plan(threads=1), JOB["global_batch"] // HOSTS, each=HOSTS)
@@ -339,7 +339,7 @@ def _of_rule(rate: str, course: Course, found: Comparison) -> Timing:
     rule = course.name
     timing = course.timed(TIMED if rule in EVERY_STEP else 4 * TIMED)
     if rule == EXACT:
-        _must_agree(rule, course.losses, found.reference)
+        must_agree(rule, course.losses, found.reference)
     if rate != SLOWEST or timing.step_s > WAITED_FOR_S or rule in TIMED_ONLY:
         return timing
     found.learnt[rule] = course.to_target(found.target)
@@ -442,7 +442,7 @@ def _run(folder: Path, plan: Plan, global_batch: int, each: int = 0) -> Path:
     return path
 
 
-def _must_agree(name: str, losses: Sequence[float], reference: Sequence[float]) -> None:
+def must_agree(name: str, losses: Sequence[float], reference: Sequence[float]) -> None:
     """The first losses are those of one process, so what is timed does its work.
 
     Raises:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import collectives
 from ranks import Ranks
-
-_FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def collectives(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module("collectives")
 
 
 @pytest.mark.slow
-def test_a_round_measures_every_form_of_every_size(collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_measures_every_form_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZES": [1024, 65536], "LARGE": 65536, "BLOCKS": 3, "STARTS": 1, "BLOCK_S": 0.001}.items():
         monkeypatch.setattr(collectives, name, value)
     found = {2: collectives.all_reduces(2)}
@@ -36,7 +26,7 @@ def test_a_round_measures_every_form_of_every_size(collectives: Any, monkeypatch
 
 
 @pytest.mark.slow
-def test_every_other_case_gives_the_result_of_gloo(collectives: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_other_case_gives_the_result_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"OTHER_SIZES": (1024,), "BLOCKS": 2, "BLOCK_S": 0.001}.items():
         monkeypatch.setattr(collectives, name, value)
     for ranks in (2, 3):
@@ -54,9 +44,7 @@ def test_a_transport_with_wrong_results_is_not_timed(ranks: Ranks) -> None:
 
 def _errors_of_wrong_transports() -> list[str]:
     """What `check` says of an all-reduce that does nothing, and of one that is off by a little."""
-    sys.path.insert(0, str(_FOLDER))
-    collectives = importlib.import_module("collectives")
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     errors = []
     for wrong in (lambda tensor: None, lambda tensor: (dist.all_reduce(tensor), tensor.mul_(1.001))):
         first, second = torch.zeros(100), torch.zeros(100)
@@ -71,7 +59,7 @@ def _errors_of_wrong_transports() -> list[str]:
     return errors
 
 
-def test_figures_are_the_smallest_and_the_median_ratio_of_neighbouring_blocks(collectives: Any) -> None:
+def test_figures_are_the_smallest_and_the_median_ratio_of_neighbouring_blocks() -> None:
     def times_s(gloo: float, shared: float, private: float) -> dict[str, list[float]]:
         # The second block of all is ten times as slow: other work on the machine. Ratios of neighbours do not see it.
         return {

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-_FOLDER = Path(__file__).parents[2] / "benchmarks"
+import doors
+
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def doors(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module("doors")
-
-
 @pytest.mark.parametrize("framework", ["ddp", "accelerate"])
-def test_a_script_with_our_line_takes_the_steps_of_the_script_as_it_is(doors: Any, framework: str) -> None:
+def test_a_script_with_our_line_takes_the_steps_of_the_script_as_it_is(framework: str) -> None:
     with doors.script(framework, "plain", ()) as theirs, doors.script(framework, "shm", ()) as ours:
         doors.prove_same_work(theirs, ours, exact=True)
         assert min(theirs.ask(["steps", 2]) + ours.ask(["steps", 2])) > 0
 
 
-def test_a_codec_is_held_to_later_losses_and_other_work_is_not_timed(doors: Any) -> None:
+def test_a_codec_is_held_to_later_losses_and_other_work_is_not_timed() -> None:
     with doors.script("ddp", "plain", ()) as theirs, doors.script("ddp", "int8", ()) as ours:
         doors.prove_same_work(theirs, ours, exact=False)
         ours.ask(["losses", 30])  # is ahead now
@@ -33,6 +24,6 @@ def test_a_codec_is_held_to_later_losses_and_other_work_is_not_timed(doors: Any)
             doors.prove_same_work(theirs, ours, exact=True)
 
 
-def test_the_figure_is_the_median_ratio_of_neighbouring_blocks(doors: Any) -> None:
+def test_the_figure_is_the_median_ratio_of_neighbouring_blocks() -> None:
     blocks = [(2.0, 1.0)] * 5 + [(20.0, 10.0)]  # other work on the machine holds both sides up
     assert doors.ratio(blocks).middle == 2.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+import experts as benchmark
+import experts_rows as rows
 from paceline.planning.machines import machines
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -23,18 +23,6 @@ _TOO_SLOW = 1.05
 def cells() -> list[dict[str, str]]:
     with _TABLE.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module("experts")
-
-
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module("experts_rows")
 
 
 def test_every_run_has_a_name_a_source_and_how_it_was_read() -> None:
@@ -67,7 +55,7 @@ def test_cluster_and_dimensions_say_what_the_columns_say() -> None:
         assert dimensions["heads"] == int(row["n_heads"]), row["id"]
 
 
-def test_the_cluster_of_a_row_has_the_memory_that_its_columns_say(rows: Any) -> None:
+def test_the_cluster_of_a_row_has_the_memory_that_its_columns_say() -> None:
     found, _ = rows.experts()
     for expert in found:
         read, named = expert.row.layout.machines, machines(expert.cluster)
@@ -75,7 +63,7 @@ def test_the_cluster_of_a_row_has_the_memory_that_its_columns_say(rows: Any) -> 
         assert named.device.memory_bytes == read.device.memory_bytes, expert.name
 
 
-def test_dimensions_have_as_many_parameters_as_were_published(rows: Any) -> None:
+def test_dimensions_have_as_many_parameters_as_were_published() -> None:
     found, _ = rows.experts()
     for expert in found:
         published = float(expert.row.cells["n_params"])
@@ -83,7 +71,7 @@ def test_dimensions_have_as_many_parameters_as_were_published(rows: Any) -> None
         assert expert.row.layout.trace.parameters == pytest.approx(published, rel=0.025), expert.name
 
 
-def test_every_published_plan_is_legal(rows: Any) -> None:
+def test_every_published_plan_is_legal() -> None:
     found, skipped = rows.experts()
     refused = {expert.name: expert.reasons for expert in found if expert.reasons}
     assert not refused
@@ -91,7 +79,7 @@ def test_every_published_plan_is_legal(rows: Any) -> None:
     assert not skipped
 
 
-def test_a_sharded_optimizer_is_said_as_fsdp_and_what_cannot_be_said_is_told(rows: Any) -> None:
+def test_a_sharded_optimizer_is_said_as_fsdp_and_what_cannot_be_said_is_told() -> None:
     found, _ = rows.experts(names=["bloom-176b", "gpt-175b-3072-gpus"])
     bloom, gpt = found
     assert str(bloom.plan).startswith("fsdp=8 tp=4 pp=12 zero=1")
@@ -99,7 +87,7 @@ def test_a_sharded_optimizer_is_said_as_fsdp_and_what_cannot_be_said_is_told(row
     assert rows.as_numbers(gpt, bloom.row.layout).chunks == 6
 
 
-def test_ours_is_no_slower_than_small_plans_of_experts_and_says_why(benchmark: Any, rows: Any) -> None:
+def test_ours_is_no_slower_than_small_plans_of_experts_and_says_why() -> None:
     found, _ = rows.experts(names=_SMALL)
     verdicts = [benchmark.judge(expert) for expert in found]
     assert [each.expert.name for each in verdicts] == list(_SMALL)
@@ -114,7 +102,7 @@ def test_ours_is_no_slower_than_small_plans_of_experts_and_says_why(benchmark: A
 
 
 @pytest.mark.slow
-def test_ours_is_never_slower_than_a_plan_of_experts(benchmark: Any, rows: Any) -> None:
+def test_ours_is_never_slower_than_a_plan_of_experts() -> None:
     found, _ = rows.experts()
     verdicts = [benchmark.judge(expert) for expert in found]
     slower = {each.expert.name: each.ratio for each in verdicts if each.comparable and each.ratio > _TOO_SLOW}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -10,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import gpu
+import gpu_page
+import gpu_results as of
 from browser import Browser
 from paceline.device import ON_CPU
 from paceline.errors import PlanError
@@ -27,15 +28,8 @@ _FOLDER = Path(__file__).parents[2] / "benchmarks"
 HOSTILE = "</script><script>window.stolen = 1</script>"
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module
-
-
-def results(module: Callable[[str], Any], name: str = "H100 80GB", kind: str = "cuda") -> Any:
+def results(name: str = "H100 80GB", kind: str = "cuda") -> Any:
     """Two checks, one of them crashed, and a speed beside one that no time was left for."""
-    of = module("gpu_results")
     described = of.Described(kind, name, 80 * 2**30, True, {"bf16": True, "graphs": False}, {"cuDNN": "9"})
     found = of.Results(described, 2, 10.0, "benchmarks/gpu.py", {"torch": "2.13.0"})
     found.checks += [
@@ -52,8 +46,8 @@ def results(module: Callable[[str], Any], name: str = "H100 80GB", kind: str = "
     return found
 
 
-def test_figures_are_counts_of_checks_and_ratios_with_predictions_beside_them(module: Callable[[str], Any]) -> None:
-    figures = results(module).figures()
+def test_figures_are_counts_of_checks_and_ratios_with_predictions_beside_them() -> None:
+    figures = results().figures()
     assert {name: figures[name] for name in ("checks", "checks_holds", "checks_crashed", "checks_not_run")} == {
         "checks": 3,
         "checks_holds": 1,
@@ -69,19 +63,18 @@ def test_figures_are_counts_of_checks_and_ratios_with_predictions_beside_them(mo
     assert not any(name.startswith("cnn") for name in figures)
 
 
-def test_simulated_devices_are_marked_and_have_no_speeds(module: Callable[[str], Any], tmp_path: Path) -> None:
-    found = results(module, "simulated accelerator", "other")
+def test_simulated_devices_are_marked_and_have_no_speeds(tmp_path: Path) -> None:
+    found = results("simulated accelerator", "other")
     found.write(tmp_path / "result.json")
     text = json.loads((tmp_path / "result.json").read_text())
     assert text["heading"].startswith("SIMULATED, no accelerator")
     assert {name.partition("_")[0] for name in text["figures"]} == {"checks"}
     assert [row["verdict"] for row in text["speeds"]] == ["measured", "measured", "not run"]
     assert all(row["ours"] is row["ratio"] is row["predicted_step_s"] is None for row in text["speeds"])
-    assert results(module, "CPU", "cpu").heading.startswith("A TRY ON THE CPU")
+    assert results("CPU", "cpu").heading.startswith("A TRY ON THE CPU")
 
 
-def test_texts_name_no_folder_of_the_machine(module: Callable[[str], Any]) -> None:
-    of = module("gpu_results")
+def test_texts_name_no_folder_of_the_machine() -> None:
     text = of.without_places(f'File "{_FOLDER}/gpu.py", in {Path.home()}/data/x.py and /opt/some/where/lib.so')
     assert str(_FOLDER) not in text
     assert str(Path.home() / "data") not in text
@@ -93,11 +86,10 @@ def test_texts_name_no_folder_of_the_machine(module: Callable[[str], Any]) -> No
 
 
 def test_a_crash_or_an_endless_row_is_a_row_and_what_does_not_fit_is_named(
-    module: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, of = module("gpu"), module("gpu_results")
     monkeypatch.setattr(gpu, "ROW_S", 0.2)
-    empty = results(module)
+    empty = results()
     empty.checks.clear()
     measurement = gpu.Measurement(empty, tmp_path, time.monotonic())
 
@@ -109,9 +101,9 @@ def test_a_crash_or_an_endless_row_is_a_row_and_what_does_not_fit_is_named(
 
     cases = [of.CheckRow("g", str(i), "dp=1", "not run") for i in range(4)]
     rows = [crash, refuse, lambda: time.sleep(60), lambda: replace(cases[3], verdict="holds")]
-    pending = [measurement._check(case, do) for case, do in zip(cases, rows, strict=True)]
-    unfit = [measurement._check(of.CheckRow("g", "late", "dp=1", "not run"), crash)]
-    measurement._take([(1.0, pending), (0.0, unfit)])
+    pending = [measurement.pending(case, do) for case, do in zip(cases, rows, strict=True)]
+    unfit = [measurement.pending(of.CheckRow("g", "late", "dp=1", "not run"), crash)]
+    measurement.take([(1.0, pending), (0.0, unfit)])
     assert [row.verdict for row in empty.checks] == ["crashed", "refused", "crashed", "holds", "crashed"]
     assert empty.checks[0].about == "ZeroDivisionError: of a kernel"
     assert len(json.loads((tmp_path / "result.json").read_text())["checks"]) == 5
@@ -119,14 +111,14 @@ def test_a_crash_or_an_endless_row_is_a_row_and_what_does_not_fit_is_named(
     short = gpu.Measurement(
         replace(empty, minutes=0.1, checks=[]), tmp_path, time.monotonic()
     )  # less than a start takes
-    short._take([(0.0, [short._check(cases[0], crash)])])
+    short.take([(0.0, [short.pending(cases[0], crash)])])
     assert [(row.verdict, row.about) for row in short.results.checks] == [("not run", "not run: time")]
 
 
 @pytest.mark.slow
 @pytest.mark.needs_chromium
-def test_the_page_shows_every_row_as_text(module: Callable[[str], Any], browser: Browser, tmp_path: Path) -> None:
-    page = module("gpu_page").write_results_page(results(module), tmp_path / "report.html")
+def test_the_page_shows_every_row_as_text(browser: Browser, tmp_path: Path) -> None:
+    page = gpu_page.write_results_page(results(), tmp_path / "report.html")
     browser.open(page, width=400)
     assert "1 of 2 paths are wrong here" in browser.one("#verdict").text
     verdicts = [row.get_attribute("data-verdict") for row in browser.all("#checks tr")]

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+import local_speed as speed
+from paceline.elastic.forkserver import ALLOCATOR
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    module = importlib.import_module("local_speed")
-    monkeypatch.setattr(module, "PROOF_STEPS", 30)  # more than an epoch
-    return module
+@pytest.fixture(autouse=True)
+def _proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "PROOF_STEPS", 30)  # more than an epoch
 
 
 @pytest.mark.slow
-def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(speed: Any, tmp_path: Path) -> None:
+def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(tmp_path: Path) -> None:
     work = speed.Work.lay_out(tmp_path / "work", speed.CNN)
     plan = replace(speed.SAME_LAYOUT, memory_format="channels_last", fused=True)
     with work.ddp("--bucket-view", allocator=speed.AS_RUN) as ddp, work.paceline(plan) as ours:
@@ -34,12 +32,12 @@ def test_ddp_and_our_loop_take_the_same_steps_on_the_same_batches(speed: Any, tm
 
 
 @pytest.mark.slow
-def test_other_work_than_that_of_ddp_is_not_timed(speed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_work_than_that_of_ddp_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "PROOF_STEPS", 5)
     work = speed.Work.lay_out(tmp_path / "work", speed.CNN)
     other = replace(work, job=speed.CNN | {"optimizer": {"name": "adamw", "lr": 3e-4}})
     with (
-        work.ddp(allocator=speed.ALLOCATOR) as ddp,
+        work.ddp(allocator=ALLOCATOR) as ddp,
         other.paceline(speed.SAME_LAYOUT) as ours,
         pytest.raises(SystemExit, match="paceline, same layout does not do the work of DDP"),
     ):
@@ -47,7 +45,7 @@ def test_other_work_than_that_of_ddp_is_not_timed(speed: Any, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_ranks_that_train_alone_do_not_agree_and_hold_memory_that_is_measured(speed: Any, tmp_path: Path) -> None:
+def test_ranks_that_train_alone_do_not_agree_and_hold_memory_that_is_measured(tmp_path: Path) -> None:
     work = speed.Work.lay_out(tmp_path / "work", speed.WIDE)
     with work.paceline(replace(speed.SAME_LAYOUT, dp=1)) as alone:
         after, peak = speed.memory_of(alone, 2)
@@ -55,7 +53,7 @@ def test_ranks_that_train_alone_do_not_agree_and_hold_memory_that_is_measured(sp
         assert all(len(losses) == 2 for losses in alone.ask(["losses", 2]))
 
 
-def test_figures_are_median_ratios_of_neighbouring_blocks(speed: Any) -> None:
+def test_figures_are_median_ratios_of_neighbouring_blocks() -> None:
     sides = (speed.DDP, speed.DDP_EQUAL, speed.OURS, speed.OURS_TUNED, speed.LIMIT, speed.LIMIT_TUNED)
     # The second block of all is ten times as slow: other work on the machine. Ratios of neighbours do not see it.
     times_s = {side: [s, 10 * s, s] for side, s in zip(sides, (12.0, 10.0, 8.0, 5.0, 6.0, 4.5), strict=True)}

@@ -5,38 +5,33 @@ A model counts where the axis means something for it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+import models as survey
+from models_cases import Case, cases
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "models.py"
 
 
-@pytest.fixture
-def survey(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module("models")
-
-
-def test_there_are_enough_models_of_enough_kinds_and_each_has_its_own_name(survey: Any) -> None:
-    names = [case.name for case in survey.cases()]
+def test_there_are_enough_models_of_enough_kinds_and_each_has_its_own_name() -> None:
+    names = [case.name for case in cases()]
     assert len(names) == len(set(names)) >= 80
     assert sum(name.startswith("hf/") for name in names) >= 50
     assert sum(name.startswith("plain/") for name in names) >= 20
 
 
-def test_every_description_of_a_model_is_a_job(survey: Any, tmp_path: Path) -> None:
-    for case in survey.cases():
+def test_every_description_of_a_model_is_a_job(tmp_path: Path) -> None:
+    for case in cases():
         assert case.job(tmp_path).global_batch == 8
 
 
-def test_a_share_is_of_the_models_that_the_axis_means_something_for(survey: Any) -> None:
-    with_tokens, without = survey.Case("a", {}, {}, tokens=True), survey.Case("b", {}, {})
+def test_a_share_is_of_the_models_that_the_axis_means_something_for() -> None:
+    with_tokens, without = Case("a", {}, {}, tokens=True), Case("b", {}, {})
     results = [
         survey.Result(with_tokens, "cp", "agree", "", 0.0),
         survey.Result(without, "cp", "refused_before_start", "", 0.0),

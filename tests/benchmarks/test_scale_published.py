@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+import scale_published as benchmark
 from paceline_lab.simulated.measured_here import held_against
 
-_FOLDER = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(_FOLDER)
-    return importlib.import_module("scale_published")
-
-
-def test_every_curve_is_scored_and_the_figures_are_one_line_of_json(
-    benchmark: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_curve_is_scored_and_the_figures_are_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark.main(["--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])["figures"]
@@ -35,7 +23,7 @@ def test_every_curve_is_scored_and_the_figures_are_one_line_of_json(
     assert found["mean_error"] < found["planner_mean_error"], "what other curves lose must help"
 
 
-def test_what_a_source_measured_does_not_correct_its_own_curves(benchmark: Any) -> None:
+def test_what_a_source_measured_does_not_correct_its_own_curves() -> None:
     curves = held_against()
     before = {one.held.curve.id: one.middle for one in benchmark.at_most_devices(benchmark.score(curves))}
     changed = [

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
+
+import search as benchmark
 
 
 @pytest.mark.slow
 def test_a_run_is_a_process_of_its_own_that_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    benchmark = importlib.import_module("search")
     run = benchmark.run_once("trillion")
     assert not run["torch"]
     assert run["considered"] > 1_000_000

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+import served
 
 _ANSWERS = """
 import json, os, sys, time
@@ -21,31 +21,25 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("served")
-
-
-@pytest.fixture
 def script(tmp_path: Path) -> str:
     file = tmp_path / "answers.py"
     file.write_text(_ANSWERS)
     return str(file)
 
 
-def test_all_ranks_answer_in_order_with_the_variables_they_are_given(served: Any, script: str) -> None:
+def test_all_ranks_answer_in_order_with_the_variables_they_are_given(script: str) -> None:
     with served.Ranks([script], ranks=3, environment={"SETTING": "here"}) as ranks:
         assert ranks.ask("a") == [["a", rank, "here"] for rank in range(3)]
         assert ranks.ask("b" * 200_000)[2][0] == "b" * 200_000  # more than a pipe holds
 
 
-def test_a_variable_can_be_taken_from_the_ranks(served: Any, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_can_be_taken_from_the_ranks(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SETTING", "of the caller")
     with served.Ranks([script], ranks=1, environment={"SETTING": None}) as ranks:
         assert ranks.ask("a") == [["a", 0, None]]
 
 
-def test_a_rank_that_ends_stops_the_benchmark_and_is_named(served: Any, script: str) -> None:
+def test_a_rank_that_ends_stops_the_benchmark_and_is_named(script: str) -> None:
     with (
         pytest.raises(SystemExit, match=r"rank 1 of .*answers\.py, asked for end, ended"),
         served.Ranks([script], ranks=2) as ranks,
@@ -54,7 +48,7 @@ def test_a_rank_that_ends_stops_the_benchmark_and_is_named(served: Any, script: 
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_stops_the_benchmark_at_the_deadline(served: Any, script: str) -> None:
+def test_a_rank_that_hangs_stops_the_benchmark_at_the_deadline(script: str) -> None:
     with (
         pytest.raises(SystemExit, match=r"rank 1 .* did not answer within 5 s"),
         served.Ranks([script], ranks=2, deadline_s=5) as ranks,

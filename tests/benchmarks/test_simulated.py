@@ -5,29 +5,30 @@ The table of cases is that of `benchmarks/simulated.py`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import simulated_cases
+import simulated_mutations as mutations
+import simulated_sets as sets
+import simulated_steps
 from ranks import Ranks
 from simulated.environment import Simulated
+from simulated_mistakes import MISTAKES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PARTS = 12  # of the whole table, each a test
 
 
-@pytest.fixture
-def sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module that trains sets of cases."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    with importlib.import_module("simulated_cases").extensions():
-        yield importlib.import_module("simulated_sets")
+@pytest.fixture(autouse=True)
+def _extensions() -> Iterator[None]:
+    with simulated_cases.extensions():
+        yield
 
 
-def not_right(sets: Any, cases: Any) -> list[str]:
+def not_right(cases: Any) -> list[str]:
     device = sets.device_variables()
     results = sets.simulated(cases, sets.references(cases, device), device)
     assert len(results) == len(cases)
@@ -42,8 +43,8 @@ def trained(cases: list[Any], folder: Path) -> list[Any]:
 
 
 @pytest.mark.timeout(300)
-def test_the_telling_cases_are_right(sets: Any, ranks: Ranks, simulated: Simulated, tmp_path: Path) -> None:
-    cases = importlib.import_module("simulated_cases").quick_table()
+def test_the_telling_cases_are_right(ranks: Ranks, simulated: Simulated, tmp_path: Path) -> None:
+    cases = simulated_cases.quick_table()
     references = list(dict.fromkeys(case.reference for case in cases))
     assert len(cases) == 5
     assert {case.ranks for case in cases} == {2}
@@ -58,17 +59,16 @@ def test_the_telling_cases_are_right(sets: Any, ranks: Ranks, simulated: Simulat
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_case_is_right(sets: Any, part: int) -> None:
-    cases = sets.table()
+def test_every_case_is_right(part: int) -> None:
+    cases = simulated_cases.table()
     assert len(cases) >= 150
     # neighbours have the same number of devices, and the orders of a training stand side by side
-    assert not not_right(sets, cases[len(cases) * part // PARTS : len(cases) * (part + 1) // PARTS])
+    assert not not_right(cases[len(cases) * part // PARTS : len(cases) * (part + 1) // PARTS])
 
 
-def test_every_planted_mistake_still_has_its_place(sets: Any) -> None:
-    mutations = importlib.import_module("simulated_mutations")
-    assert len(mutations.MISTAKES) == 40
-    for mistake in mutations.MISTAKES:
+def test_every_planted_mistake_still_has_its_place() -> None:
+    assert len(MISTAKES) == 40
+    for mistake in MISTAKES:
         assert mutations.planted(mistake)
         assert mutations.cases_of(mistake)
 
@@ -76,9 +76,8 @@ def test_every_planted_mistake_still_has_its_place(sets: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(600)
-def test_a_checkpoint_that_is_written_too_early_is_seen(sets: Any) -> None:
-    mutations = importlib.import_module("simulated_mutations")
-    [mistake] = [m for m in mutations.MISTAKES if m.name == "a checkpoint is written before it is copied"]
+def test_a_checkpoint_that_is_written_too_early_is_seen() -> None:
+    [mistake] = [m for m in MISTAKES if m.name == "a checkpoint is written before it is copied"]
     [tried] = mutations.try_all([mistake])
     assert tried.seen is not None
 
@@ -87,8 +86,8 @@ def test_a_checkpoint_that_is_written_too_early_is_seen(sets: Any) -> None:
 @pytest.mark.needs_compiler
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_of_our_loop_waits_for_the_loss_of_the_one_before_alone(sets: Any, ranks: int) -> None:
-    ours, plain = importlib.import_module("simulated_steps").counts_of_a_step(sets.device_variables(), ranks)
+def test_a_step_of_our_loop_waits_for_the_loss_of_the_one_before_alone(ranks: int) -> None:
+    ours, plain = simulated_steps.counts_of_a_step(sets.device_variables(), ranks)
     assert ours.waits <= 1
     assert ours.waits_before_update == 0
     assert all("settle" in line for line in ours.lines)

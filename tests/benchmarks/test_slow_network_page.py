@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import slow_network_page as rules
 from browser import Browser
 
 HOSTILE = "</script><script>window.stolen = 1</script>"
 
 
-@pytest.fixture
-def rules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("slow_network_page")
-
-
-def rates(rules: Any, **changes: str) -> Any:
+def rates(**changes: str) -> Any:
     """Two rules at two rates.
 
     At one of them the second rule did not reach the target, and the losses of a third are not known.
@@ -41,10 +35,8 @@ def rates(rules: Any, **changes: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.needs_chromium
-def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
-    rules: Any, browser: Browser, tmp_path: Path
-) -> None:
-    browser.open(rules.write_rules_page(rates(rules), tmp_path / "rules.html"), width=400)
+def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(browser: Browser, tmp_path: Path) -> None:
+    browser.open(rules.write_rules_page(rates(), tmp_path / "rules.html"), width=400)
     charts = [node.get_attribute("id") for node in browser.all(".plot.drawn")]
     assert charts == ["plot-loss-1", "plot-bars-1", "plot-loss-2", "plot-bars-2"]
     assert len(browser.all("#plot-loss-1 .trace.points")) == 2
@@ -66,8 +58,8 @@ def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(
 
 @pytest.mark.slow
 @pytest.mark.needs_chromium
-def test_names_are_text_and_never_a_script(rules: Any, browser: Browser, tmp_path: Path) -> None:
-    browser.open(rules.write_rules_page(rates(rules, name=HOSTILE, title=HOSTILE), tmp_path / "rules.html"))
+def test_names_are_text_and_never_a_script(browser: Browser, tmp_path: Path) -> None:
+    browser.open(rules.write_rules_page(rates(name=HOSTILE, title=HOSTILE), tmp_path / "rules.html"))
     assert browser.one("#verdict").text == HOSTILE
     assert len(browser.all(".plot.drawn")) == 4
     assert browser.run("return window.stolen") is None

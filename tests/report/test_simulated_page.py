@@ -31,9 +31,13 @@ def simulations() -> tuple[Simulation, ...]:
 
 
 @pytest.fixture(scope="module")
-def shown(chromium: Chrome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_simulated_page(simulations(), "paceline bench job.yaml --simulate …", tmp_path_factory.mktemp("s"))
+
+
+@pytest.fixture(scope="module")
+def shown(chromium: Chrome, page: Path) -> Iterator[Browser]:
     """The page, opened once for tests that change nothing of it."""
-    page = write_simulated_page(simulations(), "paceline bench job.yaml --simulate …", tmp_path_factory.mktemp("s"))
     with tab(chromium) as browser:
         browser.open(page)
         yield browser
@@ -92,14 +96,13 @@ def test_on_a_telephone_nothing_is_wider_than_the_screen(chromium: Chrome, tmp_p
         assert browser.console() == []
 
 
-def test_the_file_beside_the_page_has_the_same_figures(tmp_path: Path) -> None:
-    write_simulated_page(simulations(), "paceline bench", tmp_path)
-    values = json.loads((tmp_path / DATA).read_text())
+def test_the_file_beside_the_page_has_the_same_figures(page: Path) -> None:
+    values = json.loads((page.parent / DATA).read_text())
     assert values == json.loads(json.dumps([simulation.to_json() for simulation in simulations()]))
     assert [one["cluster"] for one in values] == list(NAMES)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(page: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         write_simulated_page(simulations(), "paceline bench", tmp_path / "file" / "inside")

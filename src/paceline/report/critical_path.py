@@ -125,7 +125,6 @@ class CriticalPath:
         return f"{percent(share)} {PARTS[part].phrase}{who} ({each})"
 
     def _waits(self) -> Iterator[str]:
-        """Sentences on the ranks that came last, and why."""
         if len(self.timeline.ranks) < 2 or not self.arrivals:
             return
         waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in self.arrivals)
@@ -140,7 +139,6 @@ class CriticalPath:
             yield self._wait_for(rank, [arrival for arrival in self.arrivals if arrival.last == rank])
 
     def _wait_for(self, rank: int, own: Sequence[Arrival]) -> str:
-        """Sentence on a rank that came last, and on those that waited for it."""
         of = len(self.arrivals)
         often = "" if of == 1 else f" in all {of} exchanges" if len(own) == of else f" in {len(own)} of {of} exchanges"
         one = len(own[0].waited_s) == 1
@@ -155,7 +153,6 @@ class CriticalPath:
         return text
 
     def _stages(self) -> Iterator[str]:
-        """The stage of a pipeline that computes longest."""
         if self.timeline.plan.pp < 2 or "bubble" not in self.shares:
             return
         compute_s = {r: fmean(s.parts_s["compute"] for s in steps) for r, steps in self.timeline.ranks.items()}

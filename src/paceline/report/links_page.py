@@ -6,8 +6,7 @@ Axes are logarithmic; the hardware's limit is drawn, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,155 +80,136 @@ def write_links_page(
     Raises:
         RunError: the file cannot be written.
     """
+    limit = Limit.best([m.limit for m in measured])
+    speeds = [s for m in measured for s in m.speeds]
+    transports = list(dict.fromkeys(s.transport for s in measured))
+    wrong = [f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in speeds if s.wrong]
+    view = {
+        "cluster": cluster,
+        "created": time.strftime("%Y-%m-%d %H:%M"),
+        "ranks": len(limit.hosts),
+        "hosts": len(set(limit.hosts)),
+        "transports": transports,
+        "speeds": speeds,
+        "wrong": wrong,
+        "verdict": _verdict(speeds, limit),
+        "cards": _cards(speeds, transports),
+        "warnings": [*map(Markup("<b>{}</b>").format, wrong), *caveats(measured, limit)],
+        "limits": _limits(limit),
+        "sections": [
+            _section(name, curves(measured, name), transports, limit)
+            for name in dict.fromkeys(s.collective for s in speeds)
+        ],
+    }
     facts = {"machine": cluster, "command": command}
-    return write_page(
-        file,
-        "links.html.j2",
-        facts=facts,
-        environment=environment,
-        definitions=DEFINITIONS,
-        view=_LinksView(measured, cluster),
-    )
+    return write_page(file, "links.html.j2", facts=facts, environment=environment, definitions=DEFINITIONS, view=view)
 
 
-@dataclass(frozen=True)
-class _Section:
+def _best(speeds: Sequence[CollectiveSpeed]) -> CollectiveSpeed:
+    return max(speeds, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
+
+
+def _verdict(speeds: Sequence[CollectiveSpeed], limit: Limit) -> str:
+    best = _best(speeds)
+    share = limit.share(best)
+    of = f", {units.percent(share)} of what the hardware allows" if share is not None else ""
+    what = f"{_TITLES[best.collective]} of {message_size(best.size_bytes)} over {best.transport}{_by(best.algorithm)}"
+    return f"{what}: {units.bandwidth(best.bus_bandwidth)} of bus bandwidth{of}."
+
+
+def _cards(speeds: Sequence[CollectiveSpeed], transports: Sequence[str]) -> list[Card]:
+    cards = []
+    for transport in transports:
+        own = [s for s in speeds if s.transport == transport]
+        if messages := [s for s in own if s.collective == "send_receive"]:
+            least = min(messages, key=lambda s: s.size_bytes)
+            cards.append(Card("latency", units.seconds(least.time_s), f"{transport}, {message_size(least.size_bytes)}"))
+        best = _best(own)
+        what = f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {message_size(best.size_bytes)}"
+        cards.append(Card("bus_bandwidth", units.bandwidth(best.bus_bandwidth), what))
+    return cards
+
+
+def _limits(limit: Limit) -> list[tuple[str, str]]:
+    """The hardware's limits as measured, or why they were not."""
+    found = []
+    if limit.stream is not None and limit.latency_s is not None:
+        stream = f"{units.bandwidth(limit.stream)}, the slowest of all at once"
+        found.append(("TCP stream between hosts, each way", stream))
+        found.append(("half a round trip between hosts", f"{units.seconds(limit.latency_s)}, one byte over TCP"))
+    if limit.copies:
+        size, (together, alone) = max(limit.copies.items())
+        rates = f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does"
+        found.append((f"copy between processes, {message_size(size)}", rates))
+    return found + [("not measured", why) for why in limit.why_not]
+
+
+def _section(name: str, found: Sequence[Curve], transports: Sequence[str], limit: Limit) -> dict[str, Any]:
     """One collective: its curves, and all its figures by size."""
 
-    name: str
-    about: str
-    chart: Chart
-    sizes: list[str]
-    rows: list[Row]
+    def share(speed: CollectiveSpeed) -> Cell:
+        known = limit.share(speed)
+        return "not measured" if known is None else units.percent(known)
+
+    cells: dict[str, Callable[[CollectiveSpeed], Cell]] = {
+        "call_time": lambda speed: units.seconds(speed.time_s),
+        "algorithm_bandwidth": lambda speed: units.bandwidth(speed.algorithm_bandwidth),
+        "bus_bandwidth": lambda speed: units.bandwidth(speed.bus_bandwidth),
+        "share_of_limit": share,
+    }
+    sizes = sorted({size for curve in found for size in curve.speeds})
+    rows = [
+        Row(term, [cell(s) if (s := curve.speeds.get(size)) else "left out" for size in sizes], _named(curve))
+        for term, cell in cells.items()
+        for curve in found
+    ]
+    in_words = [
+        f"{_named(c)}: up to {units.bandwidth(max(s.bus_bandwidth for s in c.speeds.values()))}." for c in found
+    ]
+    label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
+    return {
+        "name": name,
+        "about": _SIZES[name],
+        "chart": Chart(name, _figure(name, sizes, found, transports, limit), label, _TITLES[name]),
+        "sizes": [str(message_size(size)) for size in sizes],
+        "rows": rows,
+    }
 
 
-class _LinksView:
-    """The measurements as the template shows them."""
-
-    def __init__(self, measured: Sequence[TransportMeasurement], cluster: str) -> None:
-        self.measured, self.cluster = measured, cluster
-        self.limit = Limit.best([m.limit for m in measured])
-        self.speeds = [s for m in measured for s in m.speeds]
-        self.transports = list(dict.fromkeys(m.transport for m in measured))
-        self.ranks, self.hosts = len(self.limit.hosts), len(set(self.limit.hosts))
-        self.created = time.strftime("%Y-%m-%d %H:%M")
-        self.wrong = [
-            f"{s.label}, {message_size(s.size_bytes)}: {s.wrong} numbers are wrong" for s in self.speeds if s.wrong
+def _figure(name: str, sizes: Sequence[int], found: Sequence[Curve], transports: Sequence[str], limit: Limit) -> Figure:
+    ticks = [(size, str(message_size(size))) for size in sizes]
+    figure = Figure(
+        Axis("size", log=True, ticks=ticks, grid=False), Axis("bus bandwidth", log=True, ticks=list(_DECADES.items()))
+    )
+    by = "transport" if len(transports) > 1 else "algorithm"
+    colours = transports if by == "transport" else [curve.algorithm for curve in found]
+    for curve in found:
+        speeds = curve.speeds.values()
+        about = [
+            f"{_named(curve)}\n{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, "
+            f"{units.seconds(s.time_s)}"
+            for s in speeds
         ]
-        self.warnings = [*map(Markup("<b>{}</b>").format, self.wrong), *caveats(measured, self.limit)]
-
-    @property
-    def verdict(self) -> str:
-        best = max(self.speeds, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
-        share = self.limit.share(best)
-        of = f", {units.percent(share)} of what the hardware allows" if share is not None else ""
-        what = f"{_TITLES[best.collective]} of {message_size(best.size_bytes)}"
-        return (
-            f"{what} over {best.transport}{_by(best.algorithm)}: {units.bandwidth(best.bus_bandwidth)} of bus "
-            f"bandwidth{of}."
-        )
-
-    @property
-    def cards(self) -> list[Card]:
-        cards = []
-        for transport in self.transports:
-            own = [s for s in self.speeds if s.transport == transport]
-            messages = [s for s in own if s.collective == "send_receive"]
-            if messages:
-                least = min(messages, key=lambda s: s.size_bytes)
-                cards.append(
-                    Card("latency", units.seconds(least.time_s), f"{transport}, {message_size(least.size_bytes)}")
-                )
-            best = max(own, key=lambda s: (s.collective == "all_reduce", s.bus_bandwidth))
-            what = (
-                f"{transport}, {_TITLES[best.collective].lower()}{_by(best.algorithm)}, {message_size(best.size_bytes)}"
+        figure.traces.append(
+            Points(
+                _named(curve),
+                list(curve.speeds),
+                [s.bus_bandwidth for s in speeds],
+                SERIES[colours.index(getattr(curve, by)) % len(SERIES)],
+                dash=_DASHES.get(curve.algorithm, "solid"),
+                marks=7,
+                symbol=_SYMBOLS.get(curve.algorithm, "circle"),
+                hints=about,
             )
-            cards.append(Card("bus_bandwidth", units.bandwidth(best.bus_bandwidth), what))
-        return cards
-
-    @property
-    def limits(self) -> list[tuple[str, str]]:
-        """The hardware's limits as measured, or why they were not."""
-        limit, found = self.limit, []
-        if limit.stream is not None and limit.latency_s is not None:
-            stream = f"{units.bandwidth(limit.stream)}, the slowest of all at once"
-            found.append(("TCP stream between hosts, each way", stream))
-            found.append(("half a round trip between hosts", f"{units.seconds(limit.latency_s)}, one byte over TCP"))
-        if limit.copies:
-            size, (together, alone) = max(limit.copies.items())
-            rates = f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does"
-            found.append((f"copy between processes, {message_size(size)}", rates))
-        return found + [("not measured", why) for why in limit.why_not]
-
-    @property
-    def sections(self) -> list[_Section]:
-        return [self._section(name) for name in dict.fromkeys(s.collective for s in self.speeds)]
-
-    def _section(self, name: str) -> _Section:
-        found = curves(self.measured, name)
-        sizes = sorted({size for curve in found for size in curve.speeds})
-        in_words = [
-            f"{_named(c)}: up to {units.bandwidth(max(s.bus_bandwidth for s in c.speeds.values()))}." for c in found
-        ]
-        label = " ".join([f"{_TITLES[name]}: bus bandwidth over size, against the limit.", *in_words])
-        rows = [
-            Row(term, [self._cell(term, curve.speeds.get(size)) for size in sizes], _named(curve))
-            for term in ("call_time", "algorithm_bandwidth", "bus_bandwidth", "share_of_limit")
-            for curve in found
-        ]
-        chart = Chart(name, self._figure(name, sizes, found), label, _TITLES[name])
-        return _Section(name, _SIZES[name], chart, [str(message_size(size)) for size in sizes], rows)
-
-    def _cell(self, term: str, speed: CollectiveSpeed | None) -> Cell:
-        if speed is None:
-            return "left out"
-        share = self.limit.share(speed)
-        match term:
-            case "call_time":
-                return units.seconds(speed.time_s)
-            case "algorithm_bandwidth":
-                return units.bandwidth(speed.algorithm_bandwidth)
-            case "bus_bandwidth":
-                return units.bandwidth(speed.bus_bandwidth)
-        return "not measured" if share is None else units.percent(share)
-
-    def _figure(self, name: str, sizes: Sequence[int], found: Sequence[Curve]) -> Figure:
-        ticks = [(size, str(message_size(size))) for size in sizes]
-        figure = Figure(
-            Axis("size", log=True, ticks=ticks, grid=False),
-            Axis("bus bandwidth", log=True, ticks=list(_DECADES.items())),
         )
-        by = "transport" if len(self.transports) > 1 else "algorithm"
-        colours = self.transports if by == "transport" else [curve.algorithm for curve in found]
-        for curve in found:
-            speeds = curve.speeds.values()
-            about = [
-                f"{_named(curve)}\n{message_size(s.size_bytes)}: {units.bandwidth(s.bus_bandwidth)}, "
-                f"{units.seconds(s.time_s)}"
-                for s in speeds
-            ]
-            figure.traces.append(
-                Points(
-                    _named(curve),
-                    list(curve.speeds),
-                    [s.bus_bandwidth for s in speeds],
-                    SERIES[colours.index(getattr(curve, by)) % len(SERIES)],
-                    dash=_DASHES.get(curve.algorithm, "solid"),
-                    marks=7,
-                    symbol=_SYMBOLS.get(curve.algorithm, "circle"),
-                    hints=about,
-                )
-            )
-        least_s = [self.limit.least_s(name, size) for size in sizes]
-        allowed = [
-            None if s is None else size / s * BUS_FACTORS[name](self.ranks)
-            for size, s in zip(sizes, least_s, strict=True)
-        ]
-        if any(allowed):
-            texts = ["" if y is None else f"limit\n{units.bandwidth(y)}" for y in allowed]
-            figure.traces.append(Points("limit", list(sizes), allowed, GREY, dash="dash", hints=texts))
-        figure.height += 18 * max(0, (len(found) - 2) // 3)  # the legend's lines
-        return figure
+    least_s = [limit.least_s(name, size) for size in sizes]
+    factor = BUS_FACTORS[name](len(limit.hosts))
+    allowed = [None if s is None else size / s * factor for size, s in zip(sizes, least_s, strict=True)]
+    if any(allowed):
+        texts = ["" if y is None else f"limit\n{units.bandwidth(y)}" for y in allowed]
+        figure.traces.append(Points("limit", list(sizes), allowed, GREY, dash="dash", hints=texts))
+    figure.height += 18 * max(0, (len(found) - 2) // 3)  # the legend's lines
+    return figure
 
 
 def _named(curve: Curve) -> str:

@@ -126,7 +126,6 @@ def _newest(events: Sequence[dict[str, Any]], *kinds: str) -> dict[str, Any] | N
 
 
 def _verdict(steps: str, end: dict[str, Any] | None, elapsed_s: float) -> str:
-    """The run's progress and end, in one sentence."""
     if end is None:
         return f"{steps} so far: the run has not ended, or it crashed."
     took, reason = units.seconds(elapsed_s), str(end.get("reason"))
@@ -167,7 +166,6 @@ def _cards(
 
 
 def _sentences(parts_s: dict[int, dict[str, float]], speed: Speed | None, noun: str) -> list[str]:
-    """Sentences on where the time goes and which rank the others wait for."""
     each = list(parts_s.values())
     if not each or speed is None:
         return []
@@ -463,7 +461,6 @@ def _sync(record: RunRecord, plan: Plan, comm_share: float | None) -> dict[str, 
 
 
 def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
-    """A sentence if communication dominates the run."""
     if comm_share is None or comm_share < DOMINATES:
         return
     share = f"Communication takes {units.percent(comm_share)} of a step"

@@ -171,7 +171,6 @@ def _steps_of_changes(played: Played) -> set[int]:
 
 
 def _starts(files: list[list[dict[str, Any]]]) -> list[tuple[float, int]]:
-    """Times at which ranks began or went on, and the step after which they did."""
     return [(line["time"], line["from"]) for lines in files for line in lines if "from" in line]
 
 

@@ -273,7 +273,6 @@ class Progress:
         return sorted({status.pid for status in self._statuses() if status.rank == rank})
 
     def _statuses(self) -> list[RankStatus]:
-        """Status of every rank that has one, as each host's board shows it."""
         found: list[RankStatus] = []
         for file in self.temporary.glob("*/status"):
             try:

@@ -174,7 +174,6 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
 
 
 def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
-    """Microbatches of a rank and the global batch, from what is stated."""
     micro, count, whole = configuration.microbatch, configuration.microbatches, configuration.global_batch
     if whole is None and (micro is None or count is None):
         raise PlanError(

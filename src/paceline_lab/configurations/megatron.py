@@ -94,7 +94,6 @@ def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configurati
 
 
 def _configuration(keys: Keys) -> dict[str, Any]:
-    """Fields of the configuration, without the records of its keys."""
     pp = keys.degree("pipeline_model_parallel_size")
     layers, virtual = keys.number("num_layers"), keys.number("virtual_pipeline_model_parallel_size")
     if (each := keys.number("num_layers_per_virtual_pipeline_stage")) and layers:

@@ -238,7 +238,6 @@ def _scaling(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -
 
 
 def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
-    """The step of every rank of every setting, part by part."""
     bars = []
     for s in settings:
         shared = s.devices if s.scaling == "strong" else 1
@@ -297,7 +296,6 @@ def _or(x: Any, absent: str, shown: Callable[[Any], Shown] = units.seconds) -> C
 
 
 def _most(setting: MeasuredSetting, name: str) -> float | None:
-    """The largest value of a figure over the ranks; None if no rank has it."""
     return max((rank.figures[name] for rank in setting.ranks if name in rank.figures), default=None)
 
 

@@ -74,7 +74,6 @@ def _simulation(simulation: Simulation, number: int) -> dict[str, Any]:
 
 
 def _cards(strong: SimulatedCurve) -> list[Card]:
-    """Figures of the most devices, strong scaling."""
     last, base = strong.last, strong.base
     assert last.candidate is not None
     mfu = last.candidate.prediction.mfu
@@ -91,7 +90,6 @@ def _cards(strong: SimulatedCurve) -> list[Card]:
 
 
 def _curve(curve: SimulatedCurve, published: list[Likeness], number: int) -> dict[str, Any]:
-    """One kind of scaling as the template shows it."""
     key, fitting = f"{curve.scaling}-{number}", curve.fitting
     speedups = [f"{p.devices:,} devices: {digits(p.speedup.middle)} times." for p in fitting if p.speedup]
     shares = [f"{p.devices:,} devices: {percent(p.efficiency.middle)}." for p in fitting if p.efficiency]
@@ -136,7 +134,6 @@ def _curve(curve: SimulatedCurve, published: list[Likeness], number: int) -> dic
 
 
 def _parts_figure(points: Sequence[Point], parts: Sequence[str]) -> Figure:
-    """A step on each number of devices, by part, in percent."""
     shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in parts}
     names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
     figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
@@ -167,7 +164,6 @@ _TOP = 1.6  # of the efficiency, the most that is drawn
 
 
 def _speedup_figure(curve: SimulatedCurve) -> Figure:
-    """Speedup over devices on axes that double, with its interval, against the ideal."""
     points, base = curve.fitting, curve.base
     at = [point.devices for point in points]
     ideal = [point.devices / base.devices for point in points]
@@ -188,7 +184,6 @@ def _speedup_figure(curve: SimulatedCurve) -> Figure:
 
 
 def _efficiency_figure(curve: SimulatedCurve, published: Sequence[Likeness]) -> Figure:
-    """Efficiency over devices with its interval, the 50 % line, and published curves."""
     points = curve.fitting
     at = [point.devices for point in points]
     figure = Figure(Axis("devices"), Axis("efficiency, %"))
@@ -228,7 +223,6 @@ def _line(figure: Figure, x: Sequence[float], y: Sequence[float], name: str, col
 
 
 def _band(figure: Figure, at: Sequence[int], intervals: Sequence[Interval]) -> None:
-    """An area between the ends of the intervals."""
     ends = [*(one.low for one in intervals), *(one.high for one in reversed(intervals))]
     figure.traces.append(Points("80 % interval", [*at, *reversed(at)], ends, _BAND, width=0, fill="area", hints=()))
 
@@ -253,7 +247,6 @@ def _hover(point: Point) -> str:
 
 
 def _doubling(figure: Figure, at: Sequence[int]) -> None:
-    """A logarithmic axis of devices, its ticks at powers of two."""
     first, last = math.floor(math.log2(at[0])), math.ceil(math.log2(at[-1]))
     marks = [2**power for power in range(first, last + 1)][:: max(1, -(-(last - first) // 6))]
     figure.x.log, figure.x.grid = True, False

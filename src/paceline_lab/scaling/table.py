@@ -142,7 +142,6 @@ def _print(console: Console, *forms: Table) -> None:
 
 
 def _parts(report: Report) -> dict[str, str]:
-    """Names of the parts that are no negligible share of a rank's step."""
     steps = [rank.parts_s for setting in report.settings for rank in setting.ranks]
     return {
         part: name
@@ -211,7 +210,6 @@ def _breakdown(report: Report) -> Table:
 
 
 def _circumstances(report: Report) -> Iterator[tuple[str, str]]:
-    """Facts on how and where the benchmark was measured."""
     each = f"{report.steps} steps" if report.steps else f"training to {report.target}"
     synthetic = ", on synthetic data" if report.synthetic else ""
     yield (
@@ -290,7 +288,6 @@ def _limits(one: MeasuredSetting, many: MeasuredSetting) -> list[str]:
 
 
 def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[str]:
-    """Compare the plan that `auto` chose with the fixed layout."""
     if chosen is None:
         return []
     if chosen is many:
@@ -310,7 +307,6 @@ def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[s
 
 
 def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> list[str]:
-    """Recommend a larger batch if the interval of its gain excludes zero."""
     gain = None if weak is None else _gain(many, weak)
     if weak is None or gain is None or gain.low <= 1 or many.throughput.overlaps(weak.throughput):
         return []

@@ -174,7 +174,6 @@ def counts(cluster: Cluster) -> list[int]:
 def _best(
     job: Job, cluster: Cluster, calibration: Basis | None, per_device: float | None
 ) -> list[tuple[Cluster, Point]]:
-    """The best plan for each number of devices."""
     sizes = counts(cluster)
     batches = [job.global_batch if per_device is None else max(1, round(per_device * count)) for count in sizes]
 
@@ -358,7 +357,6 @@ def _headline(curve: SimulatedCurve) -> str:
 
 
 def _pays(curve: SimulatedCurve) -> list[str]:
-    """Sentence on the devices up to which the efficiency stays above one half."""
     known = [(point.devices, point.efficiency) for point in curve.fitting if point.efficiency is not None]
     paying = [devices for devices, share in known if share.middle >= PAYS]
     surely = [devices for devices, share in known if share.low >= PAYS]
@@ -371,7 +369,6 @@ def _pays(curve: SimulatedCurve) -> list[str]:
 
 
 def _limits(curve: SimulatedCurve) -> list[str]:
-    """Sentence on what is lost at the most devices."""
     last, base = curve.last, curve.base
     if last is base or last.efficiency is None:
         return []
@@ -410,7 +407,6 @@ def _sacrifice(curve: SimulatedCurve) -> str:
 
 
 def _changes(curve: SimulatedCurve) -> list[str]:
-    """Sentence on where another kind of plan becomes the best."""
     kinds = [(point.devices, kind_of_plan(point.candidate.plan)) for point in curve.fitting if point.candidate]
     told = [f"from {devices:,} on {kind}" for (_, before), (devices, kind) in pairwise(kinds) if kind != before]
     return [f"The best plan changes: {kinds[0][1]} on {kinds[0][0]:,}, {listed(told)}."] if told else []

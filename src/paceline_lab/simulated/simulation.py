@@ -306,7 +306,6 @@ def _cells(point: Point, base: Point, *, goodput: bool) -> Iterator[str | Text]:
 
 
 def _limits(curve: SimulatedCurve, *, cores: bool) -> Table:
-    """Limits of each number of devices."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("devices", justify="right", no_wrap=True)
     table.add_column("more than ideal, of a step", overflow="fold", ratio=1)

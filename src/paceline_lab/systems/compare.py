@@ -253,7 +253,6 @@ class Compare:
         return 1 if way.system.name == PLAIN else self.ranks
 
     def _losses(self, reference: Reference, steps: int) -> list[float]:
-        """Losses of one process."""
         task = self._task(Way(REFERENCE.name, REFERENCE, "", global_batch=reference.batch), steps)
         task = replace(task, parts=reference.parts, disturbed=reference.disturbed)
         return self._one(REFERENCE, task, alone=True).steps.losses
@@ -350,7 +349,6 @@ class Compare:
 
 
 def _busiest(emulation: Emulation | None) -> float:
-    """Bytes of the link that carried most."""
     if emulation is None:
         return 0.0
     return float(max(max(link.sent_bytes, link.received_bytes) for link in emulation.carried().values()))

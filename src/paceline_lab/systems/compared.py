@@ -191,7 +191,6 @@ def show(found: Comparison, console: Console) -> None:
 
 
 def _scaling(found: Comparison) -> str:
-    """The batches behind the speedups."""
     if found.scaling == "strong":
         return (
             f"strong    a global batch of {found.global_batch}; speedup: against one process on one core with the same"
@@ -394,7 +393,6 @@ def _notes(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
 
 
 def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
-    """Limits of the comparison of losses."""
     from paceline_lab.systems.proof import normalises_apart
 
     taken = {way.way for way in ways}

@@ -221,7 +221,6 @@ class Kill:
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """True for the process of the rank, by what its launcher gave it."""
     variables = process.environ()
     if process.cmdline()[0].startswith(f"paceline rank {RANK} of"):
         return True

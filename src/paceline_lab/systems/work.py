@@ -154,7 +154,6 @@ def _disturb(model: nn.Module) -> None:
 
 
 def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
-    """A batch by a data set's access to many samples, collated where it was not."""
     found = whole(indices)
     return default_collate(found) if isinstance(found, list) else found
 
