@@ -508,10 +508,11 @@ class Engine:
 
     # Update
 
-    def _clip(self, norm: float) -> None:
-        clip = self.settings.clip_norm
-        if clip is not None and norm > clip:
-            torch._foreach_mul_(self.reduction.gradients, clip / (norm + 1e-6))
+    def _clip(self, norm: float, most: float | None = None) -> None:
+        """Scale the gradients, whose L2 norm is `norm`, down to `most`, or else to the job's limit."""
+        most = self.settings.clip_norm if most is None else most
+        if most is not None and norm > most:
+            torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
         self.rule.step_optimizer(self.optimizer)

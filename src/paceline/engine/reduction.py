@@ -244,6 +244,14 @@ class GradientReduction:
         self.gradients = result.gradients
         return result.everywhere
 
+    def norm(self) -> float:
+        """L2 norm of `gradients`; of the whole model's where it is divided. Every rank calls it."""
+        if self.split is None:
+            return math.hypot(*numbers(self._norms()))
+        square = self.split.gradient_square()
+        self.world.all_reduce(square)
+        return math.sqrt(float(square))
+
     def _norms(self) -> Sequence[Tensor]:
         return torch._foreach_norm(self.gradients) if self.gradients else ()
 

@@ -98,6 +98,17 @@ def several_backward_passes_before_a_step() -> list[float]:
     return facts([], *model.parameters())
 
 
+def reduced_and_own_gradients_in_turn() -> list[float]:
+    model = network()
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loader=data())
+    losses = []
+    for x, y in engine.loader:
+        for sync in (True, False, True, False):
+            engine.backward(F.cross_entropy(model(x), y), sync=sync)
+        losses.append(engine.update().loss)
+    return facts(losses, *model.parameters())
+
+
 def gan(named: bool) -> list[float]:
     generator, discriminator = network(FEATURES), network(1)
     of_g, of_d = Adam(generator.parameters(), lr=0.05), SGD(discriminator.parameters(), lr=0.1, momentum=0.9)
@@ -313,6 +324,7 @@ LOOPS: list[Callable[[], list[float]]] = [
     a_loop_written_for_fabric,
     accumulation,
     several_backward_passes_before_a_step,
+    reduced_and_own_gradients_in_turn,
     gan_by_names,
     gan_by_zero_grad,
     two_optimizers_of_one_model_in_a_step,

@@ -37,12 +37,10 @@ from paceline.run.own_loop.optimizer_steps import (
     Refusals,
     check_all_step,
     check_backward,
-    clip,
     no_loss,
     summed_apart,
-    total_norm,
 )
-from paceline.run.own_loop.state import Measure, evaluate, own_batches
+from paceline.run.own_loop.state import Measure, evaluate, mean_loss, own_batches
 from paceline.sync.rows import numbers_of
 
 OnStep = Callable[[StepResult], object]
@@ -97,7 +95,7 @@ class OwnLoop(Engine):
         self.compute.normalization.warns = self.is_main
         self.steps.watch(
             self._before_own_step,
-            self._after_own_step,
+            self._end_own_step,
             lambda: self._newest_loss,
             ranks=group.size,
             divided_by=None if split is None else plan,
@@ -155,8 +153,14 @@ class OwnLoop(Engine):
         self.replica.backward.only = set(parameters) if parameters is not None else None
         self.replica.backward.last = sync and self.split is None
         gradients = self._gradients("collected" if sync else "kept")
-        summed = [] if self.group.size == 1 or self.local_steps else self.steps.parameters_of(targets - self.steps.kept)
-        with summed_apart(summed), gradients, self._in_backward():
+        reduces = self.group.size > 1 and not self.local_steps
+        already = self.steps.parameters_of(targets - self.steps.with_gradients(targets, own=True)) if reduces else []
+        if not sync:
+            # the next reduction adds up what the ranks have: of gradients that it has had before, one rank's are enough
+            for parameter in already:
+                parameter.grad = None if self.group.rank or parameter.grad is None else parameter.grad.clone()
+            already = []
+        with summed_apart(already), gradients, self._in_backward():
             scale = 1.0 if self.compute.loss_scale is None else self.compute.loss_scale.value
             # a rank without items takes part in the backward pass and adds nothing
             empty = None if (share if items is None else items) else NoGradient(loss)
@@ -166,7 +170,7 @@ class OwnLoop(Engine):
                 empty.release()
             if sync:
                 self._agree()
-        self.steps.computed(targets, agreed=sync)
+        self.steps.computed(targets, reduced=sync)
         self.replica.backward.only = None
         return self._newest_loss
 
@@ -186,24 +190,36 @@ class OwnLoop(Engine):
         """
         stepped = self.steps.numbers(optimizers)
         self.steps.check_no_closure(stepped)
-        if self.steps.kept & stepped:
-            self._agree_late(stepped)
-        if not self.steps.agreed & stepped:
+        if self.steps.with_gradients(stepped, own=True):
+            self.replica.backward.only = set(self.steps.parameters_of(stepped))
+            self._agree()
+            self.replica.backward.only = None
+            self.steps.computed(stepped, reduced=True)
+        if not self.steps.with_gradients(stepped, own=False):
             raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
-        parameters = self.steps.parameters_of(stepped)
+        gradients = self.reduction.gradients = numbers_of(self.steps.parameters_of(stepped))
         if self.compute.loss_scale is not None:
-            self.compute.loss_scale.unscale(numbers_of(parameters))
+            self.compute.loss_scale.unscale(gradients)
         if clip_value is not None:
-            gradients = numbers_of(parameters)
             torch._foreach_clamp_min_(gradients, -clip_value)
             torch._foreach_clamp_max_(gradients, clip_value)
-        norm = total_norm(parameters, self.split, self.group)
+        norm = self.reduction.norm()
         loss, step = float(self._newest_loss), self.step_count + 1
         problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)
         if problem is None:
-            clip(parameters, norm, self.settings.clip_norm if clip_norm is None else clip_norm)
-            self._step_optimizers(stepped)
-        self._end_update(stepped, step, updated=problem is None)
+            self._clip(norm, clip_norm)
+            self._prepare_update(step)
+            with self.steps.by_the_engine():
+                for number in sorted(stepped):
+                    self.optimizers[number].step()
+            if self.compute.loss_scale is not None:
+                self.compute.loss_scale.grow()
+        self.reduction.gradients = []
+        for parameter in self.steps.parameters_of(stepped):
+            parameter.grad = None
+        self.steps.stepped(stepped)
+        self._end_own_step(len(stepped), updated=problem is None)
+        self.guard.remember()
         position = self.loader.position
         result = StepResult(step, loss, 0 if position is None else position.total, norm, problem, {}, None)
         for callback in self.on_step:
@@ -300,7 +316,7 @@ class OwnLoop(Engine):
         """
         if isinstance(metrics, list):
             return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
-        return evaluate(self, data, metrics)
+        return mean_loss(self, data) if metrics is None else evaluate(self, data, metrics)
 
     def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
         """Write a checkpoint into `folder`, for any plan; every rank calls it.
@@ -333,7 +349,7 @@ class OwnLoop(Engine):
     def clear(self) -> None:
         """Drop gradients that no optimizer has stepped on."""
         self._clear_gradients()
-        self.steps.forget()
+        self.steps.gradients.clear()
         self.shares.forget()
 
     def close(self) -> None:
@@ -343,43 +359,17 @@ class OwnLoop(Engine):
         self.refusals.close()
         super().close()
 
-    # Backward
-
     def _agree(self) -> None:
         if self.group.size == 1:
             return
         self.signals.tensor.zero_()
         self.reduction.apply_rule(self.step_count + 1)
 
-    def _agree_late(self, stepped: set[int]) -> None:
-        self.replica.backward.only = set(self.steps.parameters_of(stepped))
-        self._agree()
-        self.replica.backward.only = None
-        self.steps.computed(stepped, agreed=True)
-
-    # Update
-
-    def _step_optimizers(self, stepped: set[int]) -> None:
-        self._prepare_update(self.step_count + 1)
-        with self.steps.by_the_engine():
-            for number in sorted(stepped):
-                self.optimizers[number].step()
-        if self.compute.loss_scale is not None:
-            self.compute.loss_scale.grow()
-
-    def _end_update(self, stepped: set[int], step: int, *, updated: bool) -> None:
-        for parameter in self.steps.parameters_of(stepped):
-            parameter.grad = None
-        self.steps.stepped(stepped)
-        if self.local_steps:
-            check_all_step(self.plan, len(stepped), len(self.optimizers))
-            self._follow_changes()
-        # a replica that left its update out takes part in an average, since others wait for it
-        if updated or self.local_steps:
-            self.rule.after_step(step)
-        self.step_count = step
-        self._casting = False
-        self.guard.remember()
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        self.on_phase("compute", self.step_count + 1)
+        yield
+        self.on_phase("data", self.step_count + 1)
 
     # Steps that the loop takes by `optimizer.step()`
 
@@ -392,19 +382,15 @@ class OwnLoop(Engine):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self._prepare_update(self.step_count + 1)
 
-    def _after_own_step(self, number: int) -> None:
+    def _end_own_step(self, stepped: int = 1, *, updated: bool = True) -> None:
         if self.local_steps:
-            check_all_step(self.plan, 1, len(self.optimizers))
+            check_all_step(self.plan, stepped, len(self.optimizers))
             self._follow_changes()
-        self.rule.after_step(self.step_count + 1)
+        # a replica that left its update out takes part in an average, since others wait for it
+        if updated or self.local_steps:
+            self.rule.after_step(self.step_count + 1)
         self.step_count += 1
         self._casting = False
-
-    @contextmanager
-    def _in_backward(self) -> Iterator[None]:
-        self.on_phase("compute", self.step_count + 1)
-        yield
-        self.on_phase("data", self.step_count + 1)
 
     # Which parameters are whose
 

@@ -6,10 +6,10 @@ Each optimizer needs gradients that are reduced over all ranks.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -22,12 +22,10 @@ from paceline.data.loader import Loader, Position
 from paceline.device import uploaded, widest_float
 from paceline.errors import CheckpointError, DataError, JobError, PlanError, SyncError
 from paceline.planning.plan import Plan
-from paceline.sync.rows import numbers_of
 from paceline.sync.rule import Replica, not_by_the_engine
 
 if TYPE_CHECKING:
     from paceline.run.own_loop.loop import OwnLoop
-    from paceline.split.apply import Split
 
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
@@ -40,15 +38,13 @@ class OptimizerSteps:
 
     Attributes:
         optimizers: in the order in which `setup` was given them.
-        agreed: those whose gradients are of the global batch now.
-        kept: those whose gradients are still this rank's alone.
+        gradients: `own` of this rank alone, `reduced` over all ranks, or `left` by an update of another optimizer
+            after that; none after a step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self.agreed: set[int] = set()
-        self.kept: set[int] = set()
-        self._left: set[int] = set()  # those that still have gradients of a backward pass whose update was of another
+        self.gradients: dict[int, Literal["own", "reduced", "left"]] = {}
         self._ignored: set[int] = set()
         self._by_engine = False
         self._hooks: list[Any] = []
@@ -63,7 +59,7 @@ class OptimizerSteps:
     def watch(
         self,
         before: Callable[[], object],
-        after: Callable[[int], object],
+        after: Callable[[], object],
         newest_loss: Callable[[], Tensor],
         *,
         ranks: int,
@@ -73,7 +69,7 @@ class OptimizerSteps:
 
         Args:
             before: called before a step that the loop takes by `optimizer.step()`.
-            after: called with the optimizer's number after such a step.
+            after: called after such a step.
             newest_loss: the mean loss over all ranks.
             divided_by: the plan, where it divides the model.
         """
@@ -85,7 +81,7 @@ class OptimizerSteps:
 
     @contextmanager
     def by_the_engine(self) -> Iterator[None]:
-        """Context in which the engine steps the optimizers, and no step is checked."""
+        """Let the engine step the optimizers: no step is checked."""
         self._by_engine = True
         try:
             yield
@@ -132,39 +128,29 @@ class OptimizerSteps:
 
     # What happens to their gradients
 
-    def computed(self, numbers: set[int], *, agreed: bool) -> None:
-        """Note gradients that were computed, and whether the ranks agreed on them."""
-        if agreed:
-            self.kept -= numbers
-            self.agreed |= numbers
-        else:
-            self.kept |= numbers
+    def with_gradients(self, numbers: set[int], *, own: bool) -> set[int]:
+        """Those of some optimizers with gradients of this rank alone, or with reduced ones."""
+        return {n for n in numbers if n in self.gradients and (self.gradients[n] == "own") == own}
+
+    def computed(self, numbers: set[int], *, reduced: bool) -> None:
+        """Note gradients that were computed, and whether they were reduced over all ranks."""
+        self.gradients |= dict.fromkeys(numbers, "reduced" if reduced else "own")
 
     def stepped(self, numbers: set[int]) -> None:
         """Note an update by these optimizers, whose gradients are used up."""
-        self._left = (self._left | self.agreed) - numbers
-        self.agreed -= numbers
-
-    def forget(self) -> None:
-        """Note that there are no gradients."""
-        self.agreed.clear()
-        self.kept.clear()
-        self._left.clear()
+        left = self.with_gradients(self.gradients.keys() - numbers, own=False)
+        self.gradients = {n: "left" if n in left else of for n, of in self.gradients.items() if n not in numbers}
 
     def refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
         """Refuse to add to gradients of an earlier loss, whose update was another optimizer's."""
-        left = [
-            number
-            for number in sorted(targets & self._left)
-            if any(p.grad is not None for p in self.parameters_of({number}))
-        ]
-        self._left -= targets
-        if left and named:
-            raise JobError(
-                f"optimizer {left[0]} still has gradients of an earlier loss, whose update was of another "
-                "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear them with "
-                "optimizer.zero_grad()"
-            )
+        for number in sorted(n for n in targets if self.gradients.get(n) == "left"):
+            if named and any(p.grad is not None for p in self.parameters_of({number})):
+                raise JobError(
+                    f"optimizer {number} still has gradients of an earlier loss, whose update was of another "
+                    "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear them "
+                    "with optimizer.zero_grad()"
+                )
+            self.gradients[number] = "reduced"
 
     # Steps that the loop takes itself
 
@@ -219,12 +205,12 @@ class OptimizerSteps:
             self._check_step(number)
 
     def _check_step(self, number: int) -> None:
-        if number in self.kept:
+        if self.gradients.get(number) == "own":
             raise SyncError(
                 "the newest gradients are this rank's alone (sync=False): the last engine.backward before "
                 "optimizer.step() needs sync=True, or write engine.update()"
             )
-        if number not in self.agreed:
+        if number not in self.gradients:
             raise SyncError(
                 "optimizer.step() without engine.backward(loss) since its last step: the ranks have no "
                 "gradients in common. Write engine.backward(loss) instead of loss.backward()"
@@ -234,9 +220,8 @@ class OptimizerSteps:
         if self._by_engine:
             return
         number = next(i for i, own in enumerate(self.optimizers) if own is optimizer)
-        self.agreed.discard(number)
-        self._left.discard(number)
-        self._after(number)
+        self.gradients.pop(number, None)
+        self._after()
 
 
 class Optimizers:
@@ -295,11 +280,8 @@ class Optimizers:
             )
 
     def _firsts(self) -> list[int]:
-        firsts, count = [], 0
-        for optimizer in self.optimizers:
-            firsts.append(count)
-            count += sum(len(group["params"]) for group in optimizer.param_groups)
-        return firsts
+        sizes = (sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
+        return list(accumulate(sizes, initial=0))[:-1]
 
 
 @contextmanager
@@ -316,22 +298,6 @@ def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     yield
     for parameter, gradient in earlier.items():
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-def total_norm(parameters: Sequence[nn.Parameter], split: Split | None, group: Group) -> float:
-    """L2 norm of these parameters' gradients; of the whole model's where it is divided."""
-    if split is not None:
-        square = split.gradient_square()
-        group.all_reduce(square)
-        return math.sqrt(float(square))
-    gradients = numbers_of(parameters)
-    return float(nn.utils.get_total_norm(gradients)) if gradients else 0.0
-
-
-def clip(parameters: Iterable[nn.Parameter], norm: float, largest: float | None) -> None:
-    """Scale the gradients, whose L2 norm is `norm`, down to the norm `largest`."""
-    if largest is not None and norm > largest:
-        torch._foreach_mul_(numbers_of(parameters), largest / (norm + 1e-6))
 
 
 class LossShares:

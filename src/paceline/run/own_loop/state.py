@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from paceline.data.deal import check, deal
 from paceline.data.loader import Loader, changed_data
 from paceline.data.samples import padded
 from paceline.device import widened
-from paceline.errors import CheckpointError, DataError, JobError, PlanError, RunError
+from paceline.errors import CheckpointError, DataError, JobError, PacelineError, PlanError, RunError
 from paceline.files import short_name
 from paceline.job.batch import on_device, rows
 from paceline.job.loss_items import LossMetric
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from paceline.run.own_loop.loop import OwnLoop
 
 
+Made = TypeVar("Made")
+
 _EXTRA = "extra/"  # before the names of tensors of the user's own objects
 
 
@@ -51,7 +53,8 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     """
     _check_folder(engine, folder)
     tensors: dict[str, Tensor] = {}
-    encoded = {name: encode(_state_of(value), f"{_EXTRA}{name}", tensors) for name, value in objects.items()}
+    states = {name: o.state_dict() if hasattr(o, "state_dict") else o for name, o in objects.items()}
+    encoded = {name: encode(state, f"{_EXTRA}{name}", tensors) for name, state in states.items()}
     shared, own = _shared_and_own(engine, encoded, tensors)
     values = {
         "objects": encoded,
@@ -62,38 +65,37 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     taken = snapshot(engine, values)
     taken.shared |= shared
     taken.own |= own
-    group = engine.group
-    made: list[Checkpointer] = []
-
-    def claim() -> None:
-        made.append(
-            Checkpointer(
-                folder,
-                rank=group.rank,
-                world=group.size,
-                keep=keep,
-                deadline_s=group.deadline_s,
-                report=lambda *_: None,
-            )
-        )
+    group, deadline_s = engine.group, engine.group.deadline_s
+    # rank 0 removes what a crash left half-written; no rank may have begun before that
+    writer = _together(
+        engine,
+        lambda: Checkpointer(
+            folder, rank=group.rank, world=group.size, keep=keep, deadline_s=deadline_s, report=lambda *_: None
+        ),
+    )
 
     def write() -> None:
-        made[0].save(engine.step_count, taken)
-        made[0].close()
+        writer.save(engine.step_count, taken)
+        writer.close()
 
-    _together(engine, claim)  # rank 0 removes what a crash left half-written; nobody may have begun before that
     _together(engine, write)
     return folder / step_name(engine.step_count)
 
 
-def _together(engine: OwnLoop, do: Callable[[], None]) -> None:
-    problem = None
+def _together(engine: OwnLoop, do: Callable[[], Made]) -> Made:
+    problem = made = None
     try:
-        do()
+        made = do()
     except CheckpointError as error:
         problem = str(error)
-    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
-        raise CheckpointError(problems[0])
+    _raise_on_all(engine, problem, CheckpointError)
+    return cast(Made, made)
+
+
+def _raise_on_all(engine: OwnLoop, problem: str | None, kind: type[PacelineError]) -> None:
+    """Raise the first rank's problem on every rank."""
+    if said := next((said for said in engine.group.gather_json(problem) if said is not None), None):
+        raise kind(said)
 
 
 def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -129,7 +131,11 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     own_tensors_here = loaded.own_of(
         MeshCoordinate.of(engine.split.mesh) if engine.split is not None else loaded.coordinate
     )
-    found = {name: decode(value, lambda key: _read(loaded, own_tensors_here, key)) for name, value in saved.items()}
+
+    def read(name: str) -> Tensor:
+        return loaded.shared[name] if name in loaded.shared else own_tensors_here[name].clone()
+
+    found = {name: decode(value, read) for name, value in saved.items()}
     for name, value in objects.items():
         value.load_state_dict(found[name])
     return {name: value for name, value in found.items() if name not in objects}
@@ -143,11 +149,9 @@ def export(engine: OwnLoop, path: Path) -> None:
     Raises:
         RunError: the file exists or cannot be written.
     """
+    exists = f"{path} exists already and is not overwritten. Remove it, or name another file."
+    _raise_on_all(engine, exists if engine.is_main and path.exists() else None, RunError)
     problem = None
-    if engine.is_main and path.exists():
-        problem = f"{path} exists already and is not overwritten. Remove it, or name another file."
-    if problem := engine.group.gather_json(problem)[0]:
-        raise RunError(problem)
     with engine.rule.in_agreement(), engine.evaluation.averaged_buffers():
         try:
             _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
@@ -156,8 +160,7 @@ def export(engine: OwnLoop, path: Path) -> None:
                 f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written "
                 "and has the room."
             )
-        if problem := next((said for said in engine.group.gather_json(problem) if said), None):
-            raise RunError(problem)
+        _raise_on_all(engine, problem, RunError)
 
 
 def _check_folder(engine: OwnLoop, folder: Path) -> None:
@@ -197,10 +200,6 @@ def _export_divided(engine: OwnLoop, path: Path) -> None:
         if engine.is_main:
             export_checkpoint(folder, path)
         engine.group.barrier()
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _shared_and_own(
@@ -257,12 +256,7 @@ def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
                 "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without engine.load"
             )
             break
-    if problems := [said for said in engine.group.gather_json(problem) if said is not None]:
-        raise DataError(problems[0])
-
-
-def _read(loaded: Loaded, own: Mapping[str, Tensor], name: str) -> Tensor:
-    return loaded.shared[name] if name in loaded.shared else torch.clone(own[name])
+    _raise_on_all(engine, problem, DataError)
 
 
 _KIND = "!"  # marks a JSON object that stands for something else than a dict with names
@@ -334,9 +328,9 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
 Measure = Callable[[Any], Mapping[str, Any]]
 
 
-def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure | None) -> dict[str, float]:
+def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure) -> dict[str, float]:
     """Mean of each number from `measure` over all samples; see `OwnLoop.evaluate`."""
-    if measure is not None and (engine.plan.pp > 1 or engine.plan.cp > 1):
+    if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
             f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss "
             "given to setup"
@@ -347,37 +341,43 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
     with engine.evaluation.measuring(engine.rule):
         for i, batch in enumerate(dealt.batches):
             engine.evaluation.begin(i)
-            found = _measured(engine, batch, measure)
+            with engine.compute.reads or nullcontext():
+                found = measure(engine.example if batch is None else on_device(batch, engine.device))
+            if not isinstance(found, Mapping):
+                raise JobError(
+                    f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
+                    f"{type(found).__name__}"
+                )
             batches += batch is not None
-            for name, value in found.items():
-                total, count = _sum_and_count(name, value, batch, dealt.loader)
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + total, before[1] + count)
+            if batch is not None and engine.counts_measures:
+                for name, value in found.items():
+                    total, count = _sum_and_count(name, value, batch, dealt.loader)
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + total, before[1] + count)
     everyones = engine.group.gather_json([batches, sums])
     if not any(count for count, _ in everyones):
         raise DataError(_nothing_to_measure(data))
     return _means([sums for _, sums in everyones])
 
 
-def _measured(engine: OwnLoop, batch: Any, measure: Measure | None) -> Mapping[str, Any]:
-    if measure is not None:
-        with engine.compute.reads or nullcontext():
-            found = measure(engine.example if batch is None else on_device(batch, engine.device))
-        if not isinstance(found, Mapping):
-            raise JobError(
-                f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
-                f"{type(found).__name__}"
-            )
-        return {} if batch is None or not engine.counts_measures else found
+def mean_loss(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any]) -> dict[str, float]:
+    """The mean over all samples of the loss given to `setup`."""
     if not engine.has_loss:
         raise JobError(
             "setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict"
         )
-    computed = engine.compute.output(batch)
-    if computed is None or batch is None:
-        return {}
-    output, placed = computed
-    return {"loss": engine.compute.normalization.measured(LossMetric(engine.loss), output, placed)}
+    batches = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal batches
+        for batch in own_batches(data, engine):
+            batches += batch is not None
+            yield batch
+
+    found = engine.evaluate(counted(), [LossMetric(engine.loss)])
+    if not any(engine.group.gather_json(batches)):
+        raise DataError(_nothing_to_measure(data))
+    return found
 
 
 def _nothing_to_measure(data: Any) -> str:
