@@ -56,7 +56,7 @@ def most_behind(run: Path, worst: list[int]) -> Callable[[int], None]:
 
 def train_slowly_written(run: Path) -> None:
     """Train as a rank whose checkpoints would never be finished beside the training."""
-    checkpoint._REST = 10_000.0
+    checkpoint.REST = 10_000.0
     worst: list[int] = []
     with after_each_step(most_behind(run, worst)):
         train_as_rank(run)

@@ -202,7 +202,6 @@ class Checkpoints(Callback):
         self._rewinds = 0
 
     def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; begins a due checkpoint unless the run ends with one anyway."""
         if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
             self.save()
         if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from paceline.run.build import begin_engine, check_device, predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
-from paceline.run.record.recorder import WITNESS, Callback, Events, Remarks, StepInfo, StepRecorder, Unwritten, Witness
+from paceline.run.record.recorder import WITNESS, Board, Callback, Events, Remarks, StepInfo, StepRecorder, Witness
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting, follows_times
@@ -49,28 +50,28 @@ def train_in(run: Run, group: Group) -> None:
     job = run.job
     check_device(run, group)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    loop, boundary, signals = _loop(run, run.plan, data, group), None, list[str]()
-    with stop_signals(signals.append):
+    boundary, signals = None, list[str]()
+    with stop_signals(signals.append), closing(Board(run.path)) as board:
+        loop = _loop(run, run.plan, data, group, board)
         while not loop.run(boundary, recut=True):
             boundary, plan = loop.boundary(), replace(run.plan, cut=loop.recutting.cut)
             signals += [loop.signal] if loop.signal else []
             loop.engine.on_phase("starting", boundary.step)
             loop.engine.close()
-            unwritten = loop.recorder.unwritten
             del loop
             gc.collect()  # the weights
-            loop = _loop(run, plan, data, group, unwritten)
+            loop = _loop(run, plan, data, group, board)
             loop.signal = next(iter(signals), None)
             boundary = boundary if loop.resumed(boundary) else None
-    loop.engine.close()
+        loop.engine.close()
 
 
-def _loop(run: Run, plan: Plan, data: DataSets, group: Group, unwritten: Unwritten = ()) -> Loop:
+def _loop(run: Run, plan: Plan, data: DataSets, group: Group, board: Board) -> Loop:
     begun = time.monotonic()
     engine = begin_engine(run.job, plan, data, group)
     # from here on every data-parallel rank draws numbers of its own
     seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
-    loop = Loop(run, engine, data, group, unwritten=unwritten)
+    loop = Loop(run, engine, data, group, board=board)
     loop.recutting.on, loop.recutting.built_s = follows_times(run.plan), time.monotonic() - begun
     return loop
 
@@ -88,8 +89,8 @@ class Loop:
         leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
     """
 
-    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, unwritten: Unwritten = ()) -> None:
-        """Create a loop; `unwritten` has the TensorBoard events not yet flushed from the previous generation."""
+    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, board: Board | None = None) -> None:
+        """Create a loop; `board` is the process's, where that may train in other loops of the run."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
@@ -97,7 +98,7 @@ class Loop:
         first = group.rank == 0
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
         self.events = Events(run, progress, writes=first)
-        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, unwritten=unwritten)
+        self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, board=board)
         self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
@@ -145,13 +146,11 @@ class Loop:
                 if reason is None:
                     # before the record is closed, which tells of the checkpoint under way
                     self.checkpoints.saving.settle()
-                    self.recorder.goes_on = True
                     return False
                 self._finish(reason)
             return True
         except BaseException as error:
-            self.recorder.goes_on = ends_generation(error)
-            if not self.recorder.goes_on:
+            if not ends_generation(error):
                 tell_of_failure(error)
             raise
         finally:
@@ -235,7 +234,6 @@ class Loop:
             yield info
 
     def _recorded(self, begun: _Begun) -> StepInfo:
-        """A step that was begun, once its numbers are known to be finite."""
         assert begun.position is not None
         result = self.engine.settle(begun.step)
         info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +113,6 @@ class RemoteRun:
         self.lease.check()
 
     def _prepare(self) -> None:
-        """Have in `path` what the run continues from, or nothing."""
         listed = self.store.list()
         here = (self.path / self.kind.mark).is_file()
         if self.kind != RUN and JOB in listed:
@@ -136,7 +134,6 @@ class RemoteRun:
             self._set_aside()
 
     def _set_aside(self) -> None:
-        """Move away what an older attempt has left here."""
         try:
             if self.path.exists():
                 shutil.rmtree(self._old, ignore_errors=True)
@@ -160,37 +157,15 @@ def copy_of(url: str, say: Say, *, checkpoint: bool) -> Iterator[Path]:
         RunError: there is no run.
         StorageError: the store cannot be used.
     """
-    store, listed = _run_at(url)
+    store = Store(url)
+    listed = store.list()
+    if JOB not in listed:
+        raise RunError(f"{store.url} is not a run: it has no {JOB}")
     with scratch_folder() as folder:
         # Where --layout hf looks for it, too.
         run = folder / store.url.rpartition("/")[2]
         fetch_run(store, listed, run, say, checkpoint=checkpoint)
         yield run
-
-
-def record_at(url: str) -> Path:
-    """Record of the run at a URL, without checkpoints, in a new temporary folder.
-
-    Raises:
-        RunError: there is no run.
-        StorageError: the store cannot be used.
-    """
-    store, listed = _run_at(url)
-    folder = Path(tempfile.mkdtemp(prefix="paceline-run-"))
-    try:
-        fetch_run(store, listed, folder / "run", lambda _: None, checkpoint=False)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    return folder / "run"
-
-
-def _run_at(url: str) -> tuple[Store, dict[str, Entry]]:
-    store = Store(url)
-    listed = store.list()
-    if JOB not in listed:
-        raise RunError(f"{store.url} is not a run: it has no {JOB}")
-    return store, listed
 
 
 def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: bool) -> None:
@@ -364,7 +339,6 @@ class Uploader:
             self._ending.wait(EVERY_S)
 
     def _check(self) -> None:
-        """Raise where nothing may be written any more."""
         self.allowed()
         if self._given_up.is_set():
             raise RunError("the upload was given up")
@@ -424,7 +398,6 @@ class Uploader:
         yield from sorted(found, key=lambda entry: (entry[0] not in _TOLD, entry[0] == JOB, entry[0]))
 
     def _newest_here(self) -> tuple[int, Path, Stamp] | None:
-        """Step, folder and manifest's stamp of the newest whole checkpoint."""
         for step, folder in reversed(checkpoints(self.folder / CHECKPOINTS)):
             with suppress(FileNotFoundError):  # replaced or removed just now
                 return step, folder, _stamp(folder / MANIFEST)

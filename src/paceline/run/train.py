@@ -327,7 +327,6 @@ def _record(job: Job, cluster: Cluster, plan: Plan, path: Path, before: Run | No
 
 
 def _lock_on(run: Run, takeover: Takeover | None, say: Say) -> RunLock:
-    """The lock on a run that goes on; taken already where ranks were kept."""
     if takeover and takeover.next_generation:
         return takeover.next_generation.lock
     return RunLock(run.path, say, succeeds=takeover is not None)

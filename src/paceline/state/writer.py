@@ -44,7 +44,7 @@ from paceline.wire.status import GenerationOver, generation_is_over
 Report = Callable[[str, dict[str, Any]], None]
 
 # of the CPU time that a piece took: training meets the writing, which wants memory and a core, a tenth of its time
-_REST = 9.0
+REST = 9.0
 _LOOK_EVERY_S = 0.02
 _AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits no longer than this for the others
 
@@ -246,7 +246,7 @@ class Checkpointer:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         started = time.thread_time()
         for _ in self._work:
-            if self._hurry.wait(_REST * (time.thread_time() - started)):
+            if self._hurry.wait(REST * (time.thread_time() - started)):
                 return
             started = time.thread_time()
 

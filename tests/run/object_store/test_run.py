@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -145,7 +146,9 @@ class TestMirror:
             (run.path / "job.yaml").write_text("name: x\n")
             with pytest.raises(RunError, match=r"1 files .*--run file://.* --resume"):
                 run.__exit__(None, None, None)
-            run.uploader._thread.join(30)
+            for thread in threading.enumerate():
+                if thread.name == "run-upload":
+                    thread.join(30)
         with pytest.raises(RunError, match="it could not be uploaded"), RemoteRun(url, print, resume=False):
             pass
         with RemoteRun(url, lambda line: None, resume=True) as run:

@@ -27,6 +27,7 @@ import paceline
 from paceline.engine.engine import StepResult
 from paceline.errors import CheckpointError, DataError, RunError
 from paceline.run import trackers
+from paceline.run.own_loop import state as own_state
 from paceline.run.own_loop.state import decode, encode
 from paceline.state.writer import Checkpointer
 from ranks import Ranks
@@ -244,13 +245,12 @@ def test_ranks_that_save_into_folders_of_their_own_are_told_so(ranks: Ranks, tmp
 def saves_while_the_first_rank_is_late(folder: str) -> bool:
     """Rank 0 looks into the folder only when the others have had the time to write."""
     engine = plain_engine()
-    claim = Checkpointer._claim_folder
 
-    def late(self: Checkpointer) -> None:
-        time.sleep(0.5 * (self.rank == 0))
-        claim(self)
+    def late(*args: Any, **settings: Any) -> Checkpointer:
+        time.sleep(0.5 * (settings["rank"] == 0))
+        return Checkpointer(*args, **settings)
 
-    Checkpointer._claim_folder = late  # type: ignore[method-assign]
+    own_state.Checkpointer = late  # type: ignore[misc, assignment]
     path = engine.save(folder)
     return bool((path / "manifest.json").exists())
 

@@ -90,9 +90,11 @@ def ignored(target: Tensor) -> Tensor:
 
 
 def trained(
-    make: Callable[[], nn.Module], plan: str, batch: int, *, ignore: bool = False, **settings: Any
+    make: Callable[[], nn.Module], plan: str, batch: int, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Losses, gradient norms and weights of some steps; `make` builds the model from a fixed seed."""
+    settings = dict(settings or {})
+    ignore = settings.pop("ignore", False)
     torch.manual_seed(3)
     model = make()
     generator = torch.Generator().manual_seed(5)
@@ -138,55 +140,27 @@ def assert_equal(one: dict[str, Any], many: dict[str, Any]) -> None:
     assert many["has_state"] == one["has_state"]
 
 
-@pytest.mark.parametrize("make", [Tied, Branches, frozen], ids=lambda f: f.__name__)
-def test_replicas_learn_what_one_process_learns(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-    """Three ranks: shares of 7, 7 and 6 samples, and a last batch that leaves two of them without any."""
-    one = trained(make, "dp=1", 20)
-    for many in ranks(3, trained, make, "dp=3", 20):
-        assert_equal(one, many)
-
-
-def test_the_simplest_rule_computes_what_one_process_does(ranks: Ranks) -> None:
-    one = trained(Branches, "dp=1", 20)
-    for many in ranks(2, trained, Branches, "dp=2 sync=averaging", 20):
-        assert_equal(one, many)
-
-
-def test_a_last_batch_smaller_than_the_replicas_is_weighed_exactly(ranks: Ranks) -> None:
-    one = trained(plain, "dp=1", 12)
-    for many in ranks(4, trained, plain, "dp=4", 12):
-        assert_equal(one, many)
-
-
-@pytest.mark.parametrize("make", [normalised, images], ids=lambda f: f.__name__)
-def test_synchronised_batch_norm_sees_the_global_batch(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
-    one = trained(make, "dp=1", 16, batch_norm="sync")
-    for many in ranks(3, trained_with_sync, make):
-        assert_equal(one, many)
-
-
-def trained_with_sync(make: Callable[[], nn.Module]) -> dict[str, Any]:
-    return trained(make, "dp=3", 16, batch_norm="sync")
-
-
-def trained_with_clipping(plan: str) -> dict[str, Any]:
-    return trained(plain, plan, 20, clip_norm=0.05)
-
-
-def test_clipping_uses_the_norm_of_the_whole_gradient(ranks: Ranks) -> None:
-    one = trained_with_clipping("dp=1")
-    assert min(one["norms"]) > 0.05, "otherwise nothing is clipped here"
-    for many in ranks(2, trained_with_clipping, "dp=2"):
-        assert_equal(one, many)
-
-
-def trained_with_ignored_labels(plan: str) -> dict[str, Any]:
-    return trained(Tied, plan, 20, ignore=True)
-
-
-def test_labels_that_do_not_count_weigh_neither_on_a_replica_nor_in_a_microbatch(ranks: Ranks) -> None:
-    one = trained_with_ignored_labels("dp=1")
-    for many in ranks(2, trained_with_ignored_labels, "dp=2 microbatches=3"):
+@pytest.mark.parametrize(
+    ("replicas", "make", "batch", "plan", "settings"),
+    [
+        # shares of 7, 7 and 6 samples, and a last batch that leaves two of three replicas without any
+        pytest.param(3, Tied, 20, "", {}, id="a shared weight"),
+        pytest.param(3, Branches, 20, "", {}, id="layers that some replicas leave out"),
+        pytest.param(3, frozen, 20, "", {}, id="a frozen weight"),
+        pytest.param(2, Branches, 20, "sync=averaging", {}, id="the simplest rule"),
+        pytest.param(4, plain, 12, "", {}, id="a last batch smaller than the replicas"),
+        pytest.param(3, normalised, 16, "", {"batch_norm": "sync"}, id="synchronised batch norm"),
+        pytest.param(3, images, 16, "", {"batch_norm": "sync"}, id="synchronised batch norm of images"),
+        pytest.param(2, plain, 20, "", {"clip_norm": 0.05}, id="clipping by the norm of the whole gradient"),
+        pytest.param(2, Tied, 20, "microbatches=3", {"ignore": True}, id="labels that do not count"),
+    ],
+)
+def test_replicas_learn_what_one_process_learns(
+    ranks: Ranks, replicas: int, make: Callable[[], nn.Module], batch: int, plan: str, settings: dict[str, Any]
+) -> None:
+    one = trained(make, "dp=1", batch, settings)
+    assert min(one["norms"]) > settings.get("clip_norm", 0.0), "otherwise nothing is clipped here"
+    for many in ranks(replicas, trained, make, f"dp={replicas} {plan}", batch, settings):
         assert_equal(one, many)
 
 

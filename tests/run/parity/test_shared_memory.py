@@ -153,35 +153,25 @@ def assert_equal(found: Weights, expected: Weights) -> None:
         assert torch.allclose(weight, expected[name], rtol=1e-8, atol=1e-10), f"{name} differs by up to {difference:g}"
 
 
-@pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=str)
-def test_ddp(ranks: Ranks, settings: dict[str, Any]) -> None:
-    expected = alone()
-    for found in ranks(3, with_ddp, False, False, settings, backend="shm"):
-        assert_equal(found, expected)
-
-
-def test_ddp_with_unused_parameters(ranks: Ranks) -> None:
-    expected = alone(skips=True)
-    for found in ranks(2, with_ddp, True, False, {"find_unused_parameters": True}, backend="shm"):
-        assert_equal(found, expected)
-
-
-def test_ddp_that_accumulates(ranks: Ranks) -> None:
-    expected = alone(accumulates=True)
-    for found in ranks(2, with_ddp, False, True, {"gradient_as_bucket_view": True}, backend="shm"):
-        assert_equal(found, expected)
-
-
-def test_fully_sharded(ranks: Ranks) -> None:
-    """Three ranks, which do not divide the last layer's 8 rows."""
-    expected = alone()
-    for found in ranks(3, with_fsdp, backend="shm"):
-        assert_equal(found, expected)
-
-
-def test_tensor_parallel(ranks: Ranks) -> None:
-    expected = alone()
-    for found in ranks(2, with_tensor_parallel, backend="shm"):
+@pytest.mark.parametrize(
+    ("size", "train", "arguments", "skips", "accumulates"),
+    [
+        pytest.param(3, with_ddp, [False, False, {}], False, False, id="ddp"),
+        pytest.param(3, with_ddp, [False, False, {"static_graph": True}], False, False, id="ddp, a static graph"),
+        pytest.param(2, with_ddp, [True, False, {"find_unused_parameters": True}], True, False, id="ddp, unused"),
+        pytest.param(
+            2, with_ddp, [False, True, {"gradient_as_bucket_view": True}], False, True, id="ddp, accumulating"
+        ),
+        # three ranks do not divide the last layer's 8 rows
+        pytest.param(3, with_fsdp, [], False, False, id="fully sharded"),
+        pytest.param(2, with_tensor_parallel, [], False, False, id="tensor parallel"),
+    ],
+)
+def test_every_rank_has_the_weights_of_one_process(
+    ranks: Ranks, size: int, train: Callable[..., Weights], arguments: list[Any], skips: bool, accumulates: bool
+) -> None:
+    expected = alone(skips, accumulates)
+    for found in ranks(size, train, *arguments, backend="shm"):
         assert_equal(found, expected)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import struct
 import time
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,18 +27,18 @@ from paceline.comm import Group
 from paceline.engine.engine import StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
-from paceline.run.record.recorder import ResourceUse, StepInfo, StepRecorder, Unwritten
+from paceline.run.record.recorder import Board, ResourceUse, StepInfo, StepRecorder, json_number
 from paceline.run.record.run import read_lines
 from paceline.run.trackers.services import TensorBoard
 from small_jobs import FEATURES, Points, points, small_job, train_here
 
 
-def recorder(path: Path, unwritten: Unwritten = ()) -> StepRecorder:
+def recorder(path: Path, board: Board | None = None) -> StepRecorder:
     (path / "steps").mkdir(parents=True, exist_ok=True)
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
     engine = paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
-    return StepRecorder(path, engine, epoch_steps=9, unwritten=unwritten)
+    return StepRecorder(path, engine, epoch_steps=9, board=board)
 
 
 def result(step: int, *, loss: float = 1.0, timing: Timing | None = None) -> StepResult:
@@ -51,6 +51,12 @@ def timing(step: int) -> Timing:
 
 def written(path: Path) -> list[dict[str, Any]]:
     return list(read_lines(path / "steps" / "rank-0.jsonl"))
+
+
+def tensorboard_of(run: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return events
 
 
 def test_a_step_that_only_another_rank_took_is_written_at_once_and_once(tmp_path: Path) -> None:
@@ -92,7 +98,7 @@ def test_times_that_are_known_one_step_later_stand_in_their_own_step(tmp_path: P
 
 @given(st.floats(width=64))
 def test_a_loss_reads_back_to_the_same_bits(loss: float) -> None:
-    text = record_module._json(loss)
+    text = json_number(loss)
     if loss - loss == 0.0:
         assert struct.pack("d", float(json.loads(text))) == struct.pack("d", loss)
     else:
@@ -115,7 +121,7 @@ def test_the_use_of_the_machine_is_noted_now_and_then(tmp_path: Path, monkeypatc
 def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
     record = recorder(tmp_path)
-    traffic = record.use._engine.replica.traffic
+    traffic = record.engine.replica.traffic
     for step, (sent, plain, error, signal) in enumerate(
         [(100, 100, 0.0, 0.0), (25, 100, 4.0, 100.0), (25, 100, float("nan"), 1.0)], 1
     ):
@@ -128,19 +134,20 @@ def test_what_the_rule_sent_is_noted_since_the_last_reading(tmp_path: Path, monk
     assert [use.get("compression_error") for use in uses] == [None, 0.2, None], "JSON has no NaN"
 
 
-def test_a_run_of_any_length_has_a_reading_from_its_second_half(tmp_path: Path) -> None:
+def test_a_run_of_any_length_has_a_reading_from_its_second_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of 1/64 s."""
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time, process_time=time.process_time)
+    monkeypatch.setattr(record_module, "time", clock)
     record = recorder(tmp_path)
-    started, step = record.use._started, 0
-    before_s, after_s = {}, {}
-    while time.monotonic() < started + 0.2:
-        step += 1
-        before_s[step] = time.monotonic() - started
+    for step in range(1, 257):
+        now += 1 / 64
         record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
-        after_s[step] = time.monotonic() - started
     record.close()
     read_at = [line["step"] for line in written(tmp_path) if "use" in line]
-    assert read_at[0] == 1
-    assert all(2 * after_s[earlier] >= before_s[later - 1] for earlier, later in pairwise([*read_at, step + 1]))
+    assert read_at == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256], "at twice its age, and then every second"
 
 
 def test_what_costs_milliseconds_is_read_only_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +170,7 @@ def test_energy_is_what_was_used_since_the_last_reading_and_only_where_there_is_
     record = recorder(tmp_path)
     for step in range(1, 5):
         if step == 3:
-            monkeypatch.setattr(record.use, "_energy", [])
+            record.use.energy = []
         record.on_step(StepInfo(result(step, timing=timing(step)), 0, 8, 0.1))
     record.close()
     assert [line["use"].get("energy_joules") for line in written(tmp_path)] == [7.5, 2.5, None, None]
@@ -174,9 +181,9 @@ def test_the_hosts_energy_does_not_stand_for_that_of_an_accelerator_without_a_co
 ) -> None:
     monkeypatch.setattr(record_module, "cpu_energy", lambda: Energy([Counter(lambda: 0, 10**12)]))
     engine = recorder(tmp_path).engine
-    assert ResourceUse(engine)._energy
+    assert ResourceUse(engine).energy
     monkeypatch.setattr(record_module, "is_accelerator", lambda device: True)
-    assert not ResourceUse(engine)._energy
+    assert not ResourceUse(engine).energy
 
 
 def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,15 +192,14 @@ def test_only_one_rank_of_a_host_notes_the_hosts_energy(tmp_path: Path, monkeypa
     counting = []
     for rank, hosts in [(0, (0, 0, 1, 1)), (1, (0, 0, 1, 1)), (2, (0, 0, 1, 1)), (3, (0, 0, 1, 1))]:
         engine.group = Group(rank=rank, size=4, hosts=hosts)
-        counting.append(len(ResourceUse(engine)._energy))
+        counting.append(len(ResourceUse(engine).energy))
     assert counting == [1, 0, 1, 0]
 
 
 def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "USE_EVERY_S", 0.0)
     run = train_here(tmp_path / "run", small_job(stop={"epochs": 2}, metrics=["accuracy"], data=points(held_out=0.25)))
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(run.path)
     losses = events.Scalars("train/loss")
     assert [scalar.step for scalar in losses] == list(range(1, 15))
     assert [scalar.value for scalar in losses] == pytest.approx(run.losses, rel=1e-6)
@@ -212,8 +218,7 @@ def test_tensorboard_reads_the_steps_and_the_metrics(tmp_path: Path, monkeypatch
 
 def test_even_a_short_run_has_a_step_in_tensorboard(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"steps": 2}))
-    events = EventAccumulator(str(run.path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(run.path)
     assert events.Scalars("train/loss")[0].step == 1
 
 
@@ -231,38 +236,32 @@ def test_tensorboard_waits_until_the_run_is_not_short_and_its_events_keep_their_
     record.on_evaluation(2, {"accuracy": 0.75})
     assert (tmp_path / "tensorboard").exists(), "a long run shows them while it trains"
     record.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(tmp_path)
     accuracy = events.Scalars("held_out/accuracy")
     assert [(event.step, event.value) for event in accuracy] == [(1, 0.5), (2, 0.75)]
     assert began <= accuracy[0].wall_time <= until
     assert [event.step for event in events.Scalars("train/loss")] == [1]
 
 
-def test_what_tensorboard_has_not_got_goes_over_to_the_next_generations_recorder(tmp_path: Path) -> None:
+def test_a_board_takes_the_numbers_of_all_generations_of_a_process(tmp_path: Path) -> None:
     """To write it when a generation ends early in a run would import TensorBoard in the pause of a recovery."""
-    first = recorder(tmp_path)
-    first.on_evaluation(1, {"accuracy": 0.5})
-    first.goes_on = True
-    first.close()
+    board = Board(tmp_path)
+    for step, accuracy in ((1, 0.5), (2, 0.75)):
+        generation = recorder(tmp_path, board)
+        generation.on_evaluation(step, {"accuracy": accuracy})
+        generation.close()
     assert not (tmp_path / "tensorboard").exists()
-    second = recorder(tmp_path, first.unwritten)
-    second.on_evaluation(2, {"accuracy": 0.75})
-    second.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    board.close()
+    events = tensorboard_of(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("held_out/accuracy")] == [(1, 0.5), (2, 0.75)]
 
 
 def test_tensorboard_reads_every_scalar_with_its_step(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     board = TensorBoard(tmp_path / "tensorboard")
     board.scalars(1, {"train/loss": 2.5, "train/lr": 0.1})
     board.scalars(2, {"train/loss": 1.25})
     board.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events = tensorboard_of(tmp_path)
     assert events.Tags()["scalars"] == ["train/loss", "train/lr"]
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
 

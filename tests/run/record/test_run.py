@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -76,21 +77,17 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path: Path) -> None:
     assert [line["number"] for line in read_lines(tmp_path / "events.jsonl")] == list(range(50))
 
 
-def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     lines = JsonLines(tmp_path / "steps.jsonl")
     lines.write('{"step": 1}')
-    full, own = os.open("/dev/full", os.O_WRONLY), lines._fd
-    try:
-        lines._fd = full
-        with pytest.raises(
-            RunError,
-            match=r"steps\.jsonl cannot be written: No space left on device. Make room, then continue with --resume",
-        ):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(RunError, match=r"steps\.jsonl .*No space left on device"):
             lines.write('{"step": 2}')
-    finally:
-        lines._fd = own
-        os.close(full)
-        lines.close()
+    lines.close()
     assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [1]
 
 

@@ -6,10 +6,10 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from commands import events
-from paceline.comm.tcp import TcpProcessGroup
 from paceline.run.record.progress import event_sentence
 from ranks import Ranks
 from small_jobs import new_run, small_job, train_as_rank
@@ -18,12 +18,10 @@ UNAUTHENTICATED = 3
 
 
 def train_among_unauthenticated_peers(run: Path) -> None:
-    group = dist.group.WORLD
-    assert isinstance(group, TcpProcessGroup)
-    if group.rank() == 0:
-        peer = group._mesh.links[1].peer
+    if dist.get_rank() == 1:
+        [port] = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         for _ in range(UNAUTHENTICATED):
-            with socket.create_connection((peer.address, peer.port), 30) as intruder, suppress(ConnectionResetError):
+            with socket.create_connection(port, 30) as intruder, suppress(ConnectionResetError):
                 intruder.sendall(b"who are you?" * 10)
                 while intruder.recv(1000):  # what TLS says of it, and then it hangs up
                     pass

@@ -16,7 +16,6 @@ from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery.kept import KeptModel, KeptPart, agree_on_start
-from paceline.split.apply import Split
 from paceline.wire.status import GenerationOver
 from ranks import Ranks
 from small_jobs import small_job
@@ -63,20 +62,14 @@ def train(engine: Engine, steps: int) -> None:
 
 def breaks_off(engine: Engine, place: str) -> None:
     """Have the next step end as if a rank were lost: when gradients are summed, or before the update."""
-    agreement = engine.reduction
-    sum_over_all = agreement._sum_over_all
 
-    def after_sums(split: Split) -> Tensor:
-        sum_over_all(split)
-        raise GenerationOver("a rank is lost")
-
-    def before_update(step: int) -> None:
+    def is_lost(*_: object) -> None:
         raise GenerationOver("a rank is lost")
 
     if place == "sums":
-        agreement._sum_over_all = after_sums  # type: ignore[method-assign]
+        engine.reduction.scale = is_lost  # type: ignore[method-assign]
     else:
-        engine._prepare_update = before_update  # type: ignore[method-assign]
+        engine.guard.check = is_lost  # type: ignore[method-assign]
 
 
 def boundary(engine: Engine, kept: KeptPart) -> StepBoundary:

@@ -17,7 +17,6 @@ from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery import mirror as mirrors
-from paceline.run.recovery.kept import KeptPart
 from paceline.run.recovery.mirror import Mirror, Need, lack_of
 from ranks import Ranks
 from small_jobs import small_job
@@ -37,11 +36,11 @@ def trained(mirror: Mirror, engine: Engine, group: Group, told: list[Any]) -> di
     """The states at all boundaries of the first steps, with copies of some."""
     mirror.begin(engine, group, lambda event, details: told.append((event, details)))
     states = {}
-    mirror.at_boundary(lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
+    mirror.at_boundary(engine, lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
     for batch in engine.loader:
         engine.step(batch)
         states[engine.step_count] = state_of(engine)
-        mirror.at_boundary(lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
+        mirror.at_boundary(engine, lambda: StepBoundary(step=engine.step_count, acted=engine.step_count))
         if engine.step_count == STEPS:
             break
     return states
@@ -49,12 +48,12 @@ def trained(mirror: Mirror, engine: Engine, group: Group, told: list[Any]) -> di
 
 def goes_back(job: Job, plan: str) -> int:
     """Lose all that one rank has; returns the step that all go back to."""
-    kept, mirror, told = KeptPart(), Mirror(EVERY), list[Any]()
+    mirror, told = Mirror(EVERY), list[Any]()
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     with joined(deadline_s=30, transport="shm") as group:
-        engine = kept.engine(job, Plan.parse(plan), data, group, begins=True)
+        engine = mirror.engine(job, Plan.parse(plan), data, group, begins=True)
         states = trained(mirror, engine, group, told)
-        mirror.broken_off(engine.step_count)
+        mirror.broken_off(engine)
         mirror.end()
         engine.close()
         if group.rank == LOST:
@@ -62,7 +61,7 @@ def goes_back(job: Job, plan: str) -> int:
         start = mirror.start(group, saved=-1)
         assert start is not None
         assert (start.new, start.lost_steps) == ([LOST], STEPS - start.boundary.step)
-        engine = kept.engine(job, Plan.parse(plan), data, group, begins=False)
+        engine = mirror.engine(job, Plan.parse(plan), data, group, begins=False)
         mirror.restore(engine, group, start)
         for now, then in zip(state_of(engine), states[start.boundary.step], strict=True):
             assert torch.equal(now, then)
@@ -80,11 +79,11 @@ def test_what_a_rank_has_lost_comes_back_from_the_copy_that_another_holds(ranks:
 
 def finds_no_room(job: Job) -> list[Any]:
     """Train where one rank finds no memory for copies; returns the events."""
-    kept, mirror, told = KeptPart(), Mirror(EVERY), list[Any]()
+    mirror, told = Mirror(EVERY), list[Any]()
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     with joined(deadline_s=30, transport="shm") as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(mirrors, "lack", lambda _, wanted_bytes: (wanted_bytes, 7))
-        engine = kept.engine(job, Plan.parse("fsdp=2"), data, group, begins=True)
+        engine = mirror.engine(job, Plan.parse("fsdp=2"), data, group, begins=True)
         trained(mirror, engine, group, told)
         mirror.end()
         engine.close()

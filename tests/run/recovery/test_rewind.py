@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from paceline.comm import Group
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.run.record.run import Run
-from paceline.run.recovery.mirror import FEWEST, MOST, LastGood
+from paceline.run.recovery.mirror import FEWEST, MOST, steps_between
 from paceline.state.reader import load_latest
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
@@ -92,9 +91,4 @@ def test_the_last_checkpoint_of_a_run_that_went_back_is_of_its_end(tmp_path: Pat
 
 
 def test_states_that_are_dear_to_take_are_taken_seldom() -> None:
-    last = LastGood(cast(Any, None), Group(), None)
-    assert last._worth_it(100.0) == FEWEST, "before a step is known"
-    last._step_s = [0.05, 0.05, 3.0]
-    assert last._worth_it(0.0001) == FEWEST
-    assert last._worth_it(0.025) == 50
-    assert last._worth_it(100.0) == MOST
+    assert [steps_between(cost) for cost in (0.0, 0.002, 0.5, 2000.0)] == [FEWEST, FEWEST, 50, MOST]

@@ -61,7 +61,7 @@ def test_parameters_that_no_step_writes_are_not_copied() -> None:
         undo.remember(step)
         model(torch.ones(2, 3))
     undo.remember(3)
-    assert list(undo._written) == ["target.weight"]
+    assert list(undo.written) == ["target.weight"]
 
 
 def test_a_first_step_that_wrote_parameters_is_refused_by_name_and_may_be_tried_again() -> None:

@@ -77,7 +77,6 @@ def test_each_part_has_its_own_time_both_ways(clock: Clock) -> None:
     assert forward == pytest.approx((1.0, 3.0, 5.0, 2.0))
     assert backward == pytest.approx((2.0, 6.0, 10.0, 4.0))
     assert timer.seconds == pytest.approx(33.0)
-    assert not model.blocks[0]._forward_hooks
 
 
 def test_a_model_without_blocks_is_one_segment() -> None:

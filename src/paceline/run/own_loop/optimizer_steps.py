@@ -387,7 +387,6 @@ class LossShares:
 
 
 def _skipped(before: Position | None, now: Position) -> bool:
-    """True if more than one batch was read since the last loss."""
     if before is None:
         return now.epoch == 0 and now.step == 1
     return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0

@@ -116,7 +116,6 @@ def setup(
 
 
 def _join(plan: Plan | str, deadline_s: float) -> tuple[Plan, Group]:
-    """Meet the other ranks, over the plan's transport; returns the plan and their group."""
     asked = None if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
     group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
     atexit.register(leave, group)

@@ -93,7 +93,6 @@ def _together(engine: OwnLoop, do: Callable[[], Made]) -> Made:
 
 
 def _raise_on_all(engine: OwnLoop, problem: str | None, kind: type[PacelineError]) -> None:
-    """Raise the first rank's problem on every rank."""
     if said := next((said for said in engine.group.gather_json(problem) if said is not None), None):
         raise kind(said)
 

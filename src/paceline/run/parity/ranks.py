@@ -111,7 +111,6 @@ def _engine(steps: Steps, group: Group) -> Engine:
 
 
 def _perturb(engine: Engine) -> None:
-    """Change every weight by one unit in the last place, up or down at random."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in engine.named_parameters().values():
@@ -264,7 +263,6 @@ def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) ->
 
 
 def _buffer_distance(own: Tensor, reference: Tensor, least: float) -> float:
-    """The relative L2 distance of buffers, which may hold infinities."""
     held = _copy(own)
     if torch.equal(held, reference):
         return 0.0

@@ -127,10 +127,8 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
     lines = _steps_of_the_run(ranks)
     timed = [_own_s(line) - line.get("checkpoint_s", 0.0) for line in lines if line.get("step_s", 0.0) > 0]
     clock = _Clock(statistics.median(timed) if timed else 0.0)
-    moments = [(float(line["time"]), line, True) for line in lines]
-    moments += [(float(event["time"]), event, False) for event in events]
-    for time, record, is_step in sorted(moments, key=lambda moment: moment[0]):
-        clock.take(time, record, is_step=is_step)
+    for record in sorted([*lines, *events], key=_time_of):
+        clock.take(record)
     return Goodput(clock.spans, clock.failures)
 
 
@@ -145,7 +143,7 @@ class GoodputSoFar:
         self._clock = _Clock(0.0)
         self._times: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._pending: list[tuple[float, Mapping[str, Any], bool]] = []
+        self._pending: list[Mapping[str, Any]] = []
         self._newest = -math.inf  # Unix time
 
     def add(
@@ -157,17 +155,16 @@ class GoodputSoFar:
         """
         timed = (line for line in steps if line.get("step_s", 0.0) > 0)
         self._times.extend(_own_s(line) - line.get("checkpoint_s", 0.0) for line in timed)
-        self._pending += [(float(line["time"]), line, True) for line in steps]
-        self._pending += [(float(event["time"]), event, False) for event in events]
+        self._pending += [*steps, *events]
         if len(self._times) <= WARM_UP_STEPS and not ended:
             return  # what a step usually takes is not known
-        self._pending.sort(key=lambda moment: moment[0])
-        self._newest = max([self._newest, *(at for at, _, _ in self._pending[-1:])])
+        self._pending.sort(key=_time_of)
+        self._newest = max([self._newest, *map(_time_of, self._pending[-1:])])
         until = math.inf if ended else self._newest - took_s - _HELD_S
         self._clock.typical_s = statistics.median(self._times) if self._times else 0.0
-        ready = bisect_right(self._pending, until, key=lambda moment: moment[0])
-        for time, record, is_step in self._pending[:ready]:
-            self._clock.take(time, record, is_step=is_step)
+        ready = bisect_right(self._pending, until, key=_time_of)
+        for record in self._pending[:ready]:
+            self._clock.take(record)
         self._pending = self._pending[ready:]
         *past, last = self._clock.spans or [Span(0.0, 0.0, USEFUL)]
         for start_s, end_s, part in past:
@@ -198,6 +195,10 @@ def _steps_of_the_run(ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[
     return found
 
 
+def _time_of(record: Mapping[str, Any]) -> float:
+    return float(record["time"])
+
+
 def _own_s(line: Mapping[str, Any]) -> float:
     return max(float(line.get("step_s", 0.0)), 0.0)
 
@@ -219,13 +220,13 @@ class _Clock:
         self._furthest = 0  # step
         self._owed_s = 0.0  # useful time that rounding kept out of a span
 
-    def take(self, time: float, record: Mapping[str, Any], *, is_step: bool) -> None:
-        if is_step:
-            self.step(time, record)
+    def take(self, record: Mapping[str, Any]) -> None:
+        if "event" in record:
+            self._event(_time_of(record), record)
         else:
-            self.event(time, record)
+            self._step(_time_of(record), record)
 
-    def step(self, time: float, line: Mapping[str, Any]) -> None:
+    def _step(self, time: float, line: Mapping[str, Any]) -> None:
         own_s = _own_s(line)
         if self._at is None:
             self._at = time - own_s
@@ -242,7 +243,7 @@ class _Clock:
         self._add(time, USEFUL if line["step"] > self._furthest else "replay")
         self._furthest, self._until = max(self._furthest, line["step"]), "between"
 
-    def event(self, time: float, event: Mapping[str, Any]) -> None:
+    def _event(self, time: float, event: Mapping[str, Any]) -> None:
         match event["event"]:
             case "launch":
                 self._at, self._until = time, "start"

@@ -220,7 +220,6 @@ class LiveProgress:
 
 
 def _shown(event: dict[str, Any]) -> str | None:
-    """Text of an event on screen, where nothing else says it."""
     return None if event["event"] == "lines_lost" else event_sentence(event)  # the file's rank says so itself
 
 
@@ -357,7 +356,6 @@ def event_sentence(event: dict[str, Any]) -> str | None:
 
 
 def _sentence_of_balance(event: dict[str, Any]) -> str:
-    """The slow replicas, how slow each is, since when, and what it gets."""
     shares = f"from step {event['step']} on: {', '.join(map(str, event['shares']))} samples"
     if not event["slow"]:
         return f"the shares of the batch follow the replicas' speeds {shares}"
@@ -370,7 +368,6 @@ def _sentence_of_balance(event: dict[str, Any]) -> str:
 
 
 def _sentence_of_scaled(event: dict[str, Any]) -> str:
-    """Ranks that have left, or may come, as somebody has asked."""
     numbers, host = event["ranks"], event["host"]
     ranks = f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
     who, one = (f"host number {host} with its {ranks}", True) if host else (ranks, len(numbers) == 1)
@@ -380,7 +377,6 @@ def _sentence_of_scaled(event: dict[str, Any]) -> str:
 
 
 def _sentence_of_recut(event: dict[str, Any]) -> str:
-    """The slowest ranks of a pipeline, and where its stages begin from now on."""
     ranks, hosts = event["ranks"], event["hosts"]
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     where = f" (host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))})" if any(hosts) else ""
@@ -397,7 +393,6 @@ def _straggler(slow: dict[str, Any]) -> str:
 
 
 def _time_left(seconds: float) -> list[str]:
-    """Time left, as part of the sentence; empty without an end in sight."""
     days = seconds / 86_400
     if days > _IN_SIGHT_DAYS:
         return []

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import psutil
 import torch
@@ -94,37 +94,30 @@ _PSS_SHARE = 0.001
 _FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
-Unwritten: TypeAlias = Sequence[tuple[int, dict[str, float], float]]
-
 
 class StepRecorder(Callback):
     """Writes `steps/rank-R.jsonl`, one line per step.
 
     A step's times stand in its own line, also where they are known one step later.
 
-    Attributes:
-        unwritten: what TensorBoard has not got yet: steps, their values, Unix seconds.
-        goes_on: True if another recorder of this process takes that over, when this one is closed.
+    Args:
+        board: takes the first rank's numbers for TensorBoard; None: one of this recorder's, closed with it.
     """
 
-    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, unwritten: Unwritten = ()) -> None:
+    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, board: Board | None = None) -> None:
         self.engine = engine
         self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
         self.use = ResourceUse(engine)
-        self._run = run
-        self._writes_events = engine.group.rank == 0
-        self._board: TensorBoard | None = None
-        self.unwritten, self.goes_on = list(unwritten), False
-        if not self._writes_events:
-            self._to_board()
+        self._first = engine.group.rank == 0
+        self._board, self._owns_board = board or Board(run), board is None
         self._waiting: dict[int, str] = {}
 
     def on_step(self, info: StepInfo) -> None:
         """Write down a step."""
         result, lr = info.result, info.lr
         epoch = (result.step - 1) // self.epoch_steps
-        loss, norm = _json(result.loss), _json(result.grad_norm)
+        loss, norm = json_number(result.loss), json_number(result.grad_norm)
         self._waiting[result.step] = _STEP % (
             result.step,
             epoch,
@@ -137,12 +130,12 @@ class StepRecorder(Callback):
         )
         if result.timing is not None:
             self._write(result.timing)
-        if self._writes_events and self.use.fresh:
+        if self._first and self.use.fresh:
             self._to_tensorboard(result, lr)
 
     def complete(self, info: StepInfo) -> None:
         """Write down a step that only another rank took, unless its line is there."""
-        if self._writes_events and _last_step(self.lines.path) < info.result.step:
+        if self._first and _last_step(self.lines.path) < info.result.step:
             self.on_step(info)
             self._write(Timing(info.result.step))  # now: a later look takes the newest line for the newest step
 
@@ -156,14 +149,13 @@ class StepRecorder(Callback):
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
-        if not self.goes_on:
-            self._to_board()
-        if self._board is not None:
+        if self._owns_board:
             self._board.close()
 
     def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Validation metrics for TensorBoard (the run's own record of them is an event)."""
-        self._scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
+        if self._first:
+            self._board.scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
     def _write(self, timing: Timing) -> None:
         start = self._waiting.pop(timing.step, None)
@@ -177,33 +169,46 @@ class StepRecorder(Callback):
         if result.timing is not None and result.timing.step_s > 0:
             values["speed/samples_per_s"] = result.samples / result.timing.step_s
             values |= {f"step_s/{name}": seconds for name, seconds in zip(PARTS, result.timing.parts_s, strict=True)}
-        self._scalars(result.step, values)
+        self._board.scalars(result.step, values)
 
-    def _scalars(self, step: int, values: dict[str, float]) -> None:
-        """Keep values for TensorBoard until it is open.
 
-        Its library takes a tenth of a second to import, as long as many short steps.
-        """
-        if not self._writes_events:
+class Board:
+    """Numbers of a run for TensorBoard, from all generations that a process takes part in.
+
+    They are kept until the run is not short: the library takes a tenth of a second to import, as long as many short
+    steps. On a full disk the file ends, since half a record would make everything after it unreadable.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / "tensorboard"
+        self._waiting: list[tuple[int, dict[str, float], float]] = []  # steps, their values, Unix seconds
+        self._file: TensorBoard | None = None
+        self._over = False
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Take the values of a step."""
+        if self._over:
             return
-        self.unwritten.append((step, values, time.time()))
-        if self._board is not None or time.time() - self.unwritten[0][2] > _FIRST_EVENTS_S:
-            self._to_board()
+        self._waiting.append((step, values, time.time()))
+        if self._file is not None or time.time() - self._waiting[0][2] > _FIRST_EVENTS_S:
+            self._write()
 
-    def _to_board(self) -> None:
-        """Write what is kept for TensorBoard; on a full disk its file ends.
+    def close(self) -> None:
+        """Write what is kept, and close the file."""
+        self._write()
+        if self._file is not None:
+            self._file.close()
 
-        Half a record would make everything after it unreadable.
-        """
-        unwritten, self.unwritten = self.unwritten, []
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
         try:
-            for step, values, at in unwritten:
-                self._board = self._board or TensorBoard(self._run / "tensorboard")
-                self._board.scalars(step, values, at)
+            for step, values, at in waiting:
+                self._file = self._file or TensorBoard(self._folder)
+                self._file.scalars(step, values, at)
         except ImportError:
-            self._writes_events = False
+            self._over = True
         except RunError as error:
-            self._writes_events = False
+            self._over = True
             print(f"{error} Training goes on without TensorBoard's file.", file=sys.stderr, flush=True)
 
 
@@ -217,6 +222,9 @@ class ResourceUse:
 
     Read with the first step, then at twice, four times, … that age, and then every second: however short a
     run is, it has a reading, and the newest one is from its second half.
+
+    Attributes:
+        energy: the counters that this rank reads.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -226,7 +234,7 @@ class ResourceUse:
         self.fresh = True  # so that a short run has its first step in TensorBoard
         self._accelerator = engine.device if is_accelerator(engine.device) else None
         self._telemetry = telemetry_of(engine.device) if self._accelerator else None
-        self._energy = self._energy_counters()
+        self.energy = self._energy_counters()
         self._joules = 0.0
         self._cpu_s, self._network, self._reduced = time.process_time(), psutil.net_io_counters(), 0
         self._traffic = Traffic()
@@ -276,7 +284,6 @@ class ResourceUse:
         return self._state
 
     def _sent_by_the_rule(self) -> dict[str, float]:
-        """`wire_bytes` and `saved_bytes`; `compression_error` where anything was compressed."""
         before, now = self._traffic, self._engine.replica.traffic
         self._traffic = replace(now)
         sent = now.sent_bytes - before.sent_bytes
@@ -303,9 +310,8 @@ class ResourceUse:
         return [counter for counter in found if counter.why_not is None]
 
     def _used_energy(self) -> dict[str, float]:
-        """`energy_joules` since the last reading; empty unless every counter answers."""
-        readings = [joules for counter in self._energy if (joules := counter.joules()) is not None]
-        if not readings or len(readings) < len(self._energy):
+        readings = [joules for counter in self.energy if (joules := counter.joules()) is not None]
+        if not readings or len(readings) < len(self.energy):
             return {}
         before, self._joules = self._joules, sum(readings)
         return {"energy_joules": round(self._joules - before, 3)}
@@ -334,7 +340,6 @@ def _use_of(device: torch.device, telemetry: Telemetry | None) -> dict[str, Any]
 
 
 def _last_step(path: Path) -> int:
-    """The newest step in a file of steps; -1 where there is none."""
     with open(path, "rb") as file:
         file.seek(max(0, file.seek(0, 2) - _LONGEST_LINE))
         for line in reversed(file.read().splitlines()):
@@ -345,7 +350,7 @@ def _last_step(path: Path) -> int:
     return -1
 
 
-def _json(x: float) -> str:
+def json_number(x: float) -> str:
     """A JSON number that reads back as the same float; NaN and Inf become null."""
     return repr(x) if x - x == 0.0 else "null"
 
@@ -399,7 +404,6 @@ class Remarks(Callback):
         self._told = 0
 
     def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`."""
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
         self.tell()
@@ -447,5 +451,4 @@ class Witness(Callback):
         self.lines.write(json.dumps(seen, default=str))
 
     def close(self) -> None:
-        """See `Callback`."""
         self.lines.close()

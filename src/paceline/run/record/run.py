@@ -6,13 +6,13 @@ import errno
 import json
 import math
 import os
-import shutil
 import statistics
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -59,11 +59,12 @@ class Run:
     def __init__(self, path: str | Path) -> None:
         self.url: str | None = None
         if is_url(path):
-            from paceline.run.object_store import record_at
+            from paceline.run.object_store import copy_of
 
             self.url = checked_url(path)
-            path = record_at(self.url)
-            weakref.finalize(self, shutil.rmtree, path.parent, ignore_errors=True)
+            with ExitStack() as held:
+                path = held.enter_context(copy_of(self.url, lambda _: None, checkpoint=False))
+                weakref.finalize(self, held.pop_all().close)
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
             raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
@@ -378,7 +379,6 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
 
 
 def _name(job_file: Path) -> str | None:
-    """The name in a run's job.yaml; None where there is no such file."""
     if not job_file.is_file():
         return None
     name: str = yaml.safe_load(job_file.read_text()).get("name", Job.model_fields["name"].default)

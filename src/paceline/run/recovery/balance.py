@@ -173,16 +173,13 @@ class Balance:
         return Move(shares, *named, self._gain(times, shares, fixed)[0])
 
     def _costs(self, times: Floats, fixed: float) -> Floats:
-        """Seconds that each replica takes for a sample."""
         return times / (fixed + self._samples(self._shares))
 
     def _ideal_s(self, times: Floats, fixed: float) -> float:
-        """Expected busy time if samples could be divided."""
         each = sum(self.base) / self._ranks + self.replicas * fixed
         return each / math.fsum(1 / self._costs(times, fixed))
 
     def _busy_s(self, times: Floats, shares: Shares, fixed: float) -> float:
-        """Expected busy time of the slowest replica with other shares."""
         return float((self._costs(times, fixed) * (fixed + self._samples(shares))).max())
 
     def _gain(self, times: Floats, shares: Shares, fixed: float) -> tuple[float, float]:
@@ -192,7 +189,6 @@ class Balance:
         return saved_s / slowest_s, saved_s
 
     def _named(self, costs: Floats, since: int) -> tuple[tuple[float, ...], dict[int, int]]:
-        """Speeds of the replicas, and which of them are slow since when."""
         usual = statistics.median_low(costs.tolist())
         speeds = tuple((usual / costs).tolist())
         self._slow = {i: self._slow.get(i, since) for i, speed in enumerate(speeds) if speed < SLOW}
@@ -257,7 +253,6 @@ class Balancing(Callback):
         self._slow: list[int] = []  # replicas
 
     def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; decides on the shares of coming steps."""
         step = info.result.step
         if self.off or len(info.busy_s) != self._ranks * self.replicas:
             return None

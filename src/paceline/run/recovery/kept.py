@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
@@ -28,27 +27,42 @@ from paceline.state.rank_state import RankState
 from paceline.sync.local import LocalRule
 from paceline.sync.rule import broadcast_tensors
 
+Tell = Callable[[str, dict[str, Any]], None]
 
-class Kept(ABC):
-    """State of one rank between two generations. `KeptModel` is that of a whole model, `KeptPart` of a divided one.
+
+class Kept:
+    """State of one rank between two generations.
+
+    `KeptModel` is that of a whole model, `KeptPart` of a divided one, and `Mirror` where no other replica has it.
 
     Attributes:
         undo: takes a step back that was broken off.
         ready: whether the next step can be taken without other ranks (see `StepBoundary.ready`).
+        needs_all: True if the states of the other ranks are of no use without that of a lost one.
     """
 
     undo: StepUndo
-    ready = False
+    ready = needs_all = False
 
-    @abstractmethod
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
         """Make a generation's engine, on all its ranks; `begins`: with the job's weights."""
+        raise NotImplementedError
 
-    @abstractmethod
+    def start(self, group: Group, saved: int) -> Start | None:
+        """Start from copies of states, if there are any; `saved` is the step of the newest checkpoint, or -1."""
+        return None
+
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
         """Give the engine the state that the ranks go on from. All ranks of the group call this."""
+        raise NotImplementedError
 
-    @abstractmethod
+    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+        """Take part in a generation: the engine has the state. `tell` writes an event of the run."""
+
+    def at_boundary(self, engine: Engine, boundary: Callable[[], StepBoundary]) -> None:
+        """Note the state between two steps."""
+        self.undo.remember(engine.step_count)
+
     def broken_off(self, engine: Engine) -> None:
         """Note that a step was broken off, before anything of its groups is closed."""
 
@@ -56,9 +70,8 @@ class Kept(ABC):
         """Keep the engine's state at the newest step boundary."""
         self.undo.undo(engine.step_count)
 
-    @abstractmethod
-    def forget(self) -> None:
-        """Let go of what is kept, as an engine has the state."""
+    def end(self) -> None:
+        """Close what `begin` opened."""
 
 
 class KeptModel(Kept):
@@ -101,10 +114,7 @@ class KeptModel(Kept):
         if isinstance(engine.rule, LocalRule):
             self._outer = engine.rule.outer_state()
 
-    def broken_off(self, engine: Engine) -> None:
-        """See `Kept.broken_off`."""
-
-    def forget(self) -> None:
+    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
         self._outer = {}
 
 
@@ -137,7 +147,7 @@ class KeptPart(Kept):
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
         if begins:
-            self.forget()
+            self.state = self._agreed = None
             engine = begin_engine(job, plan, data, group)
         else:
             engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True)
@@ -158,14 +168,14 @@ class KeptPart(Kept):
         if group.rank // start.replica_size in {rank // start.replica_size for rank in start.behind}:
             # ranks that compute the same samples draw the same random numbers
             draw_anew(engine)
-        self.forget()
+        self.state = self._agreed = None
 
     def broken_off(self, engine: Engine) -> None:
         if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
             self._agreed = _Agreed(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
-    def forget(self) -> None:
+    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
         self.state = self._agreed = None
 
     def keep(self, engine: Engine) -> None:
@@ -173,7 +183,6 @@ class KeptPart(Kept):
         self.state = RankState.of(engine).copied()
 
     def _finish(self, engine: Engine, boundary: StepBoundary) -> None:
-        """Take the step that was broken off, as other ranks have."""
         assert self.state is not None
         assert self._agreed is not None
         assert boundary.outcome is not None
@@ -239,6 +248,9 @@ class StepUndo:
 
     That is buffers and random states, and parameters that are not trained, such as those of a momentum encoder: which
     of these a step writes is known after the first one, and from then on they are copied, too.
+
+    Attributes:
+        written: the parameters that are copied, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -247,7 +259,7 @@ class StepUndo:
         # rows of embeddings with `max_norm` are shortened alike when the step is repeated
         tables = {module.weight for module in model.modules() if has_max_norm(module)}
         self._parameters = {name: p for name, p in model.named_parameters() if p not in tables}
-        self._written: dict[str, Tensor] = {}  # parameters that are copied, too
+        self.written: dict[str, Tensor] = {}
         self._held: list[Tensor | None] = []
         self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -259,10 +271,10 @@ class StepUndo:
         """Note the state of this moment after `step`, before the next batch is read."""
         if step == self._step + 1:
             changed = self._changed()
-            self._written |= {name: p for name, p in changed.items() if not p.requires_grad}
+            self.written |= {name: p for name, p in changed.items() if not p.requires_grad}
         self._step, self._versions = step, {name: p._version for name, p in self._parameters.items()}
         self._held = [buffers[name] for buffers, name in self._places]
-        tensors = [*(buffer for buffer in self._held if buffer is not None), *self._written.values()]
+        tensors = [*(buffer for buffer in self._held if buffer is not None), *self.written.values()]
         if len(tensors) == len(self._copied) and all(map(operator.is_, tensors, self._copied)):
             if tensors:
                 torch._foreach_copy_(self._copies, [tensor.detach() for tensor in tensors])
@@ -279,7 +291,7 @@ class StepUndo:
         if self._step != step:
             return
         self._step = _NONE
-        if lost := self._changed().keys() - self._written.keys():
+        if lost := self._changed().keys() - self.written.keys():
             raise _cannot_undo(min(lost), step + 1) from None
         for (buffers, name), buffer in zip(self._places, self._held, strict=True):
             buffers[name] = buffer
@@ -292,7 +304,6 @@ class StepUndo:
         np.random.set_state(numpy_state)
 
     def _changed(self) -> dict[str, Tensor]:
-        """Parameters that were written since the state was noted."""
         return {name: p for name, p in self._parameters.items() if p._version != self._versions[name]}
 
 

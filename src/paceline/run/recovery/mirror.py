@@ -23,6 +23,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.run.record.recorder import StepInfo
+from paceline.run.recovery.kept import KeptPart, Tell
 from paceline.state.rank_state import RankState, state_bytes
 
 Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
@@ -62,7 +63,7 @@ class Copy:
         return _moment(self.boundary)
 
 
-class Mirror:
+class Mirror(KeptPart):
     """Keeps a copy of this rank's state, and one of another rank's.
 
     All ranks copy their states at the same step boundaries, and they travel while the next steps are trained. Two
@@ -73,7 +74,10 @@ class Mirror:
         every_steps: steps between two copies; None: chosen so that they cost no more than `STATE_SHARE` of the time.
     """
 
+    needs_all = True
+
     def __init__(self, every_steps: int | None) -> None:
+        super().__init__()
         self.every_steps = every_steps
         self._own: list[Copy] = []
         self._held: list[Copy] = []  # of another rank
@@ -83,12 +87,9 @@ class Mirror:
         self._off = False
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Start from the newest step with copies of every part; None without one.
+        """Start from the newest step with copies of every part, unless the disk has a newer one.
 
-        None, too, if the disk has a newer one. All ranks of the group call this.
-
-        Args:
-            saved: step of the newest checkpoint; -1 without any.
+        All ranks of the group call this.
         """
         labels = [[copy.rank, copy.boundary] for copy in (*self._held, *self._own)]
         told = group.gather_json({"saved": saved, "reached": self._reached, "copies": labels})
@@ -109,7 +110,6 @@ class Mirror:
         return None
 
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
-        """Go back to the copies of a step. All ranks of the group call this."""
         moment, me = (start.boundary.step, start.boundary.recuts), group.rank
         given = [self._copy(rank, moment) for rank in start.behind if start.holders[rank] == me]
         headers = {header["rank"]: header for told in group.gather_json([c.header for c in given]) for header in told}
@@ -120,21 +120,17 @@ class Mirror:
         self._own, self._held = [own], [copy for copy in self._held if copy.moment == moment]
         self._reached = -1
 
-    def begin(self, engine: Engine, group: Group, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        """Take part in a generation. All ranks of the group call this; `end` closes what it opens.
-
-        Args:
-            tell: writes an event of the run.
-        """
+    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+        """Take part in a generation. All ranks of the group call this."""
         self._coming = None
-        self.engine, self._group, self._tell = engine, group.copy(), tell
+        self._engine, self._group, self._tell = engine, group.copy(), tell
         self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
         self._off = False
         self._to, self._from = partners(group.rank, group.hosts, group.size)
 
-    def at_boundary(self, boundary: Callable[[], StepBoundary]) -> None:
+    def at_boundary(self, engine: Engine, boundary: Callable[[], StepBoundary]) -> None:
         """Copy the state between two steps, where that is due."""
-        step = self.engine.step_count
+        step = engine.step_count
         if self._newest < 0:  # not before a step was taken: what that takes of the memory is known then
             self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
         if self._off or self._newest <= step < self._next:
@@ -142,13 +138,12 @@ class Mirror:
         now = boundary()
         if now.acted < step:  # a checkpoint or an evaluation is yet to come
             return
-        self.engine.on_phase("checkpoint", step)
+        engine.on_phase("checkpoint", step)
         self._take(step, now)
-        self.engine.meter.mark(CHECKPOINT)
-        self.engine.on_phase("data", step + 1)
+        engine.meter.mark(CHECKPOINT)
+        engine.on_phase("data", step + 1)
 
     def _take(self, step: int, boundary: StepBoundary) -> None:
-        """Copy the state after a step; all ranks do."""
         assert self._group is not None
         began = time.perf_counter()
         step_s = (began - self._ended) / max(step - self._newest, 1)
@@ -158,12 +153,11 @@ class Mirror:
         if math.isinf(self._cost_s) and self._finds_no_room(self._group):
             return
         # no rank needs the older version any more, since all have the newer one
-        worth_it = self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6) / STATE_SHARE)
+        cost = max(self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6)))
         reuse = self._own.pop(0).state if len(self._own) > 1 else None
-        state = RankState.of(self.engine).copied(reuse, in_one_piece=True)
+        state = RankState.of(self._engine).copied(reuse, in_one_piece=True)
         self._send(self._group, Copy(self._group.rank, asdict(boundary), state))
-        steps = max(worth_it)
-        steps = FEWEST if math.isinf(steps) else min(max(math.ceil(steps), 1), MOST)
+        steps = FEWEST if math.isinf(cost) else steps_between(cost, 1)
         self._newest, self._next = step, step + (self.every_steps or steps)
         self._ended = time.perf_counter()
         self._cost_s = self._ended - began
@@ -174,23 +168,24 @@ class Mirror:
         Every rank does, or none.
         """
         taken = sum(len(copy.memory) for copy in (*self._own, *self._held))
-        found = lack(group, max(STATE_COPIES * state_bytes(self.engine) - taken, 0))
+        found = lack(group, max(STATE_COPIES * state_bytes(self._engine) - taken, 0))
         if found is not None:
             self._off, self._own, self._held = True, [], []
             self._tell("not_mirrored", {"wanted_bytes": found[0], "free_bytes": found[1]})
         return found is not None
 
-    def broken_off(self, reached: int) -> None:
-        """Note that a rank was lost, after `reached` steps."""
-        self._reached = max(self._reached, reached)
+    def broken_off(self, engine: Engine) -> None:
+        self._reached = max(self._reached, engine.step_count)
         if self._coming is not None and all(work.is_completed() for work in self._coming[0].works):
             with suppress(Exception):  # it ended since its sender is gone
                 self._coming[0].wait()
                 self._held.append(self._coming[2])
         self._coming = None
 
+    def keep(self, engine: Engine) -> None:
+        """Keep the copies that there are."""
+
     def end(self) -> None:
-        """End a generation."""
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -203,7 +198,6 @@ class Mirror:
         self._coming = received, group.start_exchange([(self._to, own.memory)], []), coming
 
     def _settle(self) -> None:
-        """Wait for the copies that are on their way."""
         if self._coming is not None:
             received, sent, coming = self._coming
             received.wait()
@@ -232,6 +226,11 @@ def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
 
 
 FEWEST, MOST = 10, 1000  # steps between two states
+
+
+def steps_between(cost: float, fewest: int = FEWEST) -> int:
+    """Steps after which another state, which costs the time of `cost` steps, takes no more than `STATE_SHARE`."""
+    return min(max(math.ceil(cost / STATE_SHARE), fewest), MOST)
 
 
 class LastGood:
@@ -289,7 +288,7 @@ class LastGood:
         """Steps after which another state costs little, equal on all ranks."""
         step_s = statistics.median(self._step_s) if self._step_s else math.inf
         cost: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s]))
-        return min(max(math.ceil(cost / STATE_SHARE), FEWEST), MOST)
+        return steps_between(cost)
 
 
 @dataclass(frozen=True)

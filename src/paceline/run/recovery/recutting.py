@@ -122,7 +122,6 @@ def follows_times(plan: Plan) -> bool:
 
 
 def _lengths(names: Sequence[str], cut: Sequence[str]) -> tuple[int, ...] | None:
-    """Segments of each stage; None where stages begin elsewhere."""
     if not set(cut) <= set(names):
         return None
     ends = [0, *(names.index(name) + 1 for name in cut), len(names) + 1]
@@ -234,7 +233,6 @@ class Stages:
         return Recut(found, gain_s, gain_s / self.pipe.step_s(times), slow, since, share)
 
     def _gain_s(self, times: Floats, ratio: Floats) -> float:
-        """Return the seconds that a step saves if each rank's work is multiplied by `ratio`."""
         return self.pipe.step_s(times) - self.pipe.step_s(times * ratio)
 
 

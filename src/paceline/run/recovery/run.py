@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from paceline.comm import Group
@@ -17,7 +17,7 @@ from paceline.engine.engine import Engine
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
 from paceline.run.process import stop_signals
-from paceline.run.record.recorder import Unwritten
+from paceline.run.record.recorder import Board
 from paceline.run.record.run import Run
 from paceline.run.recovery.kept import Kept, KeptModel, KeptPart, agree_on_start
 from paceline.run.recovery.mirror import Mirror
@@ -32,7 +32,7 @@ def run_rank(arguments: list[str]) -> None:
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
     gc.freeze()  # modules, model and data are never garbage: between two generations they are not looked through
-    with watch_generation(member.is_over), stop_signals(trainee.note_signal):
+    with watch_generation(member.is_over), stop_signals(trainee.note_signal), closing(trainee.board):
         ended = was_frozen = False
         while not ended:
             generation = member.next_generation()
@@ -55,24 +55,28 @@ class Trainee:
 
     def __init__(self, run: Run, member: Member) -> None:
         self.run, self.member = run, member
-        self.kept: Kept = KeptPart() if run.plan.splits else KeptModel()
-        if isinstance(self.kept, KeptModel) and not member.is_awaited():
-            self.kept.build(run.job, run.plan)
+        self.kept: Kept
+        if is_mirrored(run.plan):
+            self.kept = Mirror(run.job.checkpoint.memory_every_steps)
+        elif run.plan.splits:
+            self.kept = KeptPart()
+        else:
+            self.kept = model = KeptModel()
+            if not member.is_awaited():
+                model.build(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
-        self.mirror = Mirror(run.job.checkpoint.memory_every_steps) if is_mirrored(run.plan) else None
         self.boundary = StepBoundary()
         self.links: GroupLinks | None = None
         self.signal: str | None = None
-        self._unwritten: Unwritten = ()
+        self.board = Board(run.path)
 
     def train(self, group: Group) -> bool:
         """Train as one rank of a generation's group; True if the run has ended."""
         check_device(self.run, group)
         group.links = self.links
         start = agree_on_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
-        if self.mirror is not None:
-            newest = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
-            start = self.mirror.start(group, newest) or start
+        saved = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
+        start = self.kept.start(group, saved) or start
         ended, recut = self._train(group, start)
         while recut:
             StatusBoard.of_this_rank().mark("starting", self.boundary.step)
@@ -98,51 +102,39 @@ class Trainee:
             if start.begins:
                 seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
             elif not saved:
-                (self.kept if self.mirror is None else self.mirror).restore(engine, group, start)
+                self.kept.restore(engine, group, start)
                 self.boundary, has_state = start.boundary, True
             loop = self._loop(engine, group, start)
             loop.recutting.built_s = time.monotonic() - begun
             boundary = None if start.begins or (saved and not loop.resumed(start.boundary)) else start.boundary
             # from here on nothing goes back to the cut before
             self.boundary, has_state = boundary or StepBoundary(), boundary is not None
-            self.kept.forget()
-            if self.mirror is not None:
-                self.mirror.begin(engine, group, loop.events)
+            self.kept.begin(engine, group, loop.events)
             ended = loop.run(boundary, recut=saved, has_position=bool(start.holders))
         except Exception as error:
             if not ends_generation(error):
                 raise
             broken = True
-            if self.mirror is not None:
-                self.mirror.broken_off(engine.step_count)
-            else:
-                self.kept.broken_off(engine)
+            self.kept.broken_off(engine)
             # at once: groups that are closed wait for what peers have not acknowledged
             abort_all(0.0)
             if loop is not None:
                 loop.checkpoints.writer.abandon()
-        if loop is not None:
-            self._unwritten = loop.recorder.unwritten
         if loop is not None and loop.begun:
             self.boundary, self.signal, has_state = self._boundary(loop, start), loop.signal, True
-        if self.mirror is None and has_state and not ended:
+        if has_state and not ended:
             self.kept.keep(engine)
-        elif self.mirror is not None and broken:
-            self.boundary = StepBoundary()  # without the part that is lost, the others are of no use
+        if broken and self.kept.needs_all:
+            self.boundary = StepBoundary()
         with suppress(Exception):  # its ranks may be gone
-            if self.mirror is not None:
-                self.mirror.end()
+            self.kept.end()
         with suppress(Exception):
             engine.close()
         return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
     def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
-        loop = Loop(self.run, engine, self.data, group, unwritten=self._unwritten)
-        loop.signal, mirror = self.signal, self.mirror
-        if mirror is None:
-            loop.at_boundary = lambda: self._at_boundary(engine)
-        else:
-            loop.at_boundary = lambda: mirror.at_boundary(loop.boundary)
+        loop = Loop(self.run, engine, self.data, group, board=self.board)
+        loop.signal, loop.at_boundary = self.signal, lambda: self._at_boundary(loop)
         loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
         if start.holders:
             loop.events("went_back", {"step": start.boundary.step, "lost_steps": start.lost_steps})
@@ -150,10 +142,10 @@ class Trainee:
             loop.events("healed", {"rank": self.member.generation.members[rank], "step": start.boundary.step})
         return loop
 
-    def _at_boundary(self, engine: Engine) -> None:
-        if engine.sync_interrupted:
-            raise GenerationOver(f"the generation ended in step {engine.step_count}")
-        self.kept.undo.remember(engine.step_count)
+    def _at_boundary(self, loop: Loop) -> None:
+        if loop.engine.sync_interrupted:
+            raise GenerationOver(f"the generation ended in step {loop.engine.step_count}")
+        self.kept.at_boundary(loop.engine, loop.boundary)
 
     def _boundary(self, loop: Loop, start: Start) -> StepBoundary:
         generation = self.member.generation.number

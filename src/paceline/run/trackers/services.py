@@ -26,11 +26,9 @@ class ToTensorBoard:
         self._board = TensorBoard(Path(folder) if folder else run.folder / "tensorboard")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         self._board.scalars(step, dict(values))
 
     def close(self, status: Status) -> None:
-        """See `Tracker`."""
         self._board.close()
 
 
@@ -55,7 +53,6 @@ class ToWandb:
         self.id = str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         self._run.log(dict(values), step=step)
 
     def close(self, status: Status) -> None:
@@ -106,19 +103,16 @@ class ToMLflow:
             self._client.log_batch(self.id, params=params[start : start + _PARAMS_AT_ONCE])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         now = int(time.time() * 1000)
         self._client.log_batch(
             self.id, metrics=[self._metric(name, value, now, step) for name, value in values.items()]
         )
 
     def close(self, status: Status) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self.id, _ENDS[status])
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves of nested values as text, by their path: `job.optimizer.lr`."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")
@@ -156,7 +150,6 @@ class ToOpenTelemetry:
         self._gauges: dict[str, Any] = {}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
         self._set("paceline.step", "{step}", step)
         for name, value in values.items():
             group, _, rest = name.partition("/")
@@ -167,7 +160,6 @@ class ToOpenTelemetry:
                 self._set(f"paceline.{name.replace('/', '.')}", unit, value)
 
     def close(self, status: Status) -> None:
-        """See `Tracker`."""
         self._set("paceline.run.end", "1", 1, {"status": status})
         self._provider.shutdown(_LAST_WORD_MS)
 

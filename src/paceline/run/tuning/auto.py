@@ -199,7 +199,6 @@ class _Search:
             return None
 
     def _run_s(self, listed: Sequence[Forecast]) -> float | None:
-        """Longest possible run in seconds, as far as the job and the predictions tell."""
         return longest_run_s(self.job, listed[0].step_s, steps_per_epoch(self.job)) if listed else None
 
     def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> AutoChoice:
@@ -478,5 +477,4 @@ def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) 
 
 
 def _best_step(found: TuningResult) -> Interval | None:
-    """Step time of the best plan so far, measured when it became the best."""
     return next((row.step_s for row in reversed(found.tried) if row.verdict == "kept"), found.tried[0].step_s)

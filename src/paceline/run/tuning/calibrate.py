@@ -325,7 +325,6 @@ def _of_file(file: Path, cluster: Cluster | None) -> Iterator[Row | Skipped]:
 
 
 def _of_run(folder: Path) -> Row | Skipped:
-    """A run directory of paceline, with its median step without warm-up."""
     try:
         run = Run(folder)
         if not run.throughput:

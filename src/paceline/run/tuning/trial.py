@@ -165,18 +165,12 @@ class RankTrial:
         return candidate
 
     def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Seconds per step of the challenger and of the best.
-
-        `of_update`: all but the update counts alike for both, as the mean of the two.
-        """
+        """Seconds per step of the challenger and of the best; `of_update`: their updates alone differ."""
         new_s, best_s = self._turn(challenger), self._turn(self.best)
         if not of_update:
             return new_s, best_s
-        new_update_s, best_update_s = self._greatest(challenger.update_s), self._greatest(self.best.update_s)
-        if not (new_update_s and best_update_s):  # a device that does not tell yet
-            return new_s, best_s
-        rest_s = (new_s - new_update_s + best_s - best_update_s) / 2
-        return rest_s + new_update_s, rest_s + best_update_s
+        updates_s = self._greatest(challenger.update_s), self._greatest(self.best.update_s)
+        return apart_from_updates((new_s, best_s), updates_s)
 
     def _turn(self, candidate: TrialCandidate) -> float:
         return self._greatest(candidate.turn())
@@ -198,6 +192,17 @@ class RankTrial:
     def _note(self, tried: Trial) -> None:
         self.findings.tried.append(tried)
         self._now_trying(None)
+
+
+def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
+    """Step times of two plans whose updates alone differ: all but the update counts as its mean.
+
+    Steps are taken as they are where an update is 0, as on a device that does not tell yet.
+    """
+    if not all(updates_s):
+        return steps_s
+    rest_s = (sum(steps_s) - sum(updates_s)) / 2
+    return rest_s + updates_s[0], rest_s + updates_s[1]
 
 
 WARM_UP_STEPS = 2
