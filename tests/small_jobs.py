@@ -6,9 +6,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
+from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.loop import train_in
@@ -179,3 +182,24 @@ def train_as_rank(path: Path) -> None:
     """Train a run as one rank; for the fixture `ranks`."""
     with joined(deadline_s=30) as group:
         train_in(Run(path), group)
+
+
+def facts(run: Run, rank: int = 0) -> list[tuple[Any, ...]]:
+    """What every step computed, without the times."""
+    keys = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "local_samples")
+    return [tuple(step[key] for key in keys) for step in run.steps(rank)]
+
+
+RUNNING: WeakKeyDictionary[Engine, Iterator[Any]] = WeakKeyDictionary()
+
+
+def train_on(engine: Engine, steps: int) -> list[float]:
+    """Losses of the next steps, in epochs that go on from call to call and begin anew after a state was loaded."""
+    losses: list[float] = []
+    while len(losses) < steps:
+        batches = RUNNING.setdefault(engine, iter(engine.loader))
+        for batch in islice(batches, steps - len(losses)):
+            losses.append(engine.step(batch).loss)
+        if len(losses) < steps:
+            del RUNNING[engine]
+    return losses

@@ -19,7 +19,7 @@ from paceline.run.record.run import Run
 from paceline.state.manifest import checkpoints
 from paceline.state.writer import Checkpointer, Snapshot
 from ranks import RankError, Ranks
-from small_jobs import FEATURES, new_run, points, small_job, train_as_rank, train_here
+from small_jobs import FEATURES, facts, new_run, points, small_job, train_as_rank, train_here
 
 EXACT = {
     "model": {"factory": "small_jobs:with_dropout"},
@@ -39,12 +39,6 @@ def train(path: Path, replicas: int, ranks: Ranks, **changes: Any) -> Run:
     new_run(path, job, f"dp={replicas} balance=off")
     ranks(replicas, train_as_rank, path)
     return Run(path)
-
-
-def facts(run: Run, rank: int = 0) -> list[tuple[Any, ...]]:
-    """What every step computed, without the times."""
-    keys = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "local_samples")
-    return [tuple(step[key] for key in keys) for step in run.steps(rank)]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -22,7 +22,7 @@ from paceline.run.record.run import Run
 from paceline.state.manifest import checkpoints
 from ranks import RankError, Ranks
 from simulated.environment import Simulated
-from small_jobs import Points, plain, points, small_job, train_as_rank
+from small_jobs import Points, facts, plain, points, small_job, train_as_rank
 
 EXACT = {
     "model": {"factory": "small_jobs:with_dropout"},
@@ -77,12 +77,6 @@ def train(path: Path, plan: str, starter: Simulated | Ranks, **changes: Any) -> 
     described(path, plan, accelerators(size) if isinstance(starter, Simulated) else discover(), **changes)
     on_ranks(size, train_as_rank, path)
     return Run(path)
-
-
-def facts(run: Run, rank: int = 0) -> list[tuple[Any, ...]]:
-    """What every step computed, without the times."""
-    keys = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "local_samples")
-    return [tuple(step[key] for key in keys) for step in run.steps(rank)]
 
 
 def evaluations(run: Run) -> dict[int, dict[str, float]]:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -29,6 +26,7 @@ from paceline.state.reader import Loaded, load_latest
 from paceline.state.writer import Checkpointer
 from ranks import Ranks
 from small_jobs import CLASSES, FEATURES, Points
+from small_jobs import train_on as train
 
 
 class Tied(nn.Module):
@@ -66,21 +64,6 @@ def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, groups: 
     return paceline.setup(
         model, OPTIMIZERS[optimizer](grouped), F.cross_entropy, DataLoader(Points(), batch_size=8, shuffle=True)
     )
-
-
-RUNNING: WeakKeyDictionary[Engine, Iterator[Any]] = WeakKeyDictionary()
-
-
-def train(engine: Engine, steps: int) -> list[float]:
-    """Losses of the next steps, in epochs that go on from call to call and begin anew after a state was loaded."""
-    losses: list[float] = []
-    while len(losses) < steps:
-        batches = RUNNING.setdefault(engine, iter(engine.loader))
-        for batch in islice(batches, steps - len(losses)):
-            losses.append(engine.step(batch).loss)
-        if len(losses) < steps:
-            del RUNNING[engine]
-    return losses
 
 
 def save(engine: Engine, folder: Path, values: dict[str, Any] | None = None) -> None:

@@ -17,7 +17,7 @@ from paceline.errors import JobError, RunError
 from paceline.job.job import Job
 from paceline.run import convert
 from paceline.run.convert import export, export_hf, fitted, load_weights, weights_from
-from paceline.split.layout import Part, tied_names
+from paceline.split.layout import Part, ShardLayout, tied_names
 from paceline.state.shard import MeshCoordinate
 from paceline.state.writer import Snapshot
 from ranks import Ranks
@@ -157,16 +157,10 @@ def test_a_tied_weight_may_stand_in_a_file_under_any_of_its_names(tmp_path: Path
     save_file({n: t.clone() for n, t in model.state_dict().items() if n != left_out}, tmp_path / "model.safetensors")
     load_weights(
         persistent(fresh),
-        {"norm.weight": Part("norm.weight", whole(4))},
+        {"norm.weight": Part("norm.weight", ShardLayout.whole((4,)))},
         fitted(weights_from(tmp_path / "model.safetensors"), fresh),
     )
     assert_same(fresh, model)
-
-
-def whole(*shape: int) -> Any:
-    from paceline.split.layout import ShardLayout
-
-    return ShardLayout.whole(shape)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,59 +79,11 @@ def test_a_batch_that_no_plan_can_compute_is_refused_alike_by_plans_that_divide_
     assert ranks(2, under_divided_plans) == [["BatchError"] * 3 * len(_BATCHES)] * 2
 
 
-def a_tuple() -> None:
-    step(lambda output, target: (F.cross_entropy(output, target), output))
-
-
-def a_dict() -> None:
-    step(lambda output, target: {"loss": F.cross_entropy(output, target)})
-
-
-def a_python_number() -> None:
-    step(lambda output, target: F.cross_entropy(output, target).item())
-
-
-def a_loss_without_a_gradient() -> None:
-    step(lambda output, target: F.cross_entropy(output, target).detach())
-
-
-def a_loss_of_every_sample() -> None:
-    step(nn.CrossEntropyLoss(reduction="none"))
-
-
-def a_function_of_every_sample() -> None:
-    step(lambda output, target: F.cross_entropy(output, target, reduction="none"))
-
-
-def a_step_by_lbfgs() -> None:
-    step(optimizer=LBFGS)
-
-
 def an_update_by_lbfgs() -> None:
     model = nn.Linear(FEATURES, CLASSES)
     engine = paceline.setup(model, LBFGS(model.parameters()))
     engine.backward(model(torch.randn(8, FEATURES)).square().mean())
     engine.update()
-
-
-def weights_of_samples() -> None:
-    step(more=(torch.rand(SAMPLES),))
-
-
-def float64_data() -> None:
-    step(inputs=torch.randn(SAMPLES, FEATURES, dtype=torch.float64))
-
-
-def whole_numbers() -> None:
-    step(inputs=torch.randint(0, 9, (SAMPLES, FEATURES)))
-
-
-def a_float64_model() -> None:
-    step(dtype=torch.float64)
-
-
-def a_model_of_half_precision() -> None:
-    step(dtype=torch.float16)
 
 
 def text() -> None:
@@ -140,43 +93,35 @@ def text() -> None:
     engine.step(next(iter(engine.loader)))
 
 
-def too_many_features() -> None:
-    step(inputs=torch.randn(SAMPLES, FEATURES + 1))
+def steps(*arguments: Any, **changes: Any) -> Callable[[], None]:
+    return partial(step, *arguments, **changes)
 
 
-def a_target_of_another_shape() -> None:
-    step(target=torch.zeros(SAMPLES, 2, dtype=torch.int64))
-
-
-def a_label_without_a_class() -> None:
-    step(target=torch.full((SAMPLES,), CLASSES))
-
-
-MISTAKES: list[tuple[Callable[[], None], type[PacelineError], str]] = [
-    (a_tuple, JobError, "metrics"),
-    (a_dict, JobError, "metrics"),
-    (a_python_number, JobError, ".item()"),
-    (a_loss_without_a_gradient, JobError, "detach()"),
-    (a_loss_of_every_sample, JobError, "reduction='mean'"),
-    (a_function_of_every_sample, JobError, "reduction='mean'"),
-    (a_step_by_lbfgs, JobError, "optimizer.step(closure)"),
-    (an_update_by_lbfgs, JobError, "optimizer.step(closure)"),
-    (weights_of_samples, BatchError, "for x, y, w in engine.loader"),
-    (float64_data, BatchError, "x.float()"),
-    (whole_numbers, BatchError, "x.float()"),
-    (a_float64_model, BatchError, "precision=fp64"),
-    (a_model_of_half_precision, BatchError, "precision=bf16"),
-    (text, BatchError, "collate"),
-    (too_many_features, BatchError, str(FEATURES + 1)),
-    (a_target_of_another_shape, DataError, "int64"),
-    (a_label_without_a_class, DataError, str(CLASSES)),
-]
+MISTAKES: dict[str, tuple[Callable[[], None], type[PacelineError], str]] = {
+    "a tuple": (steps(lambda output, target: (F.cross_entropy(output, target), output)), JobError, "metrics"),
+    "a dict": (steps(lambda output, target: {"loss": F.cross_entropy(output, target)}), JobError, "metrics"),
+    "a Python number": (steps(lambda output, target: F.cross_entropy(output, target).item()), JobError, ".item()"),
+    "no gradient": (steps(lambda output, target: F.cross_entropy(output, target).detach()), JobError, "detach()"),
+    "a loss of every sample": (steps(nn.CrossEntropyLoss(reduction="none")), JobError, "reduction='mean'"),
+    "a function of every sample": (steps(partial(F.cross_entropy, reduction="none")), JobError, "reduction='mean'"),
+    "a step by L-BFGS": (steps(optimizer=LBFGS), JobError, "optimizer.step(closure)"),
+    "an update by L-BFGS": (an_update_by_lbfgs, JobError, "optimizer.step(closure)"),
+    "weights of samples": (steps(more=(torch.ones(SAMPLES),)), BatchError, "for x, y, w in engine.loader"),
+    "float64 data": (steps(inputs=torch.ones(SAMPLES, FEATURES, dtype=torch.float64)), BatchError, "x.float()"),
+    "whole numbers": (steps(inputs=torch.ones(SAMPLES, FEATURES, dtype=torch.int64)), BatchError, "x.float()"),
+    "a float64 model": (steps(dtype=torch.float64), BatchError, "precision=fp64"),
+    "a model of half precision": (steps(dtype=torch.float16), BatchError, "precision=bf16"),
+    "text": (text, BatchError, "collate"),
+    "too many features": (steps(inputs=torch.ones(SAMPLES, FEATURES + 1)), BatchError, str(FEATURES + 1)),
+    "a target of another shape": (steps(target=torch.zeros(SAMPLES, 2, dtype=torch.int64)), DataError, "int64"),
+    "a label without a class": (steps(target=torch.full((SAMPLES,), CLASSES)), DataError, str(CLASSES)),
+}
 
 
 def outcomes() -> list[tuple[str, str]]:
     """Class and text of the errors that MISTAKES raise, one after the other."""
     found = []
-    for make, _, _ in MISTAKES:
+    for make, _, _ in MISTAKES.values():
         torch.manual_seed(0)
         try:
             make()
@@ -188,9 +133,9 @@ def outcomes() -> list[tuple[str, str]]:
 
 
 def verify(found: list[tuple[str, str]]) -> None:
-    for (kind, text), (make, expected, line) in zip(found, MISTAKES, strict=True):
-        assert kind == expected.__name__, f"{make.__name__}: {kind}: {text}"
-        assert line in text, make.__name__
+    for (kind, text), (name, (_, expected, line)) in zip(found, MISTAKES.items(), strict=True):
+        assert kind == expected.__name__, f"{name}: {kind}: {text}"
+        assert line in text, name
 
 
 def test_a_mistake_on_one_process_ends_in_one_line_with_what_to_write() -> None:

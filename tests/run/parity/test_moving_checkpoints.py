@@ -5,12 +5,12 @@ Same data order, same losses.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from commands import losses
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from ranks import Ranks
@@ -42,12 +42,6 @@ def train(path: Path, work: Job, plan: str, ranks: Ranks) -> None:
         train_here(path, work)
     else:
         ranks(size, train_as_rank, path, backend="shm" if "tp" in plan else "gloo")
-
-
-def losses(run: Path) -> dict[int, float]:
-    """The loss of every step, as rank 0 noted it."""
-    lines = [json.loads(line) for line in (run / "steps" / "rank-0.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,11 @@ from paceline.run.record.progress import RecentSteps, event_sentence
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balance, Move
 from ranks import Ranks
-from small_jobs import new_run, points, small_job, train_as_rank, train_here
+from small_jobs import facts, new_run, points, small_job, train_as_rank, train_here
 from uneven_jobs import read_in
 
 # sleeping takes most of a step on any machine, and is the slow rank's share of it
 SLEEPY = {"factory": "uneven_jobs:Sleepy", "args": {"sample_s": 0.005, "rank": 1, "factor": 5.0}}
-KEYS = ("step", "epoch", "loss", "grad_norm", "lr", "samples", "local_samples")
-
-
-def facts(run: Run, rank: int) -> list[tuple[Any, ...]]:
-    return [tuple(step[key] for key in KEYS) for step in run.steps(rank)]
 
 
 def dealt(run: Run, ranks: int) -> list[tuple[int, ...]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from paceline.errors import CheckpointError
 from paceline.state.rank_state import RankState
 from ranks import Ranks
 from small_jobs import Points, plain, with_dropout
+from small_jobs import train_on as train
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -37,21 +35,6 @@ def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, plan: st
         DataLoader(Points(noise=0.1), batch_size=8, shuffle=True),
         plan=plan,
     )
-
-
-RUNNING: WeakKeyDictionary[Engine, Iterator[Any]] = WeakKeyDictionary()
-
-
-def train(engine: Engine, steps: int) -> list[float]:
-    """Losses of the next steps, in epochs that go on from call to call and begin anew after a state was loaded."""
-    losses: list[float] = []
-    while len(losses) < steps:
-        batches = RUNNING.setdefault(engine, iter(engine.loader))
-        for batch in islice(batches, steps - len(losses)):
-            losses.append(engine.step(batch).loss)
-        if len(losses) < steps:
-            del RUNNING[engine]
-    return losses
 
 
 def weights(engine: Engine) -> list[Tensor]:

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,24 +257,37 @@ def parsed(line: bytes) -> Any:
     return None
 
 
+_SENTENCES = {
+    "transport": "the ranks talk over {transport}: {reason}",
+    "resume": "resumed at step {step}",
+    "checkpoint_damaged": "{reason}; trying the one before",
+    "slow_rank_over": (
+        "rank {rank} is as fast as the others again in step {step}; it was slow since step {since_step}"
+    ),
+    "lines_lost": "{lines} lines of {file} are lost, because the disk could not take them; it can again",
+    "unauthenticated": "{connections} connections to the ranks' ports did not show the run's key and were closed",
+    "tracker": 'tracker "{name}" {said}',
+    "host_back": "host {host} (number {number}) has come, and its ranks are started",
+    "coordinator": "{lost} is lost; {by} coordinates now",
+    "went_back": "going on from step {step}, kept in memory: {lost_steps} steps are trained again",
+    "healed": "rank {rank} is back at step {step}",
+}
+
+
 def event_sentence(event: dict[str, Any]) -> str | None:
     """Text for an event; None for events without one.
 
     Example: `step 120: validation loss 0.1021, accuracy 0.9722`.
     """
+    if (sentence := _SENTENCES.get(event["event"])) is not None:
+        return sentence.format_map(event)
     match event["event"]:
-        case "transport":
-            return f"the ranks talk over {event['transport']}: {event['reason']}"
         case "sync" | "loss":
             return "; ".join(event["said"])
-        case "resume":
-            return f"resumed at step {event['step']}"
         case "evaluation":
             return f"step {event['step']}: validation " + ", ".join(
                 f"{name} {value:.4f}" for name, value in event["metrics"].items()
             )
-        case "checkpoint_damaged":
-            return f"{event['reason']}; trying the one before"
         case "checkpoint_failed":
             tries = f"{event['failures']} of at most {event['max_failures']} in a row"
             return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
@@ -287,20 +300,10 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step "
                 f"{event['since_step']}: {times}"
             )
-        case "slow_rank_over":
-            return (
-                f"rank {event['rank']} is as fast as the others again in step {event['step']}; it was slow since "
-                f"step {event['since_step']}"
-            )
         case "balance" if event["slow_changed"]:
             return _sentence_of_balance(event)
         case "recut":
             return _sentence_of_recut(event)
-        case "lines_lost":
-            return (
-                f"{event['lines']} lines of {event['file']} are lost, because the disk could not take them; "
-                "it can again"
-            )
         case "corruption":
             tensors = ", ".join(event["tensors"]) + (f" and {event['more']} more" if event["more"] else "")
             return (
@@ -315,10 +318,6 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "rewind":
             kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""
             return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is left out"
-        case "unauthenticated":
-            return f"{event['connections']} connections to the ranks' ports did not show the run's key and were closed"
-        case "tracker":
-            return f'tracker "{event["name"]}" {event["said"]}'
         case "lost":
             stack = f"\n{event['stack']}" if event["stack"] else ""
             if event.get("ends"):
@@ -334,22 +333,14 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             others = "the others go on" if waits_s is None else waits
             back = "It is started again." if event.get("revived") else "Start the same command there to have it back."
             return f"{event['reason']}; {others}. {back if event['again'] else LEFT_OUT}"
-        case "host_back":
-            return f"host {event['host']} (number {event['number']}) has come, and its ranks are started"
         case "scaled":
             return _sentence_of_scaled(event)
-        case "coordinator":
-            return f"{event['lost']} is lost; {event['by']} coordinates now"
-        case "went_back":
-            return f"going on from step {event['step']}, kept in memory: {event['lost_steps']} steps are trained again"
         case "not_mirrored":
             return (
                 f"ranks keep no copies of each other's state: these take {size(event['wanted_bytes'])} more of a "
                 f"machine's memory, and {size(event['free_bytes'])} are free. When one is lost, all go back to the "
                 "newest checkpoint"
             )
-        case "healed":
-            return f"rank {event['rank']} is back at step {event['step']}"
         case "restart":
             return f"{event['reason']} Starting again, attempt {event['attempt'] + 1}."
     return None
@@ -369,7 +360,7 @@ def _sentence_of_balance(event: dict[str, Any]) -> str:
 
 def _sentence_of_scaled(event: dict[str, Any]) -> str:
     numbers, host = event["ranks"], event["host"]
-    ranks = f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    ranks = _numbered("rank", numbers)
     who, one = (f"host number {host} with its {ranks}", True) if host else (ranks, len(numbers) == 1)
     if event["by"] < 0:
         return f"{who} {'has' if one else 'have'} left, as `paceline scale` asked; the others go on"
@@ -378,11 +369,15 @@ def _sentence_of_scaled(event: dict[str, Any]) -> str:
 
 def _sentence_of_recut(event: dict[str, Any]) -> str:
     ranks, hosts = event["ranks"], event["hosts"]
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    where = f" (host{'s' * (len(hosts) > 1)} {', '.join(map(str, hosts))})" if any(hosts) else ""
+    who = _numbered("rank", ranks)
+    where = f" ({_numbered('host', hosts)})" if any(hosts) else ""
     slow = f"computed {event['share']:.0%} of the pipeline's time since step {event['since_step']}"
     begin = f"after step {event['step']} stages begin at {event['cut']} instead of {event['cut_before']}"
     return f"{who}{where} {slow}; {begin}, which is expected to save {event['gain']:.0%} of each step"
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _straggler(slow: dict[str, Any]) -> str:
