@@ -8,7 +8,6 @@ have changed since. Read `dry_run.py` first, then `preflight.py`.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     known = _kept(job, plan)
     if known.is_file():
         return
-    reasons = _asked(_Question(job, plan, cluster, world))
+    reasons = _asked(job, plan, cluster, world)
     if reasons:
         raise PlanError("\n".join(reasons))
     with suppress(OSError):  # a home that cannot be written: then the next start asks again
@@ -52,30 +51,22 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
         known.touch(mode=0o600)
 
 
-@dataclass(frozen=True)
-class _Question:
-    job: Job
-    plan: Plan
-    cluster: Cluster
-    world: int | None
-
-
-def _asked(question: _Question) -> list[str]:
+def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> list[str]:
     """The answer of a process; [] where it could not tell, for then the ranks will."""
-    cluster = question.cluster
     here = discover() if cluster.emulate is not None else cluster
     try:
-        return run_on_plan(_refusal, question, job=question.job, cluster=here, plan=Plan())[0]
+        return run_on_plan(_refusal, (job, plan, cluster, world), job=job, cluster=here, plan=Plan())[0]
     except LaunchError as error:
         if error.rank_error == BatchError.__name__:
             raise
         return []
 
 
-def _refusal(question: _Question) -> list[str]:
+def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> list[str]:
     from paceline.run.dry_run.preflight import Preflight
 
-    return Preflight(question.job).refusal(question.plan, question.cluster, question.world)
+    job, plan, cluster, world = question
+    return Preflight(job).refusal(plan, cluster, world)
 
 
 def _kept(job: Job, plan: Plan) -> Path:

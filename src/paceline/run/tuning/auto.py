@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.cluster import Cluster
@@ -91,20 +90,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
         PlanError: no plan of `auto` can run the job here.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
-    default = auto_plan(job, cluster)
-    lines = _Lines(say)
-    too_few = steps_are_too_few(job)
-    file = kept.file_of(job, cluster, default)
-    known = kept.read(file, job, cluster)
-    if known and known.measured and (too_few or kept.enough(known, job)):
-        # told once on a screen; a report has them all
-        lines.all += [HEADING, *(row.line() for row in known.tried if row.tried)]
-        lines.add(f"plan auto: {_result(known)}, as measured before ({file}; delete it to measure again)")
-        return AutoChoice(Plan.parse(known.best), lines.all, known.gain, forecast=known.forecast_of(known.best))
-    # on GPUs, where models are large, the plan's memory is still checked
-    if too_few and not cluster.has_accelerators:
-        return _of_few_steps(job, cluster, default, known, lines, too_few)
-    return _Search(job, cluster, default, lines, file, runs).choose(known, too_few)
+    return _Search(job, cluster, say or (lambda line: None), runs).choose()
 
 
 def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> None:
@@ -116,58 +102,34 @@ def remember_run(choice: AutoChoice, job: Job, cluster: Cluster, run: Run) -> No
     remember(_pair(job, cluster, choice.forecast, measured_s), cluster)
 
 
-class _Lines:
-    def __init__(self, say: Say | None) -> None:
-        self.all: list[str] = []
-        self._say = say
-        self._rows = 0
-
-    def add(self, line: str) -> None:
-        self.all.append(line)
-        if self._say:
-            self._say(line)
-
-    def rows(self, tried: list[Trial]) -> None:
-        """Report the new rows of the table, except untried settings."""
-        if tried and not self._rows:
-            self.add(HEADING)
-        for row in tried[self._rows :]:
-            if row.tried:
-                self.add(row.line())
-        self._rows = len(tried)
-
-    def left_out(self, tried: list[Trial]) -> None:
-        left: dict[str, list[str]] = {}
-        for row in tried:
-            if not row.tried:
-                left.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.knob)
-        for why, what in left.items():
-            self.add(f"  not tried ({why}): {', '.join(what)}")
-
-
-@dataclass
 class _Search:
-    job: Job
-    cluster: Cluster
-    default: Plan
-    lines: _Lines
-    file: Path
-    runs: int
-    before_s: float = 0.0
+    def __init__(self, job: Job, cluster: Cluster, say: Say, runs: int) -> None:
+        self.job, self.cluster, self.say, self.runs = job, cluster, say, runs
+        self.default = auto_plan(job, cluster)
+        self.file = kept.file_of(job, cluster, self.default)
+        self.known = kept.read(self.file, job, cluster)
+        self.before_s = self.known.before_s if self.known else 0.0
+        self.lines: list[str] = []
+        self._rows_told = 0
 
-    def choose(self, known: TuningResult | None, too_few: str | None) -> AutoChoice:
-        """Predict, or take a cached prediction; then measure unless there is a reason against it.
-
-        `too_few` steps are such a reason.
-        """
+    def choose(self) -> AutoChoice:
+        """Take what was measured before; else predict, and measure unless there is a reason against it."""
+        too_few, known = steps_are_too_few(self.job), self.known
+        if known and known.measured and (too_few or kept.enough(known, self.job)):
+            # told once on a screen; a report has them all
+            self.lines += [HEADING, *(row.line() for row in known.tried if row.tried)]
+            self._tell(f"plan auto: {_result(known)}, as measured before ({self.file}; delete it to measure again)")
+            return self._choice(known.best, known.forecast_of(known.best), known.gain)
+        # on GPUs, where models are large, the plan's memory is still checked
+        if too_few and not self.cluster.has_accelerators:
+            return self._of_few_steps(too_few)
         wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
-        self.before_s = known.before_s if known else 0.0
         calibration = kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
             forecasts = recorrected(known.forecasts, self.job, self.cluster)
         else:
             forecasts = self._forecasts(calibration)
-        listed = shortlist(self.job, self.cluster, self.default, forecasts)
+        listed = self._listed(forecasts)
         run_s = self._run_s(listed)
         why = too_few or why_not_measured(listed, None if run_s is None else run_s * self.runs, self.before_s)
         begin = Plan.parse(listed[0].plan) if listed else self.default
@@ -179,23 +141,39 @@ class _Search:
             calibration = self._calibrated()
             if calibration is not None:
                 forecasts = self._forecasts(calibration)
-                listed = shortlist(self.job, self.cluster, self.default, forecasts)
+                listed = self._listed(forecasts)
         return self._measured(forecasts, listed, self._run_s(listed))
+
+    def _of_few_steps(self, why: str) -> AutoChoice:
+        """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
+
+        Nothing is predicted anew: that takes seconds, more than all steps of a tiny model.
+        """
+        listed = self._listed(recorrected(self.known.forecasts, self.job, self.cluster)) if self.known else []
+        best = certain(listed)
+        if best is None or best.plan == str(self.default):
+            self._tell(f"plan auto: {self.default}; nothing is measured: {why}")
+            return self._choice(self.default)
+        self._tell(_predicted_line(best, listed, why))
+        return self._choice(best.plan, best)
 
     def _forecasts(self, calibration: Calibration | None) -> list[Forecast]:
         try:
             return forecast(self.job, self.cluster, self.default, calibration)
         except PacelineError as error:
-            self.lines.add(f"the plans could not be predicted ({reason_of(error)}); going on from plan {self.default}")
+            self._tell(f"the plans could not be predicted ({reason_of(error)}); going on from plan {self.default}")
             return []
+
+    def _listed(self, forecasts: list[Forecast]) -> list[Forecast]:
+        return shortlist(self.job, self.cluster, self.default, forecasts)
 
     def _calibrated(self) -> Calibration | None:
         from paceline.run.tuning.calibrate import calibrate
 
         try:
-            return calibrate(self.job, self.cluster, lambda line: self.lines.add(f"plan auto: {line}"))
+            return calibrate(self.job, self.cluster, lambda line: self._tell(f"plan auto: {line}"))
         except PacelineError as error:
-            self.lines.add(f"the machine could not be calibrated ({reason_of(error)})")
+            self._tell(f"the machine could not be calibrated ({reason_of(error)})")
             return None
 
     def _run_s(self, listed: Sequence[Forecast]) -> float | None:
@@ -204,43 +182,41 @@ class _Search:
     def _unmeasured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float, why: str) -> AutoChoice:
         best = certain(listed)
         if best is None:
-            self.lines.add(f"plan auto: {self.default}; nothing is measured: {why}")
-            return AutoChoice(self.default, self.lines.all)
-        self.lines.add(_predicted_line(best, listed, why))
-        found = TuningResult(
-            str(self.default),
-            best.plan,
-            forecasts=forecasts,
-            before_s=self.before_s + run_s * self.runs,
-            complete=False,
-        )
+            self._tell(f"plan auto: {self.default}; nothing is measured: {why}")
+            return self._choice(self.default)
+        self._tell(_predicted_line(best, listed, why))
+        before_s = self.before_s + run_s * self.runs
+        found = TuningResult(str(self.default), best.plan, forecasts=forecasts, before_s=before_s, complete=False)
         kept.write(self.file, found)
-        return AutoChoice(Plan.parse(best.plan), self.lines.all, forecast=best)
+        return self._choice(best.plan, best)
 
     def _measured(self, forecasts: list[Forecast], listed: list[Forecast], run_s: float | None) -> AutoChoice:
         started = time.monotonic()
         if first := certain(listed):
             listed = [first, *(f for f in listed if f is not first)]
-        begin = Plan.parse(listed[0].plan) if listed else self.default
+        begin = listed[0].plan if listed else str(self.default)
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
         busy = cache.other_work()
-        self.lines.add("plan auto: measuring plans and knobs for this job, once for all starts")
-        found = TuningResult(str(begin), str(begin), forecasts=listed, share=share_to_spend(listed, run_s, others_s))
+        self._tell("plan auto: measuring plans and knobs for this job, once for all starts")
+        found = TuningResult(begin, begin, forecasts=listed, share=share_to_spend(listed, run_s, others_s))
         try:
-            found = measure(self.job, self.cluster, found, self.lines.rows)
-            self.lines.left_out(found.tried)
+            found = measure(self.job, self.cluster, found, self._tell_rows)
         except LaunchError as error:
-            self.lines.add(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
-            return AutoChoice(begin, self.lines.all, seconds=time.monotonic() - started)
+            self._tell(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
+            return self._choice(begin, seconds=time.monotonic() - started)
+        untried: dict[str, list[str]] = {}
+        for row in found.tried:
+            if not row.tried:
+                untried.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.knob)
+        for why, what in untried.items():
+            self._tell(f"  not tried ({why}): {', '.join(what)}")
         seconds = time.monotonic() - started
         found.forecasts = forecasts
         where = kept.write(self.file, found, busy)
         if busy <= cache.MOST_OTHER_WORK:
             self._remember(found)
-        self.lines.add(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
-        return AutoChoice(
-            Plan.parse(found.best), self.lines.all, found.gain, seconds, forecast=found.forecast_of(found.best)
-        )
+        self._tell(f"plan auto: {_result(found)}; measured in {seconds:.1f} s, {where}")
+        return self._choice(found.best, found.forecast_of(found.best), found.gain, seconds)
 
     def _remember(self, found: TuningResult) -> None:
         for row in found.tried:
@@ -248,21 +224,24 @@ class _Search:
             if forecast is not None and row.step_s is not None:
                 remember(_pair(self.job, self.cluster, forecast, row.step_s.middle), self.cluster)
 
+    def _choice(
+        self, plan: Plan | str, forecast: Forecast | None = None, gain: float = 1.0, seconds: float = 0.0
+    ) -> AutoChoice:
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        return AutoChoice(plan, self.lines, gain, seconds, forecast)
 
-def _of_few_steps(
-    job: Job, cluster: Cluster, default: Plan, known: TuningResult | None, lines: _Lines, why: str
-) -> AutoChoice:
-    """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
+    def _tell(self, line: str) -> None:
+        self.lines.append(line)
+        self.say(line)
 
-    Nothing is predicted anew: that takes seconds, more than all steps of a tiny model.
-    """
-    listed = shortlist(job, cluster, default, recorrected(known.forecasts, job, cluster)) if known else []
-    best = certain(listed)
-    if best is None or best.plan == str(default):
-        lines.add(f"plan auto: {default}; nothing is measured: {why}")
-        return AutoChoice(default, lines.all)
-    lines.add(_predicted_line(best, listed, why))
-    return AutoChoice(Plan.parse(best.plan), lines.all)
+    def _tell_rows(self, tried: list[Trial]) -> None:
+        """Tell the new rows of the table, except untried settings."""
+        if tried and not self._rows_told:
+            self._tell(HEADING)
+        for row in tried[self._rows_told :]:
+            if row.tried:
+                self._tell(row.line())
+        self._rows_told = len(tried)
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
@@ -300,16 +279,6 @@ def _result(found: TuningResult) -> str:
 _LOOKED_AT = 12
 
 
-@dataclass(frozen=True)
-class _ForecastRequest:
-    """A job to predict; the calibration is None where the catalogue is to serve."""
-
-    job: Job
-    cluster: Cluster
-    default: Plan
-    calibration: Calibration | None
-
-
 def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
     """The best plans by prediction, with the default and one rank alone.
 
@@ -320,18 +289,18 @@ def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     here = cluster if cluster.emulate is None else discover()
-    request = _ForecastRequest(job, cluster, default, calibration)
-    return run_on_plan(_forecasts, request, job=job, cluster=here, plan=Plan())[0]
+    return run_on_plan(_forecasts, (job, cluster, default, calibration), job=job, cluster=here, plan=Plan())[0]
 
 
-def _forecasts(request: _ForecastRequest) -> list[Forecast]:
+def _forecasts(request: tuple[Job, Cluster, Plan, Calibration | None]) -> list[Forecast]:
     from paceline.run.dry_run.preflight import LOOK_S, refused_of
     from paceline.run.tuning.trial import ignore_views
 
     ignore_views()
-    found = predicted(request.job, request.cluster, request.default, request.calibration)
+    job, *_ = request
+    found = predicted(*request)
     # checked here, where torch and the model's code are loaded already
-    refused = refused_of(request.job, [Plan.parse(row.plan) for row in found], LOOK_S)
+    refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)
     return [row for row in found if Plan.parse(row.plan) not in refused]
 
 
@@ -393,13 +362,6 @@ def reason_of(error: PacelineError) -> str:
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
-@dataclass(frozen=True)
-class _Request:
-    job: Job
-    cluster: Cluster
-    found: TuningResult
-
-
 def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: Tell) -> TuningResult:
     newest = found
 
@@ -411,9 +373,8 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
     failures = 0
     while True:
         try:
-            run_on_plan(
-                _try, _Request(job, cluster, newest), job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note
-            )
+            request = job, cluster, newest
+            run_on_plan(_try, request, job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note)
             return newest
         except LaunchError as error:
             if newest.under_way in (None, BEGINNING):
@@ -427,13 +388,14 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
                 return newest
 
 
-def _try(request: _Request, report: Callable[[TuningResult], None]) -> TuningResult:
+def _try(request: tuple[Job, Cluster, TuningResult], report: Callable[[TuningResult], None]) -> TuningResult:
     from paceline.comm.backend import joined
     from paceline.run.tuning.trial import RankTrial, ignore_views
 
     ignore_views()
-    with joined(deadline_s=request.job.deadline_s) as group:
-        return RankTrial(request.job, request.cluster, request.found, group, report).run()
+    job, cluster, found = request
+    with joined(deadline_s=job.deadline_s) as group:
+        return RankTrial(job, cluster, found, group, report).run()
 
 
 def _leave_out(found: TuningResult, reason: str) -> None:

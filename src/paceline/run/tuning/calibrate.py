@@ -162,34 +162,25 @@ def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis])
     return set(precisions) <= set(found.precisions) and (found.ranks == 1 or (set(axes) <= known and packages <= tried))
 
 
-@dataclass(frozen=True)
-class _Request:
-    job: Job
-    here: Cluster
-    cores: int
-    precisions: tuple[str, ...]
-    axes: tuple[Axis, ...]
-
-
 def _measure(job: Job, host: Host, ranks: int, precisions: tuple[str, ...], axes: Sequence[Axis]) -> Measurements:
     here = Cluster(name="this machine", hosts=(host,))
     against = {axis: _reasons_against(axis, job, here, ranks) for axis in axes}
     possible = tuple(axis for axis, reasons in against.items() if not reasons)
-    request = _Request(job, here, host.physical_cores, precisions, possible)
+    request = job, here, host.physical_cores, precisions, possible
     found = run_on_plan(_calibrated, request, job=job, cluster=here, plan=Plan(dp=ranks))[0]
     notes = [f"{axis}={ranks}: {reasons[0]}" for axis, reasons in against.items() if reasons]
     return replace(found, notes=(*notes, *found.notes))
 
 
-def _calibrated(request: _Request) -> Measurements:
+def _calibrated(request: tuple[Job, Cluster, int, tuple[str, ...], tuple[Axis, ...]]) -> Measurements:
     from paceline.comm.backend import joined
     from paceline.run.tuning.calibrate_ranks import RankCalibration
     from paceline.run.tuning.trial import ignore_views
 
     ignore_views()
-    job = request.job
+    job, here, cores, precisions, axes = request
     with joined(deadline_s=job.deadline_s) as group, scratch_folder() as folder:
-        rank = RankCalibration(job, request.here, group, folder, request.cores, request.precisions, request.axes)
+        rank = RankCalibration(job, here, group, folder, cores, precisions, axes)
         found = rank.run(carriers(several_hosts=False))
         group.barrier()
         return found
@@ -372,14 +363,6 @@ STEP, PHASE = "paceline step ", "paceline "
 
 
 @dataclass(frozen=True)
-class _Profiled:
-    job: Job
-    cluster: Cluster
-    plan: Plan
-    steps: int
-
-
-@dataclass(frozen=True)
 class RankOperations:
     """Chrome trace of one rank, as torch's profiler exports it, compressed."""
 
@@ -410,10 +393,10 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
         raise RunError(f"sync={plan.sync}: workers of servers take no steps together, so none are profiled")
     if len(cluster.hosts) > 1 and cluster.emulate is None:
         raise RunError("operations are profiled on this machine, and the run was on several hosts")
-    return run_on_plan(_profiled, _Profiled(job, cluster, plan, steps), job=job, cluster=cluster, plan=plan)
+    return run_on_plan(_profiled, (job, cluster, plan, steps), job=job, cluster=cluster, plan=plan)
 
 
-def _profiled(request: _Profiled) -> RankOperations:
+def _profiled(request: tuple[Job, Cluster, Plan, int]) -> RankOperations:
     from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
     from paceline.comm.agree import greatest
@@ -423,12 +406,13 @@ def _profiled(request: _Profiled) -> RankOperations:
     from paceline.run.build import seed_all
     from paceline.run.tuning.trial import TrialCandidate, part_of
 
-    job, plan, host = request.job, request.plan, request.cluster.hosts[0]
+    job, cluster, plan, steps = request
+    host = cluster.hosts[0]
     with joined(deadline_s=job.deadline_s) as group:
         seed_all(job.seed)
         data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
         cores = set(cores_of(group.rank, plan.ranks, host)) if plan.pin else set(os.sched_getaffinity(0))
-        here = max(request.cluster.ranks_per_host(plan.ranks))
+        here = max(cluster.ranks_per_host(plan.ranks))
         candidate = TrialCandidate(
             job, plan, data, part_of(group, plan), threads=plan.threads_for(host, here), cores=cores
         )
@@ -437,7 +421,7 @@ def _profiled(request: _Profiled) -> RankOperations:
         assert candidate.engine is not None
         with profile(activities=supported_activities() or [ProfilerActivity.CPU]) as profiler:
             greatest(group, 0.0)  # the first of the profiler's own work is over on all ranks
-            for number in range(1, request.steps + 1):
+            for number in range(1, steps + 1):
                 with record_function(f"{STEP}{number}"), _phases(candidate.engine):
                     candidate.step()
             synchronize(candidate.engine.device)
