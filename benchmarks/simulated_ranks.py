@@ -26,8 +26,8 @@ from paceline.comm.backend import joined
 from paceline.errors import JobError, PlanError
 from paceline.planning.plan import Plan
 from paceline.run.convert import export
-from paceline.run.loop import train_in
 from paceline.run.record.run import Run
+from paceline.run.recovery.run import train_in
 from paceline.state.shard import Shard
 from paceline.sync import allreduce
 from simulated_cases import STEPS, Case, extensions

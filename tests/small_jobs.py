@@ -23,8 +23,8 @@ from paceline.comm.backend import joined
 from paceline.engine.engine import Engine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.loop import train_in
 from paceline.run.record.run import Run
+from paceline.run.recovery.run import train_in
 
 FEATURES, CLASSES = 6, 3
 

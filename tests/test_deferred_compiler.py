@@ -82,10 +82,10 @@ step()
 
 
 def train_and_tell(arguments: list[str]) -> None:
-    from paceline.run.loop import run_rank
+    from paceline.run.recovery.run import run_rank_once
 
     run, told = arguments
-    run_rank([run])
+    run_rank_once([run])
     Path(told).write_text("\n".join(sys.modules))
 
 

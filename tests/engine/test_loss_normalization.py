@@ -19,7 +19,7 @@ import paceline
 from model_families import hugging_face
 from paceline.comm import Group
 from paceline.errors import PlanError
-from paceline.run.loop import train_in
+from paceline.run.recovery.run import train_in
 from ranks import Ranks
 from small_jobs import new_run, small_job
 

@@ -19,8 +19,8 @@ import paceline
 from paceline.comm.backend import joined
 from paceline.engine.replica_state import ReplicaState
 from paceline.errors import JobError, PacelineError
-from paceline.run.loop import train_in
 from paceline.run.record.run import Run
+from paceline.run.recovery.run import train_in
 from paceline.split.layout import local
 from paceline.state.reader import load_latest
 from ranks import RankError, Ranks

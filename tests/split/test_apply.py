@@ -24,8 +24,8 @@ from paceline.errors import NonFiniteError, PlanError
 from paceline.job.zoo.models import GPT
 from paceline.planning.plan import Plan
 from paceline.run.convert import export
-from paceline.run.loop import train_in
 from paceline.run.record.run import Run
+from paceline.run.recovery.run import train_in
 from ranks import Ranks
 from small_jobs import new_run, train_as_rank, train_here
 

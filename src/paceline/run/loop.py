@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from paceline.comm import Group
-from paceline.comm.backend import joined
 from paceline.data.loader import Position
 from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.elastic.membership import StepBoundary
@@ -25,55 +21,16 @@ from paceline.job.loss import build_metrics
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, apart
 from paceline.job.stop import StopRule
-from paceline.planning.plan import Plan
 from paceline.rank_environment import is_our_rank
-from paceline.run.build import begin_engine, check_device, predicted_state_bytes, seed_all
+from paceline.run.build import predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.recorder import WITNESS, Board, Callback, Events, Remarks, StepInfo, StepRecorder, Witness
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
-from paceline.run.recovery.recutting import Recutting, follows_times
+from paceline.run.recovery.recutting import Recutting
 from paceline.wire.status import ends_generation
-
-
-def run_rank(arguments: list[str]) -> None:
-    """Train the run in the directory `arguments[0]` as this process's rank."""
-    run = Run(arguments[0])
-    with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
-        train_in(run, group)
-
-
-def train_in(run: Run, group: Group) -> None:
-    """Train a run as one rank of `group`. Every rank of the group calls this."""
-    job = run.job
-    check_device(run, group)
-    data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-    boundary, signals = None, list[str]()
-    with stop_signals(signals.append), closing(Board(run.path)) as board:
-        loop = _loop(run, run.plan, data, group, board)
-        while not loop.run(boundary, recut=True):
-            boundary, plan = loop.boundary(), replace(run.plan, cut=loop.recutting.cut)
-            signals += [loop.signal] if loop.signal else []
-            loop.engine.on_phase("starting", boundary.step)
-            loop.engine.close()
-            del loop
-            gc.collect()  # the weights
-            loop = _loop(run, plan, data, group, board)
-            loop.signal = next(iter(signals), None)
-            boundary = boundary if loop.resumed(boundary) else None
-        loop.engine.close()
-
-
-def _loop(run: Run, plan: Plan, data: DataSets, group: Group, board: Board) -> Loop:
-    begun = time.monotonic()
-    engine = begin_engine(run.job, plan, data, group)
-    # from here on every data-parallel rank draws numbers of its own
-    seed_all(run.job.seed * 1_000_003 + 1 + engine.data_group.rank)
-    loop = Loop(run, engine, data, group, board=board)
-    loop.recutting.on, loop.recutting.built_s = follows_times(run.plan), time.monotonic() - begun
-    return loop
 
 
 class Loop:

@@ -256,7 +256,7 @@ def _launch_ranks(
 
         sync = sync_info(plan.sync)
         recovers = not sync.served and recovers_in_place(job, plan, cluster)
-        function = "paceline.run.recovery.run:run_rank" if recovers else "paceline.run.loop:run_rank"
+        function = f"paceline.run.recovery.run:{'run_rank' if recovers else 'run_rank_once'}"
         if sync.served:
             function = sync.run_rank
         setting = Setting(
@@ -358,7 +358,7 @@ def new_directory(job: Job) -> Path:
 
 def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> Run:
     from paceline.comm.backend import joined
-    from paceline.run.loop import train_in
+    from paceline.run.recovery.run import train_in
 
     plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
     transport = plan.transport if isinstance(plan, Plan) else "auto"

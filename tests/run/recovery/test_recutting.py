@@ -23,11 +23,11 @@ from paceline.comm import Group
 from paceline.elastic.membership import StepBoundary, newest_of
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.loop import train_in
 from paceline.run.record.goodput import goodput
 from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import Run
 from paceline.run.recovery.recutting import Recut, Stages, follows_times
+from paceline.run.recovery.run import train_in
 from ranks import Ranks
 from small_jobs import new_run, points, small_job, train_as_rank
 

@@ -1,4 +1,4 @@
-"""Training by one process of a run that recovers, in generation after generation."""
+"""Training by one process of a run: with one group of ranks, or in generation after generation."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paceline.comm.process_group import abort_all
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.place import is_mirrored
 from paceline.engine.engine import Engine
+from paceline.errors import CheckpointError
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
 from paceline.run.process import stop_signals
@@ -24,6 +25,20 @@ from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
 from paceline.state.manifest import checkpoints
 from paceline.wire.status import GenerationOver, StatusBoard, ends_generation, watch_generation
+
+
+def run_rank_once(arguments: list[str]) -> None:
+    """Train the run in the directory `arguments[0]` as this process's rank, without recovery."""
+    run = Run(arguments[0])
+    with joined(deadline_s=run.job.deadline_s, transport=run.plan.transport) as group:
+        train_in(run, group)
+
+
+def train_in(run: Run, group: Group) -> None:
+    """Train a run as one rank of `group`. Every rank of the group calls this."""
+    trainee = Trainee(run, None)
+    with stop_signals(trainee.note_signal), closing(trainee.board):
+        trainee.train(group)
 
 
 def run_rank(arguments: list[str]) -> None:
@@ -51,18 +66,22 @@ def run_rank(arguments: list[str]) -> None:
 
 
 class Trainee:
-    """State, data and position of a process, which it keeps from generation to generation."""
+    """State, data and position of a process, which it keeps from generation to generation.
 
-    def __init__(self, run: Run, member: Member) -> None:
+    Args:
+        member: None where the run does not recover, and has one generation.
+    """
+
+    def __init__(self, run: Run, member: Member | None) -> None:
         self.run, self.member = run, member
         self.kept: Kept
-        if is_mirrored(run.plan):
+        if member is not None and is_mirrored(run.plan):
             self.kept = Mirror(run.job.checkpoint.memory_every_steps)
         elif run.plan.splits:
             self.kept = KeptPart()
         else:
             self.kept = model = KeptModel()
-            if not member.is_awaited():
+            if member is not None and not member.is_awaited():
                 model.build(run.job, run.plan)
         self.data = run.job.data.build(input_shape=run.job.model.input_shape(), seed=run.job.seed)
         self.boundary = StepBoundary()
@@ -96,7 +115,8 @@ class Trainee:
         plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.boundary.cut or run.plan.cut)
         engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
-        engine.replica_state.corruption.members = self.member.generation.members
+        if self.member is not None:
+            engine.replica_state.corruption.members = self.member.generation.members
         ended, loop, has_state, broken = False, None, False, False
         try:
             if start.begins:
@@ -106,7 +126,10 @@ class Trainee:
                 self.boundary, has_state = start.boundary, True
             loop = self._loop(engine, group, start)
             loop.recutting.built_s = time.monotonic() - begun
-            boundary = None if start.begins or (saved and not loop.resumed(start.boundary)) else start.boundary
+            resumed = not saved or loop.resumed(start.boundary)
+            if not resumed and engine.step_count == 0:
+                raise CheckpointError(f"the checkpoint of step {start.boundary.step} is gone before it was read")
+            boundary = None if start.begins or not resumed else start.boundary
             # from here on nothing goes back to the cut before
             self.boundary, has_state = boundary or StepBoundary(), boundary is not None
             self.kept.begin(engine, group, loop.events)
@@ -122,7 +145,7 @@ class Trainee:
                 loop.checkpoints.writer.abandon()
         if loop is not None and loop.begun:
             self.boundary, self.signal, has_state = self._boundary(loop, start), loop.signal, True
-        if has_state and not ended:
+        if has_state and not ended and self.member is not None:
             self.kept.keep(engine)
         if broken and self.kept.needs_all:
             self.boundary = StepBoundary()
@@ -134,8 +157,10 @@ class Trainee:
 
     def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
         loop = Loop(self.run, engine, self.data, group, board=self.board)
-        loop.signal, loop.at_boundary = self.signal, lambda: self._at_boundary(loop)
-        loop.another_is_wanted, loop.recutting.on = self.member.another_is_wanted, follows_times(self.run.plan)
+        loop.signal, loop.recutting.on = self.signal, follows_times(self.run.plan)
+        if self.member is None:
+            return loop
+        loop.at_boundary, loop.another_is_wanted = lambda: self._at_boundary(loop), self.member.another_is_wanted
         if start.holders:
             loop.events("went_back", {"step": start.boundary.step, "lost_steps": start.lost_steps})
         for rank in () if start.begins else start.new:
@@ -148,7 +173,7 @@ class Trainee:
         self.kept.at_boundary(loop.engine, loop.boundary)
 
     def _boundary(self, loop: Loop, start: Start) -> StepBoundary:
-        generation = self.member.generation.number
+        generation = 0 if self.member is None else self.member.generation.number
         boundary = replace(loop.boundary(), generation=generation)
         if boundary.step == start.boundary.step:
             boundary = replace(boundary, generation=start.boundary.generation, outcome=start.boundary.outcome)
