@@ -116,10 +116,6 @@ def first_passes() -> list[bool]:
     return exact
 
 
-def test_the_pass_before_ddp_lays_out_its_buckets_anew_is_exact(ranks: Ranks) -> None:
-    assert ranks(2, first_passes, backend="shm")[0] == [True, False, False]
-
-
 def resumed_error() -> tuple[bool, bool]:
     """Whether the error feedback of a saved state is taken over by a new process's state, and changes what is sent."""
     steps = batches(dist.get_rank(), 4)
@@ -142,10 +138,6 @@ def resumed_error() -> tuple[bool, bool]:
     return same, all(torch.equal(a, b) for a, b in zip(one, without, strict=True))
 
 
-def test_what_a_codec_left_out_outlives_the_process(ranks: Ranks) -> None:
-    assert ranks(2, resumed_error, backend="shm") == [(True, False)] * 2
-
-
 def not_finite() -> list[bool]:
     """Whether each of two coded passes, of which rank 1's second one has an infinite loss, gave finite gradients."""
     ddp = DistributedDataParallel(a_model())
@@ -159,8 +151,15 @@ def not_finite() -> list[bool]:
     return finite
 
 
-def test_a_gradient_that_is_not_finite_is_so_on_all_ranks_and_is_forgotten(ranks: Ranks) -> None:
-    assert ranks(2, not_finite, backend="shm") == [[True, True, False, True]] * 2
+def passes_in_turn() -> tuple[list[bool], tuple[bool, bool], list[bool]]:
+    return first_passes(), resumed_error(), not_finite()
+
+
+def test_coded_passes_are_exact_at_first_go_on_from_what_was_left_out_and_forget_infinities(ranks: Ranks) -> None:
+    for exact, resumed, finite in ranks(2, passes_in_turn, backend="shm"):
+        assert exact == [True, False, False], "DDP lays its buckets out anew after the first pass"
+        assert resumed == (True, False), "what a codec left out outlives the process"
+        assert finite == [True, True, False, True], "on all ranks"
 
 
 def in_float64() -> None:

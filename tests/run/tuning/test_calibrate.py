@@ -65,22 +65,16 @@ def test_one_that_lacks_a_precision_is_measured_with_all_that_it_had(measurement
     assert [asked["precisions"] for asked in measurements] == [("fp32",), ("fp32", "bf16")]
 
 
-def test_a_stale_one_is_said_and_measured_anew(measurements: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("age_days", "why"), [(100, "100 days old"), (None, "cannot be read")])
+def test_a_stale_or_corrupt_one_is_said_and_measured_anew(
+    measurements: list[dict[str, Any]], age_days: int | None, why: str
+) -> None:
     first = calibrate(JOB, axes=("none",))
-    cache_file(first.key).write_text(replace(first, created=time.time() - 100 * 86400).to_json())
+    old = "{" if age_days is None else replace(first, created=time.time() - age_days * 86400).to_json()
+    cache_file(first.key).write_text(old)
     said: list[str] = []
     calibrate(JOB, None, said.append, axes=("none",))
-    assert "stale" in said[0]
-    assert "100 days old" in said[0]
-    assert len(measurements) == 2
-
-
-def test_a_corrupt_one_is_said_and_measured_anew(measurements: list[dict[str, Any]]) -> None:
-    first = calibrate(JOB, axes=("none",))
-    cache_file(first.key).write_text("{")
-    said: list[str] = []
-    calibrate(JOB, None, said.append, axes=("none",))
-    assert "cannot be read" in said[0]
+    assert why in said[0]
     assert len(measurements) == 2
 
 
