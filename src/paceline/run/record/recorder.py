@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -251,7 +251,7 @@ class ResourceUse:
         use: dict[str, Any] = {
             "cpu_cores": round((cpu_s - self._cpu_s) / passed_s, 3),
             "memory_bytes": self.process.memory_info().rss,
-            **_kernel_counts("status", {"VmHWM": "peak_memory_bytes"}),
+            **kernel_bytes("status", {"VmHWM": "peak_memory_bytes"}),
             **self._shared_by_its_share(now),
             **self._state_of_the_model(),
             "network_sent_bytes": network.bytes_sent - self._network.bytes_sent,
@@ -269,7 +269,7 @@ class ResourceUse:
         """`pss_bytes`, unless reading it again would cost too much time."""
         if now < self._pss_due:
             return {}
-        found = _kernel_counts("smaps_rollup", {"Pss": "pss_bytes"})
+        found = kernel_bytes("smaps_rollup", {"Pss": "pss_bytes"})
         self._pss_due = now + (time.monotonic() - now) / _PSS_SHARE
         return found
 
@@ -317,11 +317,8 @@ class ResourceUse:
         return {"energy_joules": round(self._joules - before, 3)}
 
 
-def _kernel_counts(file: str, names: dict[str, str]) -> dict[str, int]:
-    """Sizes in bytes from a file of /proc/self, under names of ours.
-
-    A size that the kernel does not show is left out.
-    """
+def kernel_bytes(file: str, names: Mapping[str, str]) -> dict[str, int]:
+    """Sizes from a file of /proc/self, by `names` of its own to others; those that it does not show are left out."""
     try:
         lines = Path("/proc/self", file).read_bytes().decode().splitlines()
     except OSError:

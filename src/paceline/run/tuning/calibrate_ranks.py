@@ -39,6 +39,7 @@ from paceline.planning.plan import Plan
 from paceline.planning.sync_info import TRANSPORTS
 from paceline.run.build import build_engine, built, loader_of, seed_all
 from paceline.run.loop import Loop
+from paceline.run.record.recorder import kernel_bytes
 from paceline.run.record.run import Run
 from paceline.split.mesh import Mesh
 from paceline.wire.status import StatusBoard
@@ -167,7 +168,7 @@ class RankCalibration:
                 passes.take(samples)
             self._greatest(0.0)
         forward_s, backward_s = passes.timer.medians() if takes_part else ((), ())
-        peak = _kib("VmHWM") - held
+        peak = _peak_bytes() - held
         torch.set_num_threads(self.threads)
         return PassTiming(
             ranks,
@@ -291,7 +292,7 @@ class RankCalibration:
             bubble_s=parts[BUBBLE],
             comm_s=sum(part for i, part in enumerate(parts) if i not in named),
             optimizer_s=parts[OPTIMIZER],
-            peak_bytes=-int(greatest(group, -_kib("VmHWM"))),
+            peak_bytes=-int(greatest(group, -_peak_bytes())),
         )
 
     # Communication
@@ -390,11 +391,8 @@ def _mean(group: Group, values: list[float]) -> list[float]:
     return list(tensor.tolist())
 
 
-def _kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def _peak_bytes() -> int:
+    return kernel_bytes("status", {"VmHWM": "peak"}).get("peak", 0)
 
 
 def _forget_peak() -> None:
