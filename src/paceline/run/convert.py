@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,33 +66,32 @@ def export_hf(run: Path, out: Path) -> None:
         raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another folder.")
     model = _hf_model(run)
     loaded = _newest(run)
-    temporary: Path | None = None
     try:
-        temporary = _new_folder_beside(out)
-        weights = temporary / "all-weights"
-        _write(loaded, weights, tied=False)
-        with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-        for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
-            state[_bare(alias)] = state[_bare(name)]
-        _quiet()
-        model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
-        model.save_pretrained(temporary, state_dict=state, max_shard_size=HF_SHARD)
-        del state
-        weights.unlink()
-        temporary.rename(out)
-        sync_folder(out.parent)
+        with new_folder_beside(out) as folder:
+            weights = folder / "all-weights"
+            _write(loaded, weights, tied=False)
+            with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
+            for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
+                state[_bare(alias)] = state[_bare(name)]
+            _quiet()
+            model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
+            (folder / "model").mkdir(mode=0o700)
+            model.save_pretrained(folder / "model", state_dict=state, max_shard_size=HF_SHARD)
+            del state
+            (folder / "model").rename(out)
+            sync_folder(out.parent)
     except OSError as error:
         text = f"{out} cannot be written: {error.strerror or error}"
         raise RunError(f"{text}. Name a folder that can be made, on a disk with room for the weights twice.") from error
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _new_folder_beside(out: Path) -> Path:
-    """A new folder with an unguessable name and mode 0700, on the disk of `out`."""
-    return Path(tempfile.mkdtemp(prefix=f".{short_name(out, 100)}.", dir=out.parent))
+@contextmanager
+def new_folder_beside(out: Path) -> Iterator[Path]:
+    """A folder with an unguessable name and mode 0700, on the disk of `out`, until the end of the context."""
+    prefix = f".{short_name(out, 100)}."
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:
@@ -115,23 +114,29 @@ def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
             _bare(alias): averaged[_bare(name)] for alias, name in loaded.aliases.items() if _bare(name) in averaged
         }
     described = {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in tensors.entries.items()}
-    folder: Path | None = None
+    write_weights(out, described, lambda name: averaged[name] if name in averaged else tensors[name])
+
+
+def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Callable[[str], Tensor]) -> None:
+    """Write tensors one by one into a safetensors file, which gets its name at the end.
+
+    Args:
+        described: dtype and shape of each, as in the file.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
     try:
-        folder = _new_folder_beside(out)
-        write_one_by_one(
-            folder / "weights", described, lambda name: averaged[name] if name in averaged else tensors[name]
-        )
-        os.replace(folder / "weights", out)
-        sync_folder(out.parent)
+        with new_folder_beside(out) as folder:
+            write_one_by_one(folder / "weights", described, take)
+            os.replace(folder / "weights", out)
+            sync_folder(out.parent)
     except OSError as error:
-        text = (
-            f"{out} cannot be written ({sum(map(described_bytes, described.values())):,} bytes): "
-            f"{error.strerror or error}"
-        )
-        raise RunError(f"{text}. Name a file in a folder that can be written and has the room.") from error
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        size = sum(map(described_bytes, described.values()))
+        raise RunError(
+            f"{out} cannot be written ({size:,} bytes): {error.strerror or error}. Name a file in a folder that can be "
+            "written and has the room."
+        ) from error
 
 
 def _newest(run_or_folder: Path) -> Loaded:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -23,17 +21,17 @@ from paceline.data.loader import Loader, changed_data
 from paceline.data.samples import padded
 from paceline.device import widened
 from paceline.errors import CheckpointError, DataError, JobError, PacelineError, PlanError, RunError
-from paceline.files import short_name
 from paceline.job.batch import on_device, rows
 from paceline.job.loss_items import LossMetric
 from paceline.job.samples import apart
 from paceline.own_random import kept_random
 from paceline.run.convert import export as export_checkpoint
+from paceline.run.convert import new_folder_beside, write_weights
 from paceline.split.layout import local
 from paceline.state.checkpoint import restore, snapshot
-from paceline.state.manifest import step_name, sync_folder
+from paceline.state.manifest import step_name
 from paceline.state.reader import Loaded, load_latest
-from paceline.state.shard import MeshCoordinate, describe, write_one_by_one
+from paceline.state.shard import MeshCoordinate, describe
 from paceline.state.writer import Checkpointer
 
 if TYPE_CHECKING:
@@ -150,16 +148,34 @@ def export(engine: OwnLoop, path: Path) -> None:
     """
     exists = f"{path} exists already and is not overwritten. Remove it, or name another file."
     _raise_on_all(engine, exists if engine.is_main and path.exists() else None, RunError)
-    problem = None
-    with engine.rule.in_agreement(), engine.evaluation.averaged_buffers():
-        try:
-            _export_divided(engine, path) if engine.split is not None else _export_whole(engine, path)
-        except OSError as error:
-            problem = (
-                f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written "
-                "and has the room."
-            )
+    with engine.rule.in_agreement(), engine.evaluation.averaged_buffers(), ExitStack() as held:
+        folder = None if engine.split is None else _saved_beside(engine, path, held)
+        problem = None
+        if engine.is_main:
+            try:
+                _write_whole(engine, path) if folder is None else export_checkpoint(folder, path)
+            except RunError as error:
+                problem = str(error)
         _raise_on_all(engine, problem, RunError)
+
+
+def _saved_beside(engine: OwnLoop, path: Path, held: ExitStack) -> Path:
+    """A checkpoint of a divided model, which assembles the ranks' parts; `held` removes it."""
+    problem, own = None, ""
+    try:
+        own = str(held.enter_context(new_folder_beside(path))) if engine.is_main else ""
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written."
+    _raise_on_all(engine, problem, RunError)
+    folder = Path(engine.group.gather_json(own)[0])
+    save(engine, folder, {}, keep=1)
+    return folder
+
+
+def _write_whole(engine: OwnLoop, path: Path) -> None:
+    state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
+    described = {name: describe(name, tensor) for name, tensor in state.items()}
+    write_weights(path, described, lambda name: state[name].cpu())
 
 
 def _check_folder(engine: OwnLoop, folder: Path) -> None:
@@ -171,34 +187,6 @@ def _check_folder(engine: OwnLoop, folder: Path) -> None:
                 f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write "
                 "into one: name it alike on each (a temporary folder is made by every rank for itself)"
             )
-
-
-def _export_whole(engine: OwnLoop, path: Path) -> None:
-    if not engine.is_main:
-        return
-    state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
-    with tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent) as folder:
-        file = Path(folder) / "weights"
-        write_one_by_one(
-            file, {name: describe(name, tensor) for name, tensor in state.items()}, lambda name: state[name].cpu()
-        )
-        os.replace(file, path)
-        sync_folder(path.parent)
-
-
-def _export_divided(engine: OwnLoop, path: Path) -> None:
-    """Export by way of a checkpoint, which assembles the ranks' parts."""
-    made = (
-        tempfile.TemporaryDirectory(prefix=f".{short_name(path, 100)}.", dir=path.parent)
-        if engine.is_main
-        else nullcontext("")
-    )
-    with made as own:
-        folder = Path(engine.group.gather_json(own)[0])
-        save(engine, folder, {}, keep=1)
-        if engine.is_main:
-            export_checkpoint(folder, path)
-        engine.group.barrier()
 
 
 def _shared_and_own(
