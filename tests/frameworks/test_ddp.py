@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+import socket
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -192,25 +191,26 @@ def test_a_process_group_that_is_there_already_is_not_replaced(ranks: Ranks) -> 
     assert "there is a process group over gloo already" in ranks(2, second_group)[0]
 
 
-SCRIPT = """
-import torch.distributed as dist
-from paceline.frameworks.pytorch import init_process_group
-init_process_group()
-total = __import__("torch").ones(3)
-dist.all_reduce(total)
-print(f"{dist.get_backend()} {total.tolist()}\\n", end="", flush=True)
-dist.destroy_process_group()
-"""
+def meets_as_under_torchrun(rank: int, port: int) -> None:
+    """One of two processes with the variables that torchrun sets."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in places.items()}
+    init_process_group()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert (dist.get_backend(), total.tolist()) == ("shm", [2.0, 2.0, 2.0])
+    dist.destroy_process_group()
 
 
-def test_ranks_of_torchrun_meet_over_shared_memory(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.split("\n").count("shm [2.0, 2.0, 2.0]") == 2
+def test_ranks_of_torchrun_meet_over_shared_memory() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = [get_context("fork").Process(target=meets_as_under_torchrun, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0
 
 
 def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

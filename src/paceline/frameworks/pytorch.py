@@ -79,9 +79,6 @@ def init_process_group(**options: Any) -> None:
     dist.init_process_group(cpu_backend(one_host=on_this_host == ranks), **options)
 
 
-# No `from __future__ import annotations`: torch compares the hook's annotations with its classes.
-
-
 class CodecState:
     """State of `codec_hook` on one rank: codec and error feedback.
 

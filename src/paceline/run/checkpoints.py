@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, DataError, NonFiniteError
 from paceline.job.job import CheckpointSpec
 from paceline.job.samples import DataSets
 from paceline.job.stop import StopRule
-from paceline.run.record.recorder import Callback, Events, StepInfo
+from paceline.run.record.recorder import Events, StepInfo
 from paceline.run.record.run import Run
 from paceline.run.recovery.mirror import LastGood
 from paceline.state.checkpoint import restore, snapshot
@@ -172,7 +172,7 @@ class CheckpointSchedule:
 MAX_REWINDS = 3
 
 
-class Checkpoints(Callback):
+class Checkpoints:
     """Saves a run when that is due, and restores it.
 
     Attributes:
@@ -201,13 +201,13 @@ class Checkpoints(Callback):
         self._fingerprint = engine.loader.fingerprint()
         self._rewinds = 0
 
-    def after_step(self, info: StepInfo) -> str | None:
+    def after_step(self, info: StepInfo) -> None:
+        """Begin a due checkpoint, unless the run ends with one anyway."""
         if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
             self.save()
         if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
             self._rewinds = 0
             self.engine.meter.mark(CHECKPOINT)
-        return None
 
     def begin(self) -> None:
         """Have a state to go back to before the first step, where the job rewinds."""

@@ -26,7 +26,7 @@ from paceline.run.build import predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
-from paceline.run.record.recorder import WITNESS, Board, Callback, Events, Remarks, StepInfo, StepRecorder, Witness
+from paceline.run.record.recorder import WITNESS, Board, Events, Remarks, StepInfo, StepRecorder, Witness
 from paceline.run.record.run import Run
 from paceline.run.recovery.balance import Balancing
 from paceline.run.recovery.recutting import Recutting
@@ -39,7 +39,6 @@ class Loop:
     A loop of another kind replaces `begin`, `steps` and `ending`, and uses the other public methods in them.
 
     Attributes:
-        callbacks: the run's callbacks, in the order of their calls.
         another_is_wanted: whether the ranks are to meet again in another generation of the run, with more of them.
         at_boundary: called before each batch is read.
         recutting: decides on other cuts of pipelines.
@@ -60,14 +59,9 @@ class Loop:
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
-        self.evaluations.told = self._tell_metrics
-        self.callbacks: list[Callback] = [self.recorder, self.events, self.remarks, self.balancing]
+        self.evaluations.told = self.recorder.on_evaluation
         self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
-        self.callbacks += [self.evaluations, self.checkpoints, self.recutting]
-        if WITNESS in os.environ:
-            self.callbacks.append(Witness(engine, writes_starts=first))
-        self._on_step = [c.on_step for c in self.callbacks if type(c).on_step is not Callback.on_step]
-        self._after_step = [c.after_step for c in self.callbacks if type(c).after_step is not Callback.after_step]
+        self.witness = Witness(engine, writes_starts=first) if WITNESS in os.environ else None
         self.signal: str | None = None
         self.another_is_wanted: Callable[[], bool] = lambda: False
         self.at_boundary: Callable[[], None] = lambda: None
@@ -116,8 +110,9 @@ class Loop:
 
     def close(self) -> None:
         """Close the files of the record."""
-        for callback in self.callbacks:
-            callback.close()
+        for files in (self.recorder, self.events, self.witness):
+            if files is not None:
+                files.close()
 
     def _epoch(self) -> str | None:
         try:
@@ -166,7 +161,7 @@ class Loop:
         left out is no step.
 
         Yields:
-            What callbacks are told of each recorded step, in order; the caller then calls `after_step`.
+            Each recorded step, in order; the caller then calls `after_step`.
         """
         engine = self.engine
         step = engine.step_count + 1
@@ -205,9 +200,11 @@ class Loop:
         return info
 
     def tell_step(self, info: StepInfo) -> None:
-        """Tell the callbacks of a step whose numbers are known."""
-        for on_step in self._on_step:
-            on_step(info)
+        """Write down, and show, a step whose numbers are known."""
+        self.recorder.on_step(info)
+        self.events.on_step(info)
+        if self.witness is not None:
+            self.witness.on_step(info)
 
     def _acts_after(self, step: int) -> bool:
         """True if something acts on the model after this step, or waits in the next."""
@@ -222,7 +219,7 @@ class Loop:
         )
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Run the callbacks' evaluations and checkpoints; returns the reason if the run ends."""
+        """Evaluate, save and adapt where that is due; returns the reason if the run ends."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
@@ -230,9 +227,11 @@ class Loop:
         return self._act(info)
 
     def _act(self, info: StepInfo) -> str | None:
-        for after_step in self._after_step:
-            reason = after_step(info)
-            info.ending = info.ending or reason
+        self.remarks.after_step(info)
+        self.balancing.after_step(info)
+        info.ending = info.ending or self.evaluations.after_step(info)
+        self.checkpoints.after_step(info)
+        self.recutting.after_step(info)
         self.leaving = self.leaving or bool(self.recutting.cut)
         return info.ending
 
@@ -245,10 +244,6 @@ class Loop:
         if reason is None and "out_of_time" in result.votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
         return reason
-
-    def _tell_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        for callback in self.callbacks:
-            callback.on_evaluation(step, metrics)
 
     def resumed(self, boundary: StepBoundary) -> bool:
         """Load the newest checkpoint; False where it is not of this step."""
@@ -302,7 +297,8 @@ class Loop:
         if not recut:
             ranks = {"step": boundary.step, "replicas": engine.plan.dp, "ranks": self.group.size}
             self.events("generation", {**ranks, "transport": self.group.transport.name})
-            self._tell_start(boundary.step)
+            if self.witness is not None:
+                self.witness.on_start(boundary.step)
         engine.meter.restart()
         reason = None
         if self._last is not None and boundary.acted < boundary.step:
@@ -312,10 +308,6 @@ class Loop:
                 reason = self.evaluations.after_epoch()
             self._acted = boundary.step
         return reason or self.stop.ended(boundary.step)
-
-    def _tell_start(self, step: int) -> None:
-        for callback in self.callbacks:
-            callback.on_start(step)
 
     def position_after(self, step: int) -> dict[str, Any]:
         """The loader's state before the batch that follows `step`."""
@@ -346,7 +338,8 @@ class Loop:
                 "predicted_state_bytes": predicted_state_bytes(self.job, engine),
             },
         )
-        self._tell_start(engine.step_count)
+        if self.witness is not None:
+            self.witness.on_start(engine.step_count)
         engine.compute.normalization.prepare()
         self.remarks.tell()
         if self.group.transport_note is not None:
@@ -419,7 +412,7 @@ class _Begun:
     lr: float
 
 
-class Evaluations(Callback):
+class Evaluations:
     """Measures the validation set when the job says so.
 
     Attributes:
@@ -444,7 +437,7 @@ class Evaluations(Callback):
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; a metric that reached its target ends the run."""
+        """Measure where that is due; a metric that reached its target ends the run."""
         every = self.job.evaluate.every_steps
         return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def site(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(installed(tmp_path / "site")), os.environ["PYTHONPATH"]])}
 
 
+@pytest.fixture
+def installed_here(site: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process, and those that it starts, have the tracker `noting`."""
+    monkeypatch.setitem(TRACKERS.installed, "noting", EntryPoint("noting", "noting_tracker:INFO", TRACKERS.group))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", site["PYTHONPATH"])
+
+
 def a_job(folder: Path, *trackers: Any, **changes: Any) -> Path:
     return write_job(folder / "job.yaml", trackers=list(trackers), **changes)
 
@@ -40,12 +49,11 @@ def noting(file: str = "noted.jsonl", name: str = "noting", **more: Any) -> dict
     return {"name": name, "args": {"file": file, **more}}
 
 
-def test_a_tracker_is_told_of_all_of_a_run_and_a_resumed_one_goes_on_in_it(
-    tmp_path: Path, site: dict[str, str]
-) -> None:
+@pytest.mark.usefixtures("installed_here")
+def test_a_tracker_is_told_of_all_of_a_run_and_a_resumed_one_goes_on_in_it(tmp_path: Path) -> None:
     data = {"kind": "synthetic", "samples": 64, "held_out": 0.25}
     job = a_job(tmp_path, noting(), data=data, metrics=["accuracy"])
-    outcome = in_a_process("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path, **site)
+    outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     begin, *logged, end = noted(tmp_path / "noted.jsonl")
     assert (begin["begin"], begin["project"], begin["id"]) == ("run", "small", "")
@@ -68,7 +76,7 @@ def test_a_tracker_is_told_of_all_of_a_run_and_a_resumed_one_goes_on_in_it(
     assert end["end"] == "finished"
 
     job = a_job(tmp_path, noting(), data=data, metrics=["accuracy"], stop={"steps": 9})
-    again = in_a_process("train", job, "--plan", "dp=1", "--run", "run", "--resume", folder=tmp_path, **site)
+    again = paceline("train", job, "--plan", "dp=1", "--run", "run", "--resume", folder=tmp_path)
     assert again.code == 0, again.err
     told = noted(tmp_path / "noted.jsonl")
     assert [entry["id"] for entry in told if "begin" in entry] == ["", "the-run"]
@@ -77,9 +85,10 @@ def test_a_tracker_is_told_of_all_of_a_run_and_a_resumed_one_goes_on_in_it(
     assert sum(entry.get("step") == 6 for entry in told) == steps.count(6), "not told again"
 
 
-def test_the_end_of_a_run_that_fails_is_told_as_such(tmp_path: Path, site: dict[str, str]) -> None:
+@pytest.mark.usefixtures("installed_here")
+def test_the_end_of_a_run_that_fails_is_told_as_such(tmp_path: Path) -> None:
     job = a_job(tmp_path, noting(), optimizer={"name": "sgd", "lr": 1e30})
-    outcome = in_a_process("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path, **site)
+    outcome = paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path)
     assert outcome.code != 0
     assert noted(tmp_path / "noted.jsonl")[-1]["end"] == "failed"
 

@@ -1,4 +1,4 @@
-"""Callbacks of a run, the record of each rank, and events."""
+"""The record of each rank, and the events of a run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from paceline.sync.rule import Traffic
 
 @dataclass(slots=True)
 class StepInfo:
-    """One finished step, as callbacks see it.
+    """One finished step, as the parts of the loop see it.
 
     Attributes:
         result: the engine's result.
         epoch: 0-based.
         local_samples: this rank's share of the global batch.
         lr: learning rate of the step.
-        ending: why the run ends after this step; None where it goes on, as far as the callbacks called so far know.
+        ending: why the run ends after this step; None where it goes on, as far as is known.
         busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
         ended_at: Unix time of its end, where it is told later; None: now.
     """
@@ -60,29 +60,6 @@ class StepInfo:
         return cls(**told | {"result": StepResult(**told["result"])})
 
 
-class Callback:
-    """Base class of what a run does after its steps; override what is needed."""
-
-    def on_start(self, step: int) -> None:
-        """Called where training begins or goes on, after `step` steps."""
-
-    def on_step(self, info: StepInfo) -> None:
-        """Called right after every step."""
-
-    def after_step(self, info: StepInfo) -> str | None:
-        """Called after every callback's `on_step`; a returned reason ends the run.
-
-        Not called where training went back to a checkpoint.
-        """
-        return None
-
-    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Called with the metrics of every evaluation."""
-
-    def close(self) -> None:
-        """Called at the end of the run, however it ends."""
-
-
 # A line costs a step of a few milliseconds less this way than through a JSON encoder.
 _STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
@@ -95,7 +72,7 @@ _FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
 
-class StepRecorder(Callback):
+class StepRecorder:
     """Writes `steps/rank-R.jsonl`, one line per step.
 
     A step's times stand in its own line, also where they are known one step later.
@@ -352,7 +329,7 @@ def json_number(x: float) -> str:
     return repr(x) if x - x == 0.0 else "null"
 
 
-class Events(Callback):
+class Events:
     """Writes a run's events on the first rank, and shows them on `progress`.
 
     Attributes:
@@ -388,23 +365,23 @@ class Events(Callback):
             self.lines.close()
 
 
-class Remarks(Callback):
+class Remarks:
     """Events of every step from the sync rule, the loss and slow ranks."""
 
     def __init__(
         self, engine: Engine, events: Events, at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s
     ) -> None:
-        """Make the callback; `at_even_shares` gives what ranks are compared by."""
+        """Make the remarks; `at_even_shares` gives what ranks are compared by."""
         self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
         self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
         # how many lines of the rule are in the record
         self._told = 0
 
-    def after_step(self, info: StepInfo) -> str | None:
+    def after_step(self, info: StepInfo) -> None:
+        """Record what is remarkable about a step."""
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
         self.tell()
-        return None
 
     def tell(self) -> None:
         """Record messages of rule and loss, and healed ranks, since the last call."""
@@ -423,7 +400,7 @@ class Remarks(Callback):
 WITNESS = "PACELINE_WITNESS"  # a folder; set by `paceline chaos` alone
 
 
-class Witness(Callback):
+class Witness:
     """Writes a file per process: addresses of weights, then a line per step.
 
     Args:

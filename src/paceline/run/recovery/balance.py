@@ -23,7 +23,7 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition, Shares
 from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
-from paceline.run.record.recorder import Callback, Events, StepInfo
+from paceline.run.record.recorder import Events, StepInfo
 
 Floats = NDArray[np.float64]  # one for each of those that are compared
 
@@ -230,7 +230,7 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
     return tuple(shares)
 
 
-class Balancing(Callback):
+class Balancing:
     """Deals the global batches by the measured speeds of the replicas (`balance=` of the plan).
 
     All ranks know the busy times of all, so they decide alike and exchange nothing. The global batches stay as they
@@ -252,19 +252,19 @@ class Balancing(Callback):
         self._last = 0  # step
         self._slow: list[int] = []  # replicas
 
-    def after_step(self, info: StepInfo) -> str | None:
+    def after_step(self, info: StepInfo) -> None:
+        """Decide on the shares of coming steps."""
         step = info.result.step
         if self.off or len(info.busy_s) != self._ranks * self.replicas:
-            return None
+            return
         if step <= self._last:  # after a rewind
             self.balance.forget()
         self._last = step
         shares, newest = self._in_force(step), self.partition.changes.newest or self.base
         if info.result.samples != self.partition.global_batch or shares != newest:
-            return None
+            return
         if move := self.balance.step(step, shares, self._by_replica(info.busy_s)):
             self._move(move)
-        return None
 
     def at_even_shares(self, info: StepInfo) -> Sequence[float]:
         """Busy seconds of every rank, as they would be if shares had not been moved."""

@@ -14,12 +14,12 @@ from paceline.engine.meter import CHECKPOINT
 from paceline.partition import contiguous, starts
 from paceline.planning.plan import Plan
 from paceline.run.checkpoints import Checkpoints
-from paceline.run.record.recorder import Callback, Events, StepInfo
+from paceline.run.record.recorder import Events, StepInfo
 from paceline.run.record.slow_ranks import pipeline_ranks
 from paceline.run.recovery.balance import BusyBlocks, Floats, error_of_slowest, medians
 
 
-class Recutting(Callback):
+class Recutting:
     """Moves the stages of a pipeline where that gains more than it costs (`balance=auto`).
 
     All ranks know the times of all, so they decide alike. When a cut is worth it, a checkpoint is asked for. Once that
@@ -43,10 +43,10 @@ class Recutting(Callback):
             plan, self.pipeline = engine.plan, pipeline
             self.stages = Stages(Pipe(plan.pp, pipeline.stage_ranks, plan.schedule, plan.microbatches))
 
-    def after_step(self, info: StepInfo) -> str | None:
-        """See `Callback`; comes after the checkpoints."""
+    def after_step(self, info: StepInfo) -> None:
+        """Decide after a step, and after its checkpoint."""
         if not self.on or len(info.busy_s) != len(self._places):
-            return None
+            return
         step = info.result.step
         if step <= self._last:  # after a rewind
             self.stages.forget()
@@ -55,7 +55,6 @@ class Recutting(Callback):
             self._wanted = self._better(step)
         if self._wanted is not None and info.ending is None:
             self._end(self._wanted, step)
-        return None
 
     def _by_place(self, busy_s: Sequence[float]) -> list[float]:
         """The slowest rank's at each place in the pipelines."""
