@@ -19,7 +19,7 @@ from paceline.comm.backend import joined
 from paceline.deferred_compiler import defer_compiler
 from paceline.run.build import build_engine, built, seed_all
 from paceline.run.loop import Loop
-from paceline.run.record.recorder import _kernel_counts
+from paceline.run.record.recorder import kernel_bytes
 from paceline.run.record.run import Run, read_lines
 
 
@@ -43,7 +43,7 @@ def serve(folder: Path) -> None:
                     next(steps)
                 newest = list(read_lines(lines))[-count:]
                 parts = [{key: value for key, value in step.items() if key.endswith("_s")} for step in newest]
-                peak = _kernel_counts("status", {"VmHWM": "peak"})["peak"]
+                peak = kernel_bytes("status", {"VmHWM": "peak"})["peak"]
                 print(json.dumps({"steps": parts, "peak": peak}), flush=True)
 
 
