@@ -88,7 +88,7 @@ def export_hf(run: Path, out: Path) -> None:
 
 @contextmanager
 def new_folder_beside(out: Path) -> Iterator[Path]:
-    """A folder with an unguessable name and mode 0700, on the disk of `out`, until the end of the context."""
+    """Context with a private folder of an unguessable name on the disk of `out`."""
     prefix = f".{short_name(out, 100)}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -118,7 +118,7 @@ def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
 
 
 def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Callable[[str], Tensor]) -> None:
-    """Write tensors one by one into a safetensors file, which gets its name at the end.
+    """Write tensors one by one into a file that gets its name at the end.
 
     Args:
         described: dtype and shape of each, as in the file.

@@ -46,7 +46,7 @@ class Loop:
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, board: Board | None = None) -> None:
-        """Create a loop; `board` is the process's, where that may train in other loops of the run."""
+        """Create a loop; `board` is the one of all loops of this process."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)

@@ -295,7 +295,7 @@ class ResourceUse:
 
 
 def kernel_bytes(file: str, names: Mapping[str, str]) -> dict[str, int]:
-    """Sizes from a file of /proc/self, by `names` of its own to others; those that it does not show are left out."""
+    """Sizes from a file of /proc/self that it shows, renamed by `names`."""
     try:
         lines = Path("/proc/self", file).read_bytes().decode().splitlines()
     except OSError:

@@ -49,7 +49,7 @@ class Kept:
         raise NotImplementedError
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Start from copies of states, if there are any; `saved` is the step of the newest checkpoint, or -1."""
+        """Start from copies, if any; `saved`: the newest checkpoint's step, or -1."""
         return None
 
     def restore(self, engine: Engine, group: Group, start: Start) -> None:

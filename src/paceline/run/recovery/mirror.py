@@ -87,7 +87,7 @@ class Mirror(KeptPart):
         self._off = False
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Start from the newest step with copies of every part, unless the disk has a newer one.
+        """Start from the newest step with copies of every part, unless a checkpoint is newer.
 
         All ranks of the group call this.
         """
@@ -229,7 +229,7 @@ FEWEST, MOST = 10, 1000  # steps between two states
 
 
 def steps_between(cost: float, fewest: int = FEWEST) -> int:
-    """Steps after which another state, which costs the time of `cost` steps, takes no more than `STATE_SHARE`."""
+    """Steps between states that take the time of `cost` steps each, by `STATE_SHARE`."""
     return min(max(math.ceil(cost / STATE_SHARE), fewest), MOST)
 
 

@@ -1,4 +1,4 @@
-"""Training by one process of a run: with one group of ranks, or in generation after generation."""
+"""Training by one process of a run, in one generation or in several."""
 
 from __future__ import annotations
 

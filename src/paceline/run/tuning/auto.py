@@ -113,7 +113,7 @@ class _Search:
         self._rows_told = 0
 
     def choose(self) -> AutoChoice:
-        """Take what was measured before; else predict, and measure unless there is a reason against it."""
+        """Take what was measured before; else predict, and measure if that pays."""
         too_few, known = steps_are_too_few(self.job), self.known
         if known and known.measured and (too_few or kept.enough(known, self.job)):
             # told once on a screen; a report has them all
