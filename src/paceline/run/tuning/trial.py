@@ -197,7 +197,8 @@ class RankTrial:
 def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
     """Step times of two plans whose updates alone differ.
 
-    All but the update counts as its mean. Steps are taken as they are where an update is 0, as on a device that does not tell yet.
+    All but the update counts as its mean. Steps are taken as they are where an update is 0, as on a device that does
+    not tell yet.
     """
     if not all(updates_s):
         return steps_s
