@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from types import ModuleType
 
 import hypothesis
@@ -106,7 +107,7 @@ def ranks(_seed: None) -> Ranks:
 
 
 @pytest.fixture
-def launched(_seed: None) -> Ranks:
+def launched(_seed: None) -> Callable[..., list[Any]]:
     """As `ranks`, for a function that joins the run itself, as a launched script does."""
     return run_joining
 
