@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest

@@ -91,17 +91,13 @@ MOST_HOSTS = 65_536
 _FIRST_PORT, _PORTS = 29_600, 1_000
 
 
-def number_from(name: str, advice: str) -> int:
-    """The number in a variable.
+def number_from(name: str, advice: str, text: str | None = None) -> int:
+    """The number in a variable, or in a part of its text.
 
     Raises:
         LaunchError: it is not set, or is not a number from 0 to `MOST_HOSTS`.
     """
-    return _number(name, os.environ.get(name), advice)
-
-
-def _number(name: str, text: str | None, advice: str) -> int:
-    if text is None:
+    if text is None and (text := os.environ.get(name)) is None:
         raise LaunchError(f"{name} is not set. {advice}")
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= MOST_HOSTS):
         raise LaunchError(f'{name} is "{text[:40]}", not a number from 0 to {MOST_HOSTS}. {advice}')
@@ -133,11 +129,11 @@ def place_from(
 
 def _least_and_count(name: str, advice: str) -> tuple[int, int]:
     """Least and largest number of hosts; the least is 0 where all are needed."""
-    text = os.environ.get(name)
-    first, dots, last = (text or "").partition("..")
+    text = os.environ.get(name, "")
+    first, dots, last = text.partition("..")
     if not dots:
-        return 0, _number(name, text, advice)
-    least, count = _number(name, first, advice), _number(name, last, advice)
+        return 0, number_from(name, advice)
+    least, count = number_from(name, advice, first), number_from(name, advice, last)
     if not 1 <= least <= count:
         raise LaunchError(f'{name} is "{text}": the first number is the least that a run begins with, as in 2..8.')
     return least, count

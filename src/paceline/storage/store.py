@@ -137,11 +137,7 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         """Write an object, new or not; readers see the old content or the new one."""
-        if self._asynchronous:
-            self._call("pipe_file", self._path(name), content)
-        else:
-            self._call("pipe_file", self._path(f"{name}.part"), content)
-            self._call("mv", self._path(f"{name}.part"), self._path(name))
+        self._replace(name, lambda path: self._call("pipe_file", path, content))
 
     def upload(self, file: Path, name: str) -> None:
         """Write a file's content as an object, as `write`.
@@ -149,14 +145,19 @@ class Store:
         Raises:
             FileNotFoundError: the file is not there.
         """
-        size = file.stat().st_size
+        part = max(PART_BYTES, -(-file.stat().st_size // _MOST_PARTS))
+        more: dict[str, Any] = {"chunksize": part, "callback": _Moved(self)} if self._asynchronous else {}
+        more |= {"max_concurrency": 2} if self.protocol in ("s3", "s3a") else {}
+        self._replace(name, lambda path: self._call("put_file", str(file), path, **more))
+
+    def _replace(self, name: str, put: Callable[[str], object]) -> None:
+        """Write an object whole: object stores do so by themselves, in folders a file gets its name at the end."""
+        path = self._path(name)
         if self._asynchronous:
-            part = max(PART_BYTES, -(-size // _MOST_PARTS))
-            more = {"chunksize": part} | ({"max_concurrency": 2} if self.protocol in ("s3", "s3a") else {})
-            self._call("put_file", str(file), self._path(name), callback=_Moved(self), **more)
+            put(path)
         else:
-            self._call("put_file", str(file), self._path(f"{name}.part"))
-            self._call("mv", self._path(f"{name}.part"), self._path(name))
+            put(f"{path}.part")
+            self._call("mv", f"{path}.part", path)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are gone already do not matter."""

@@ -27,13 +27,13 @@ from paceline.comm.shm.collectives import MAIL_BYTES
 from paceline.comm.shm.progress import fence, futex_wait, futex_wake
 from paceline.comm.shm.segment import create
 from paceline.errors import SyncError
-from ranks import RankError, Ranks
+from ranks import Backend, RankError, Ranks
 
 LARGE = 3_000_000
 
 
 def world(deadline_s: float = 60) -> Group:
-    backend = dist.new_group(backend="shm", timeout=timedelta(seconds=deadline_s))
+    backend = dist.new_group(backend=dist.get_backend(), timeout=timedelta(seconds=deadline_s))
     return Group(dist.get_rank(), dist.get_world_size(), backend, deadline_s=deadline_s)
 
 
@@ -82,23 +82,26 @@ def killed_while(call: Callable[[Group], None], asleep: bool, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("call", "asleep"),
+    ("backend", "call", "asleep"),
     [
-        *[(call, False) for call in (small, in_place, through_slots, from_its_root, in_the_background)],
+        *[("shm", call, False) for call in (small, in_place, through_slots, from_its_root, in_the_background)],
         # All that wait sleep in one of two places: a main thread's call, and the thread of those started.
-        *[(call, True) for call in (small, in_the_background)],
+        *[("shm", call, True) for call in (small, in_the_background)],
+        ("tcp", through_slots, False),
     ],
-    ids=lambda value: value.__name__ if callable(value) else "while the others sleep" if value else "at some moment",
+    ids=lambda value: value.__name__ if callable(value) else value,
 )
 def test_a_killed_rank_is_named_by_all_others(
-    ranks: Ranks, call: Callable[[Group], None], asleep: bool, tmp_path: Path
+    ranks: Ranks, backend: Backend, call: Callable[[Group], None], asleep: bool, tmp_path: Path
 ) -> None:
     with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):  # and the others came to an end
-        ranks(3, killed_while, call, asleep, tmp_path, backend="shm")
+        ranks(3, killed_while, call, asleep, tmp_path, backend=backend)
     for rank in (0, 2):
         error = (tmp_path / f"error-{rank}").read_text()
-        assert f"rank {rank} waited" in error
-        assert re.search(r"rank 1 \(pid \d+\) has ended", error), error
+        assert re.search(rf"rank {rank} waited|its host answers rank {rank} ", error), error
+        assert re.search(r"rank 1 \(pid \d+\) has ended|rank 1 \(host .+, 127.0.0.1\) is gone \(pid \d+\)", error), (
+            error
+        )
         assert "this group cannot be used any more, since: " in (tmp_path / f"again-{rank}").read_text()
 
 

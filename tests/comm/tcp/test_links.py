@@ -5,10 +5,8 @@ Ranks go on where the network comes back, and end with names where it does not.
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 import socket
 import threading
 import time
@@ -31,7 +29,7 @@ from paceline.comm.tcp import TcpProcessGroup, mesh
 from paceline.comm.tcp import link as link_module
 from paceline.errors import SyncError
 from paceline.wire.listener import TlsHandshake
-from ranks import RankError, Ranks
+from ranks import Ranks
 from unauthenticated import mutated_hello
 
 
@@ -198,30 +196,6 @@ def test_a_link_that_is_cut_for_good_ends_the_wait_and_names_both_hosts(hosts: H
         )
         assert re.match(pattern + r"\d+ bytes sent and not acknowledged", error), error
         assert waited_s < 20
-
-
-def killed_in_the_middle(folder: Path) -> None:
-    rank = dist.get_rank()
-    tensor = torch.ones(2_000_000)
-    dist.all_reduce(tensor)
-    if rank == 1:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    started = time.monotonic()
-    try:
-        while True:
-            dist.all_reduce(tensor)
-    except (SyncError, RuntimeError) as error:
-        (folder / f"error-{rank}").write_text(f"{time.monotonic() - started} {error}")
-
-
-def test_a_killed_rank_is_named_by_all_others_long_before_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 1 .* was killed by SIGKILL"):
-        ranks(3, killed_in_the_middle, tmp_path, backend="tcp")
-    for rank in (0, 2):
-        error = (tmp_path / f"error-{rank}").read_text()
-        assert re.search(r"rank 1 \(host .+, 127.0.0.1\) is gone \(pid \d+\): its host answers rank [02] ", error), (
-            error
-        )
 
 
 def unauthenticated() -> int:
