@@ -23,7 +23,7 @@ from paceline.elastic import membership
 from paceline.elastic.attempt import Launched, launch
 from paceline.elastic.failure import state_of
 from paceline.elastic.place import on_this_machine
-from paceline.elastic.rank import _Launcher
+from paceline.elastic.rank import Launcher
 from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 
@@ -149,11 +149,6 @@ def test_ranks_of_one_machine_listen_on_no_port(tmp_path: Path) -> None:
     assert [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)] == [[], []]
 
 
-def test_the_launcher_does_without_torch() -> None:
-    code = "import sys, paceline.elastic.attempt, paceline.elastic.rank; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_it_ticks_while_the_ranks_run_and_changes_no_signal_for_good(tmp_path: Path) -> None:
     ticks: list[None] = []
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -264,11 +259,12 @@ def test_a_stopped_rank_is_named_as_stopped() -> None:
     assert "is stopped (SIGSTOP) in compute of step 37" in text
 
 
-def test_ranks_that_only_wait_for_one_another_hang() -> None:
+def test_ranks_that_only_wait_for_one_another_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.elastic.watchdog._OWN_ERROR_S", 2.0)
     text = failure("stand_still", "sync", "sync", deadline_s=1)
     hung = re.search(r"have waited for one another in sync for (\d+) s \(rank 0 in step 37, rank 1 in step 37\)", text)
     assert hung
-    assert int(hung[1]) >= 6, "told before the transport itself could say who is missing"
+    assert int(hung[1]) >= 3, "told before the transport itself could say who is missing"
 
 
 def test_a_rank_that_never_starts_is_named_after_a_deadline_of_its_own() -> None:
@@ -386,7 +382,7 @@ def test_a_launcher_whose_threads_end_one_by_one_leaves_no_folder(tmp_path: Path
     with subprocess.Popen([sys.executable, "-c", DIES_THREAD_BY_THREAD]) as launcher:
         pidfd = os.pidfd_open(launcher.pid)
         wait_until(lambda: state_of(launcher.pid) == "Z")
-        _Launcher(pidfd, launcher.pid, folder).clean_up()
+        Launcher(pidfd, launcher.pid, folder).clean_up()
         os.close(pidfd)
     assert not folder.exists()
 

@@ -27,7 +27,7 @@ from commands import (
     paceline,
     points,
     processes_of,
-    started,
+    training,
     wait_for,
     wait_for_step,
     write_job,
@@ -59,12 +59,6 @@ def undisturbed(job: Path) -> dict[int, float]:
     return losses_of(job, EXACT)
 
 
-@contextmanager
-def training(job: Path, folder: Path, *options: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    with started("paceline", "train", job, "--plan", EXACT, "--run", "run", *options, folder=folder) as process:
-        yield process, folder / "run"
-
-
 def resumed(job: Path, folder: Path, plan: str = EXACT) -> Outcome:
     outcome = paceline("train", job, "--plan", plan, "--run", "run", "--resume", folder=folder)
     assert outcome.code == 0, outcome.err
@@ -75,7 +69,7 @@ def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exact
     job: Path, undisturbed: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_RECOVERY", "off")
-    with training(job, tmp_path) as (process, run):
+    with training(job, tmp_path, EXACT) as (process, run):
         wait_for(lambda: (run / "checkpoints" / "step-00000020").exists(), process)
         kill_rank(1, process)
         killed = ended(process)
@@ -96,7 +90,7 @@ def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
     job: Path, undisturbed: dict[int, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_RECOVERY", "off")
-    with training(job, tmp_path, "--restarts", 1) as (process, run):
+    with training(job, tmp_path, EXACT, "--restarts", 1) as (process, run):
         wait_for_step(25, run, process)
         kill_rank(0, process)
         outcome = ended_well(process)
@@ -110,7 +104,7 @@ def test_with_restarts_a_killed_rank_costs_no_step_and_no_hand(
 def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on_with_another_number_of_them(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    with training(job, tmp_path) as (process, run):
+    with training(job, tmp_path, EXACT) as (process, run):
         wait_for_step(25, run, process)
         ranks = processes_of(process)
         process.kill()
@@ -129,7 +123,7 @@ def test_a_killed_launcher_leaves_no_rank_and_the_run_goes_on_with_another_numbe
 def test_a_sigterm_during_a_checkpoint_lets_it_be_finished_and_the_run_goes_on_exactly(
     job: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    with training(job, tmp_path) as (process, run):
+    with training(job, tmp_path, EXACT) as (process, run):
         wait_for(
             lambda: (
                 any(name.endswith(".partial") for name in checkpoints(run)) if (run / "checkpoints").is_dir() else False
@@ -150,7 +144,7 @@ def test_a_sigterm_during_a_checkpoint_lets_it_be_finished_and_the_run_goes_on_e
 
 
 def test_ctrl_c_saves_and_ends_the_run(job: Path, tmp_path: Path) -> None:
-    with training(job, tmp_path) as (process, run):
+    with training(job, tmp_path, EXACT) as (process, run):
         wait_for_step(3, run, process)
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
@@ -168,8 +162,7 @@ def test_ctrl_c_saves_and_ends_the_run(job: Path, tmp_path: Path) -> None:
 def test_ctrl_c_ends_a_divided_run_which_goes_on_under_another_plan(
     job: Path, undisturbed: dict[int, float], tmp_path: Path, plan: str, other: str
 ) -> None:
-    with started("paceline", "train", job, "--plan", plan, "--run", "run", folder=tmp_path) as process:
-        run = tmp_path / "run"
+    with training(job, tmp_path, plan) as (process, run):
         wait_for_step(25, run, process)
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
@@ -185,7 +178,7 @@ def test_ctrl_c_ends_a_divided_run_which_goes_on_under_another_plan(
 def test_a_second_ctrl_c_ends_ranks_at_once_that_cannot_save(tmp_path: Path) -> None:
     hanging = points(trouble="hang")
     job = write_job(tmp_path / "job.yaml", model=f"{WHAT}:net", data=hanging, deadline_s=60)
-    with training(job, tmp_path) as (process, run):
+    with training(job, tmp_path, EXACT) as (process, run):
         wait_for_step(4, run, process)  # rank 1 hangs in the fifth
         ranks = processes_of(process)
         process.send_signal(signal.SIGINT)

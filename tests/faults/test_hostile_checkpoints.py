@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -142,11 +143,17 @@ def test_a_pipe_for_a_manifest_is_never_waited_for(saved: Path) -> None:
     assert "no regular file" in reason_passed_over(saved)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps."""
+    return train_here(tmp_path_factory.mktemp("trained") / "run", small_job(stop={"steps": 3})).path
+
+
 @pytest.mark.parametrize("values", [{}, {"loop": 3}, {"step": "many"}])
 def test_a_whole_checkpoint_with_values_of_no_run_is_an_error_that_names_it(
-    tmp_path: Path, values: dict[str, Any]
+    tmp_path: Path, trained: Path, values: dict[str, Any]
 ) -> None:
-    run = train_here(tmp_path / "run", small_job(stop={"steps": 3})).path
+    run = shutil.copytree(trained, tmp_path / "run")
 
     def change(content: dict[str, Any]) -> None:
         content["values"] = {**content["values"], **values} if values else {}

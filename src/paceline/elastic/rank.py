@@ -76,7 +76,7 @@ def run(
     """
     assert environment.error_file is not None
     record = environment.error_file
-    watch = _Launcher(launcher, environment.launcher, record.parent, environment.grace_s)
+    watch = Launcher(launcher, environment.launcher, record.parent, environment.grace_s)
     watch.end_with(parent)
     stack = open(record.with_suffix(".stack"), "w")  # noqa: SIM115 - stays open: written to on a crash, and when the launcher asks
     faulthandler.enable(stack)
@@ -100,7 +100,7 @@ def run(
     watch.clean_up()
 
 
-class _Launcher:
+class Launcher:
     """Death of the launcher: ends the rank, and removes the folder that was left behind."""
 
     def __init__(self, process: int, pid: int | None, folder: Path, grace_s: int = 0) -> None:
@@ -155,7 +155,7 @@ def _pin(environment: RankEnvironment) -> None:
         raise ClusterError(f"{who}: this process may use cores {allowed}") from error
 
 
-def _leave(error: BaseException, path: Path, launcher: _Launcher, code: int) -> None:
+def _leave(error: BaseException, path: Path, launcher: Launcher, code: int) -> None:
     """Record the error and end at once, whatever threads still wait for a peer."""
     _record(error, path)
     logging.shutdown()
