@@ -36,7 +36,6 @@ from paceline.errors import PacelineError
 from paceline.wire.key import RunKey
 from paceline.wire.store import StoreClient, StoreServer
 from paceline_server.parameters import (
-    GroupSettings,
     ParameterServer,
     ServerClient,
     ServerSettings,
@@ -193,8 +192,8 @@ class Arena:
 
 def settings() -> ServerSettings:
     """Settings whose weights count pushes."""
-    group = GroupSettings((TensorSpec("w", (SIZE,), "float64"),), {"name": "sgd", "lr": 1.0})
-    return ServerSettings((group,), "faults", pieces=PIECES, staleness_aware=False)
+    tensors, sgd = (TensorSpec("w", (SIZE,), "float64"),), {"name": "sgd", "lr": 1.0}
+    return ServerSettings(tensors, sgd, pieces=PIECES, staleness_aware=False)
 
 
 def client_of(folder: Path, views: Views, name: str) -> ServerClient:
@@ -271,8 +270,7 @@ def gaps(folder: Path, kills: list[float]) -> list[float]:
 def bytes_to_rows() -> float:
     """Bytes on the wire of steps over TLS that pull and push rows, by those of the rows' values."""
     key, chance = RunKey.make(), torch.Generator().manual_seed(0)
-    group = GroupSettings((TensorSpec("e", (ROWS, WIDTH), sparse=True),), {"name": "sgd", "lr": 0.1})
-    given = ServerSettings((group,), "rows")
+    given = ServerSettings((TensorSpec("e", (ROWS, WIDTH), sparse=True),), {"name": "sgd", "lr": 0.1})
     with ParameterServer(("127.0.0.1", 0), key, given) as server:
         relay = Relay(server.address)
         with ServerClient([[("127.0.0.1", relay.port)]], key, name="rank 0", settings=given) as client:

@@ -14,7 +14,6 @@ import torch
 from forked import python
 from paceline.wire.store import StoreClient, StoreServer
 from paceline_server.parameters import (
-    GroupSettings,
     ParameterServer,
     ServerClient,
     ServerSettings,
@@ -29,13 +28,13 @@ TICKETS = 120
 
 def counting(tickets: int = TICKETS, pieces: int = 4) -> ServerSettings:
     """Settings of a server whose weights count how often each ticket was applied: push t adds 1 to element t."""
-    group = GroupSettings((TensorSpec("w", (tickets,), "float64"),), {"name": "sgd", "lr": 1.0})
-    return ServerSettings((group,), "counting", pieces=pieces, staleness_aware=False)
+    tensors, sgd = (TensorSpec("w", (tickets,), "float64"),), {"name": "sgd", "lr": 1.0}
+    return ServerSettings(tensors, sgd, pieces=pieces, staleness_aware=False)
 
 
 def push_all(client: ServerClient, after_each: Callable[[int], object] = lambda _: None) -> int:
     """Take tickets to the boundary, and push 1 for each; returns how many."""
-    (spec,) = client.settings.tensors()
+    (spec,) = client.settings.tensors
     into, count = {"w": torch.zeros(spec.shape, dtype=torch.float64)}, 0
     client.pull(into)
     while (ticket := client.take()) is not None:
@@ -50,7 +49,7 @@ def push_all(client: ServerClient, after_each: Callable[[int], object] = lambda 
 
 def started(client: ServerClient) -> ServerClient:
     """The client, joined, with zeros as first values and a boundary behind all tickets."""
-    (spec,) = client.settings.tensors()
+    (spec,) = client.settings.tensors
     client.join()
     client.initialize({"w": torch.zeros(spec.shape, dtype=torch.float64)})
     client.pull({"w": torch.zeros(spec.shape, dtype=torch.float64)})

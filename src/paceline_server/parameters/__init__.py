@@ -8,10 +8,9 @@ from paceline_server.parameters.client import Pulled, Pushed, ServerClient
 from paceline_server.parameters.log import View, Views
 from paceline_server.parameters.machine import Ticket
 from paceline_server.parameters.process import ParameterServer
-from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline_server.parameters.settings import ServerSettings, TensorSpec
 
 __all__ = [
-    "GroupSettings",
     "ParameterServer",
     "Pulled",
     "Pushed",

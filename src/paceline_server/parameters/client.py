@@ -98,7 +98,7 @@ class ServerClient(Closing):
         self._encode = encode
         self.settings, self.name, self.deadline_s = settings, name, deadline_s
         identity = secrets.token_hex(16)
-        self._specs = {spec.name: spec for spec in settings.tensors()}
+        self._specs = {spec.name: spec for spec in settings.tensors}
         self.lines = [
             Line(addresses, key, name, identity, settings, deadline_s, views[part] if views else None, patience_s)
             for part, addresses in enumerate(servers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ServerRefused
-from paceline_server.parameters.settings import GroupSettings, ServerSettings, Slice, TensorSpec
+from paceline_server.parameters.settings import ServerSettings, Slice, TensorSpec
 
 
 class Rows(NamedTuple):
@@ -32,7 +32,7 @@ class Parameters:
     """
 
     def __init__(self, settings: ServerSettings, owned: Sequence[Slice]) -> None:
-        specs = {spec.name: spec for spec in settings.tensors()}
+        specs = {spec.name: spec for spec in settings.tensors}
         self.version, self.ready = 0, False
         self.specs = {piece.name: _part(specs[piece.name], piece) for piece in owned}
         self.tensors = {
@@ -40,8 +40,7 @@ class Parameters:
         }
         self.versions = dict.fromkeys(self.specs, 0)
         self.row_versions = {name: torch.zeros(spec.rows, dtype=torch.int64) for name, spec in self._sparse()}
-        groups = [_Group(group, self.specs) for group in settings.groups]
-        self._groups = [group for group in groups if group.names]
+        self._optimizer = _Optimizer(settings, self.specs)
         self._snapshots: dict[str, tuple[int, Tensor]] = {}
 
     def initialize(self, values: Mapping[str, Tensor]) -> None:
@@ -55,10 +54,8 @@ class Parameters:
     def step(self, gradients: Mapping[str, Gradient], lr_factor: float = 1.0) -> None:
         """Take an optimizer step; tensors without a gradient stay as they are."""
         self.version += 1
-        for group in self._groups:
-            mine = {name: gradients[name] for name in group.names if name in gradients}
-            if mine:
-                group.step(self.tensors, mine, lr_factor)
+        if gradients:
+            self._optimizer.step(self.tensors, gradients, lr_factor)
         for name, gradient in gradients.items():
             self._changed(name, gradient.rows if isinstance(gradient, Rows) else None)
 
@@ -90,8 +87,8 @@ class Parameters:
             "tensors": {name: tensor.detach().clone() for name, tensor in self.tensors.items()},
             "versions": dict(self.versions),
             "row_versions": {name: versions.clone() for name, versions in self.row_versions.items()},
-            "optimizer": {name: copied for group in self._groups for name, copied in group.state().items()},
-            "steps": {name: group.steps for group in self._groups for name in group.names},
+            "optimizer": self._optimizer.state(),
+            "steps": self._optimizer.steps,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -104,8 +101,7 @@ class Parameters:
         self.initialize(state["tensors"])
         self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
         self.row_versions = {name: versions.clone() for name, versions in state["row_versions"].items()}
-        for group in self._groups:
-            group.load(state["optimizer"], state["steps"][group.names[0]])
+        self._optimizer.load(state["optimizer"], state["steps"])
         self._snapshots.clear()
 
     def _sparse(self) -> list[tuple[str, TensorSpec]]:
@@ -120,21 +116,19 @@ class Parameters:
                 self.row_versions[name][rows] = self.version
 
 
-class _Group:
-    """One optimizer over the tensors of a group that are here.
+class _Optimizer:
+    """The optimizer over the tensors that are here.
 
     Its state is kept by the tensor's name, so that an optimizer of torch can step some rows: they, and their rows of
     the state, are copied out, stepped, and copied back.
     """
 
-    def __init__(self, settings: GroupSettings, specs: Mapping[str, TensorSpec]) -> None:
-        self.names = [spec.name for spec in settings.tensors if spec.name in specs]
+    def __init__(self, settings: ServerSettings, specs: Mapping[str, TensorSpec]) -> None:
         self._specs, self._schedule = specs, settings.schedule_spec()
         self._optimizer_spec, self._total_steps = settings.optimizer_spec(), settings.total_steps
         self.steps = 0
-        self._state: dict[str, dict[str, Any]] = {name: {} for name in self.names}
-        if self.names:
-            self._optimizer = self._optimizer_spec.build([nn.Parameter(torch.zeros(1))])
+        self._state: dict[str, dict[str, Any]] = {name: {} for name in specs}
+        self._optimizer = self._optimizer_spec.build([nn.Parameter(torch.zeros(1))])
 
     def step(self, tensors: Mapping[str, nn.Parameter], gradients: Mapping[str, Gradient], lr_factor: float) -> None:
         """Step on the tensors that have gradients."""
@@ -167,7 +161,7 @@ class _Group:
     def load(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
         """Restore what `state` returned."""
         self.steps = steps
-        self._state = {name: {key: _copy(value) for key, value in state[name].items()} for name in self.names}
+        self._state = {name: {key: _copy(value) for key, value in state[name].items()} for name in self._specs}
 
     def _rate(self) -> float:
         return self._schedule.factor_at(self.steps, self._total_steps)

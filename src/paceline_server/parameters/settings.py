@@ -60,35 +60,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class GroupSettings:
-    """Tensors that one optimizer steps.
+class ServerSettings:
+    """Everything that clients and servers of one model agree on.
 
     Attributes:
         optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas it is the outer optimizer:
             `{"name": "sgd", "lr": 1.0}` adds them as they are.
         total_steps: the length of a schedule that decays to the end.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    optimizer: Mapping[str, Any]
-    schedule: Mapping[str, Any] | None = None
-    total_steps: int | None = None
-
-    def optimizer_spec(self) -> OptimizerSpec:
-        """The optimizer's settings, checked. Raises ServerRefused."""
-        return _read(OptimizerSpec, self.optimizer)
-
-    def schedule_spec(self) -> ScheduleSpec:
-        """The schedule's settings, checked. Raises ServerRefused."""
-        return _read(ScheduleSpec, self.schedule or {})
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Everything that clients and servers of one model agree on.
-
-    Attributes:
-        fingerprint: of the model; who comes with another one is refused.
         staleness: by how many global batches a ticket may run ahead of what is applied; inf: nobody waits.
         staleness_aware: the learning rate of a push that is tau steps old is divided by max(1, tau); with tickets
             by max(1, tau / pieces), because a global batch is made of that many steps.
@@ -97,8 +75,10 @@ class ServerSettings:
         most_members: clients that may have joined at one time.
     """
 
-    groups: tuple[GroupSettings, ...]
-    fingerprint: str
+    tensors: tuple[TensorSpec, ...]
+    optimizer: Mapping[str, Any]
+    schedule: Mapping[str, Any] | None = None
+    total_steps: int | None = None
     staleness: float = math.inf
     staleness_aware: bool = True
     pieces: int | None = None
@@ -108,13 +88,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for problem in self._problems():
             raise ServerRefused(f"settings of the parameter server: {problem}")
-        for group in self.groups:
-            group.optimizer_spec(), group.schedule_spec()
+        self.optimizer_spec(), self.schedule_spec()
 
     def _problems(self) -> Iterator[str]:
-        names = [spec.name for spec in self.tensors()]
+        names = [spec.name for spec in self.tensors]
         if not names or len(set(names)) < len(names):
-            yield "name at least one tensor, and each in one group only"
+            yield "name at least one tensor, and each once"
         if not self.staleness >= 0 or self.staleness % 1 > 0:
             yield f"staleness is 0, a number of global batches, or inf, not {self.staleness}"
         if self.pieces is not None and self.pieces < 1:
@@ -122,14 +101,27 @@ class ServerSettings:
         if self.pieces is None and self.staleness < math.inf:
             yield "a staleness is counted in tickets: set pieces"
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        """All tensors, group by group."""
-        return (spec for group in self.groups for spec in group.tensors)
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer's settings, checked. Raises ServerRefused."""
+        return _read(OptimizerSpec, self.optimizer)
+
+    def schedule_spec(self) -> ScheduleSpec:
+        """The schedule's settings, checked. Raises ServerRefused."""
+        return _read(ScheduleSpec, self.schedule or {})
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the model and its optimizer; a client with another one is refused."""
+        return _hash([[asdict(tensor) for tensor in self.tensors], self.optimizer])
 
     @cached_property
     def digest(self) -> str:
         """Hash of everything here, to be compared by both ends."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True, default=dict).encode()).hexdigest()
+        return _hash(asdict(self))
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=dict).encode()).hexdigest()
 
 
 class Slice(NamedTuple):
@@ -153,11 +145,11 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     Raises:
         ServerRefused: there are more servers than rows to own.
     """
-    whole = {s.name for g in settings.groups if g.optimizer_spec().name in ("lars", "lamb") for s in g.tensors}
+    whole = settings.optimizer_spec().name in ("lars", "lamb")
     units = [
         (spec.name, first, stop, spec.bytes() * (stop - first) / max(1, spec.rows))
-        for spec in settings.tensors()
-        for first, stop in _units(spec, servers, spec.name in whole)
+        for spec in settings.tensors
+        for first, stop in _units(spec, servers, whole)
     ]
     if servers < 1 or servers > len(units):
         raise ServerRefused(f"{servers} servers cannot share {len(units)} rows of tensors; use fewer")

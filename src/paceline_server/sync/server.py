@@ -38,7 +38,7 @@ from paceline.wire.status import GenerationOver, generation_is_over, generations
 from paceline_server.client import place_of
 from paceline_server.parameters.client import ServerClient
 from paceline_server.parameters.process import ParameterServer
-from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline_server.parameters.settings import ServerSettings, TensorSpec
 
 
 class ServerSums(AllReduce):
@@ -279,8 +279,7 @@ def _client(group: Group, places: list[str], key: RunKey | None) -> ServerClient
 
 
 def _settings(servers: int) -> ServerSettings:
-    nothing = GroupSettings(tensors=(TensorSpec("nothing", (servers,)),), optimizer={"name": "sgd"})
-    return ServerSettings(groups=(nothing,), fingerprint="sums")
+    return ServerSettings(tensors=(TensorSpec("nothing", (servers,)),), optimizer={"name": "sgd"})
 
 
 def _key_of(group: Group) -> RunKey | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
@@ -43,7 +42,7 @@ from paceline_server.client import place_of
 from paceline_server.parameters.client import ServerClient
 from paceline_server.parameters.log import View, Views
 from paceline_server.parameters.process import GRACE_S, ParameterServer
-from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec
+from paceline_server.parameters.settings import ServerSettings, TensorSpec
 from paceline_server.training.loop import BEGIN, FirstWorker
 from paceline_server.training.pieces import Pieces, Rounds, next_boundary
 from paceline_server.training.whole import Whole
@@ -269,12 +268,12 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
     pieces, spec = plan.dp, SyncSpec.parse(plan.sync)
     staleness = float(spec.arguments["staleness"])
     if spec.period > 1:
-        group = GroupSettings(tensors=tensors, optimizer=_outer(pieces, spec.arguments))
+        steps: dict[str, Any] = {"optimizer": _outer(pieces, spec.arguments)}
     else:
-        group = _of_gradients(job, pieces, tensors, total_steps)
+        steps = _of_gradients(job, pieces, total_steps)
     return ServerSettings(
-        groups=(group,),
-        fingerprint=_fingerprint(tensors, group),
+        tensors=tensors,
+        **steps,
         staleness=staleness,
         pieces=pieces,
         compress=plan.compress,
@@ -292,14 +291,15 @@ def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": "sgd", "lr": rate, "momentum": decay, "nesterov": decay > 0}
 
 
-def _of_gradients(job: Job, pieces: int, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> GroupSettings:
+def _of_gradients(job: Job, pieces: int, total_steps: int | None) -> dict[str, Any]:
+    """The job's optimizer, schedule and number of steps, for pushes of gradients."""
     optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
     schedule = job.schedule.model_dump(exclude_defaults=True)
     schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
     if "milestones" in schedule:
         schedule["milestones"] = [milestone * pieces for milestone in schedule["milestones"]]
     steps = None if total_steps is None else total_steps * pieces
-    return GroupSettings(optimizer=optimizer, schedule=schedule, total_steps=steps, tensors=tensors)
+    return {"optimizer": optimizer, "schedule": schedule, "total_steps": steps}
 
 
 def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec, ...]:
@@ -323,8 +323,3 @@ def written(settings: ServerSettings) -> bytes:
 def read(text: bytes) -> ServerSettings:
     """Settings that `written` told."""
     return msgspec.convert(json.loads(text), ServerSettings)
-
-
-def _fingerprint(tensors: tuple[TensorSpec, ...], group: GroupSettings) -> str:
-    told = json.dumps([[asdict(tensor) for tensor in tensors], group.optimizer])
-    return hashlib.sha256(told.encode()).hexdigest()

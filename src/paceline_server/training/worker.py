@@ -65,7 +65,7 @@ class Worker:
         if whole.divides:
             here = whole.shapes.items() if client is not None else ()
             self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
-        self._rows = [spec.name for spec in client.settings.tensors() if spec.sparse] if client is not None else []
+        self._rows = [spec.name for spec in client.settings.tensors if spec.sparse] if client is not None else []
         self._fresh, self._has = False, 0  # whether parameters came with the last push, and the batches they hold
         self._next: Ticket | None = None  # dealt with the last push
 
@@ -262,7 +262,7 @@ def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedSta
     values: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     owned = slices_of(settings, len(state["parts"]))
-    for spec in settings.tensors():
+    for spec in settings.tensors:
         parts = [
             (piece, part)
             for pieces, part in zip(owned, state["parts"], strict=True)
@@ -283,7 +283,7 @@ def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedSta
 def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, batches: int) -> dict[str, Any]:
     """State for `ServerClient.load_state`, after so many global batches."""
     pushes = batches * (settings.pieces or 1)
-    specs = {spec.name: spec for spec in settings.tensors()}
+    specs = {spec.name: spec for spec in settings.tensors}
     parts = []
     for pieces in slices_of(settings, servers):
         state = {
@@ -305,7 +305,7 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
                     if specs[piece.name].sparse
                 },
                 "optimizer": state,
-                "steps": {piece.name: pushes for piece in pieces},
+                "steps": pushes,
             }
         )
     return {"parts": parts, "batches": batches}

@@ -29,7 +29,7 @@ from paceline_server.parameters.machine import (
     plain,
     read_action,
 )
-from paceline_server.parameters.settings import GroupSettings, ServerSettings, TensorSpec, slices_of
+from paceline_server.parameters.settings import ServerSettings, TensorSpec, slices_of
 from paceline_server.training.worker import TrainedState, for_servers, of_servers
 
 SGD = {"name": "sgd", "lr": 1.0}
@@ -37,7 +37,7 @@ SGD = {"name": "sgd", "lr": 1.0}
 
 def settings_of(*tensors: TensorSpec, optimizer: dict[str, Any] = SGD, **values: Any) -> ServerSettings:
     tensors = tensors or (TensorSpec("w", (4,), "float64"),)
-    return ServerSettings((GroupSettings(tensors, optimizer),), "model", **values)
+    return ServerSettings(tensors, optimizer, **values)
 
 
 class Asker:
@@ -63,9 +63,7 @@ def started(settings: ServerSettings, *names: str) -> list[Asker]:
     askers = [Asker(machine, name) for name in names or ("a",)]
     for asker in askers:
         asker.ask(Join())
-    askers[0].ask(
-        Initialize({spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in settings.tensors()})
-    )
+    askers[0].ask(Initialize({spec.name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in settings.tensors}))
     return askers
 
 
