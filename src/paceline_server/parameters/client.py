@@ -411,7 +411,6 @@ class Line:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._closed = False
-        self._at = ""
         self.owned: list[Slice] = []
         self.read = self.since = -1
         self.rows_since: dict[str, int] = {}
@@ -446,7 +445,9 @@ class Line:
                             f"no process of the parameter server answers at {', '.join(self.addresses)}: "
                             f"{problem or 'none of them is the primary'}"
                         )
-                    self._look_up()
+                    with suppress(ChannelError):
+                        if self._views and (view := self._views.read()):
+                            self._learn(view.addresses())
                     attempt_s = min(2 * attempt_s, _CONNECT_S[1])
                     time.sleep(_PAUSE_S)
             return self._client
@@ -457,7 +458,8 @@ class Line:
             if self._client is client:
                 self._client = None
                 client.close()
-                self.addresses.append(self.addresses.pop(self.addresses.index(self._at)))
+                self.addresses.remove(client.peer)
+                self.addresses.append(client.peer)
             self._learn(addresses)
 
     def close(self) -> None:
@@ -477,16 +479,11 @@ class Line:
             if status in ("ok", "elsewhere"):
                 self._learn(value)
             if status == "ok":
-                self._client, self._at = client, text
+                self._client = client
             return bool(status == "ok")
         finally:
             if self._client is not client:
                 client.close()
-
-    def _look_up(self) -> None:
-        with suppress(ChannelError):
-            if self._views and (view := self._views.read()):
-                self._learn(view.addresses())
 
     def _learn(self, addresses: Sequence[str]) -> None:
         self.addresses = list(dict.fromkeys([*addresses, *self.addresses]))
