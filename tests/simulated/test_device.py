@@ -18,41 +18,7 @@ from simulated.environment import Simulated
 DEVICE = "sim"
 
 
-def test_torch_finds_the_device(simulated: Simulated) -> None:
-    simulated.ranks(1, torch_finds_it, devices=3)
-
-
-def test_streams_events_and_memory_behave_as_torch_says(simulated: Simulated) -> None:
-    simulated.ranks(1, events_tell_the_time)
-    simulated.ranks(1, memory_is_counted_and_limited, memory_bytes=1 << 20)
-
-
-def test_random_numbers_are_of_the_devices_own_generator(simulated: Simulated) -> None:
-    simulated.ranks(1, random_numbers)
-
-
-def test_pinned_memory_and_saved_tensors(simulated: Simulated) -> None:
-    simulated.ranks(1, pinned_memory)
-    simulated.ranks(1, saved_tensors)
-
-
-def test_the_host_waits_only_where_cuda_makes_it_wait(simulated: Simulated) -> None:
-    simulated.ranks(1, counted_waits, trace_waits=True)
-
-
-def test_an_error_of_a_kernel_is_raised_by_the_next_wait(simulated: Simulated) -> None:
-    simulated.ranks(1, late_error)
-
-
-def test_a_fork_before_use_has_the_device_and_one_after_it_has_not(simulated: Simulated) -> None:
-    simulated.ranks(1, forks)
-
-
-def test_a_lost_device_fails_every_later_call(simulated: Simulated) -> None:
-    simulated.ranks(1, lost_device, dies="0:5", devices=2)
-
-
-def torch_finds_it() -> None:
+def torch_finds_the_device() -> None:
     assert torch.accelerator.current_accelerator() == torch.device(DEVICE)
     assert torch.accelerator.device_count() == torch.get_device_module(DEVICE).device_count() == 3
     assert torch.randn(3).to("sim:1").device == torch.device("sim:1")
@@ -68,7 +34,7 @@ def torch_finds_it() -> None:
     assert nn.Linear(3, 3, device="meta").to_empty(device=DEVICE).weight.device.type == DEVICE
 
 
-def events_tell_the_time() -> None:
+def streams_and_events_behave_as_torch_says() -> None:
     first, last = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
     first.record()
     torch.ones(9, device=DEVICE)
@@ -110,7 +76,7 @@ def memory_is_counted_and_limited() -> None:
     assert module.mem_get_info()[1] == 1 << 20
 
 
-def random_numbers() -> None:
+def random_numbers_are_of_the_devices_own_generator() -> None:
     module: Any = torch.get_device_module(DEVICE)
 
     def draws() -> list[Tensor]:
@@ -144,7 +110,7 @@ def random_numbers() -> None:
     assert torch.equal(launched.cpu(), first[0])
 
 
-def pinned_memory() -> None:
+def pinned_memory_is_known_as_pinned() -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     host = torch.ones(4).pin_memory()
@@ -154,7 +120,7 @@ def pinned_memory() -> None:
     assert all(batch.is_pinned() for (batch,) in DataLoader(TensorDataset(torch.randn(8, 2)), 4, pin_memory=True))
 
 
-def saved_tensors() -> None:
+def saved_tensors_come_back_on_any_device() -> None:
     file = io.BytesIO()
     torch.save({"tensor": torch.arange(5, device="sim:0")}, file)
     for place in (None, "cpu", "sim:0"):
@@ -164,7 +130,7 @@ def saved_tensors() -> None:
         assert found.tolist() == [0, 1, 2, 3, 4]
 
 
-def counted_waits() -> None:
+def the_host_waits_only_where_cuda_makes_it_wait() -> None:
     module: Any = torch.get_device_module(DEVICE)
     pinned, pageable = torch.ones(4, pin_memory=True), torch.ones(4)
     tensor = torch.ones(4, device=DEVICE)
@@ -202,7 +168,7 @@ def optimizer_step() -> None:
     torch.optim.AdamW([parameter], foreach=True).step()
 
 
-def late_error() -> None:
+def an_error_of_a_kernel_is_raised_by_the_next_wait() -> None:
     table = nn.Embedding(5, 3).to(DEVICE)
     table(torch.ones(1, dtype=torch.int64, device=DEVICE) * 9)
     with pytest.raises(IndexError):
@@ -210,7 +176,7 @@ def late_error() -> None:
     torch.accelerator.synchronize()
 
 
-def forks() -> None:
+def a_fork_before_use_has_the_device_and_one_after_it_has_not() -> None:
     module: Any = torch.get_device_module(DEVICE)
 
     def in_a_fork(call: Callable[[], object]) -> int:
@@ -245,7 +211,7 @@ def forks() -> None:
     assert kept.sum().item() == 2
 
 
-def lost_device() -> None:
+def a_lost_device_fails_every_later_call() -> None:
     tensor = torch.ones(4, device="sim:0")
     for _ in range(3):
         tensor.add_(1)
@@ -254,3 +220,25 @@ def lost_device() -> None:
     for call in (tensor.sum, torch.accelerator.synchronize, lambda: torch.ones(1, device="sim:0"), tensor.cpu):
         with pytest.raises(torch.AcceleratorError, match="Xid 79"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("check", "settings"),
+    [
+        (torch_finds_the_device, {"devices": 3}),
+        (streams_and_events_behave_as_torch_says, {}),
+        (memory_is_counted_and_limited, {"memory_bytes": 1 << 20}),
+        (random_numbers_are_of_the_devices_own_generator, {}),
+        (pinned_memory_is_known_as_pinned, {}),
+        (saved_tensors_come_back_on_any_device, {}),
+        (the_host_waits_only_where_cuda_makes_it_wait, {"trace_waits": True}),
+        (an_error_of_a_kernel_is_raised_by_the_next_wait, {}),
+        (a_fork_before_use_has_the_device_and_one_after_it_has_not, {}),
+        (a_lost_device_fails_every_later_call, {"dies": "0:5", "devices": 2}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_device_is_as_torch_knows_devices(
+    simulated: Simulated, check: Callable[[], None], settings: dict[str, Any]
+) -> None:
+    simulated.ranks(1, check, **settings)
