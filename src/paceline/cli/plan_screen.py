@@ -13,17 +13,20 @@ from rich.text import Text
 
 from paceline.planning.cost.layout import PART_NAMES
 from paceline.planning.explain.explain import LEAST
+from paceline.planning.explain.which_cluster import EXAMPLES
 from paceline.planning.search.result import equals
 from paceline.text import on_cores
-from paceline.units import count, digits, large, percent, seconds, size
+from paceline.units import count, digits, large, money, percent, seconds, size, span
 
 if TYPE_CHECKING:
     from paceline.planning.explain.explain import Explanation
     from paceline.planning.explain.questions import BatchAdvice
     from paceline.planning.explain.training_run import TrainingRun
+    from paceline.planning.explain.which_cluster import ClusterChoice, Offers, Option
     from paceline.planning.search.result import Candidate
 
 _WIDTH = 120
+_REFUSED = 8  # lines
 _BAR = 32  # characters of the whole
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _LEAST_HELD = 0.02  # of what is held
@@ -316,6 +319,82 @@ def _search(explanation: Explanation, console: Console) -> None:
             f"{percent(found.gap)}, {sure}"
         )
     )
+
+
+# The choice of a cluster
+
+
+def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bundled: bool) -> None:
+    """The fastest and the cheapest machines, those that nothing beats, and what cannot run it."""
+    limits = [f"within {money(choice.budget)}"] if choice.budget is not None else []
+    limits += [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
+    about = f"{choice.amount.words} {' and '.join(limits)}".strip()
+    console.print(Text.assemble(("paceline plan", "bold"), f"  which cluster for {choice.job.name}: {about}"))
+    console.print(Text(_prices(choice.offers, bundled=bundled), style=QUIET))
+    console.print()
+    for what, option in _named(choice, cheapest=cheapest):
+        print_inset(console, Text.assemble((f"{what}: ", QUIET), (_sentence(option), "bold cyan")))
+        print_inset(console, Text(f"  {option.candidate.plan}"))
+    if not choice.within:
+        print_inset(console, Text(choice.nothing, style="bold yellow"))
+    error = percent(choice.error, 0)
+    titled(console, "time against cost", f"machines that no others beat in both; predicted, ± {error} (80 %)")
+    table = table_of("", "time", "cost", "MFU", "goodput", "machines, and the best plan on them")
+    inside = choice.within
+    for option in choice.front:
+        mfu = option.candidate.prediction.mfu
+        machines = Text(option.words)
+        machines.append(f"\n{option.candidate.plan}", style=QUIET)
+        table.add_row(
+            "" if option in inside else "beyond",
+            str(span(option.bought.wall_s)),
+            money(option.cost),
+            "" if mfu is None else str(percent(mfu)),
+            str(percent(option.bought.goodput, 1)),
+            machines,
+            style="" if option in inside else QUIET,
+        )
+    print_inset(console, table)
+    _show_refused(choice, console)
+    titled(console, "what it rests on")
+    for note in choice.notes:
+        print_inset(console, Text(note, style=QUIET))
+
+
+def _show_refused(choice: ClusterChoice, console: Console) -> None:
+    if not choice.refused:
+        return
+    titled(console, "where nothing runs")
+    table = table_of("machines", "reason", heads=False)
+    table.columns[0].justify = "left"
+    for machines, reason in choice.refused[:_REFUSED]:
+        table.add_row(machines, Text(reason, style=QUIET))
+    print_inset(console, table)
+    if (more := len(choice.refused) - _REFUSED) > 0:
+        print_inset(console, Text(f"and {more} more", style=QUIET))
+
+
+def _named(choice: ClusterChoice, *, cheapest: bool) -> list[tuple[str, Option]]:
+    """Options to show first, each with its description."""
+    fastest, least, alike = choice.fastest, choice.cheapest, choice.as_cheap
+    if fastest is None or least is None:
+        return []
+    if fastest == least:
+        return [("the fastest and the cheapest", fastest)]
+    named = [("the cheapest", least), *([("about as cheap, and faster", alike)] if alike else [])]
+    return [*named, ("the fastest", fastest)] if cheapest else [("the fastest", fastest), *named]
+
+
+def _sentence(option: Option) -> str:
+    return f"{option.words}: {span(option.bought.wall_s)}, {money(option.cost)}"
+
+
+def _prices(offers: Offers, *, bundled: bool) -> str:
+    about = ", ".join(filter(None, (offers.currency, f"of {offers.as_of}" if offers.as_of else "")))
+    prices = f"prices in {about}" if about else "prices as listed"
+    if not bundled:
+        return prices
+    return f"{prices}: examples, not offers to you; copy {EXAMPLES} and put in your own, then --catalogue FILE"
 
 
 # How it looks
