@@ -27,6 +27,7 @@ from paceline.planning.machines import (
     student_quantile,
 )
 from paceline.planning.predict import predict
+from paceline.planning.search.result import SearchResult
 from paceline.planning.search.search import plan, search
 from paceline.planning.shortlist import COMMON, OWN, alike
 from paceline.planning.tables.layouts import Row
@@ -145,9 +146,14 @@ def test_errors_of_plans_of_one_job_are_smaller_against_each_other_than_by_thems
     assert 1 < equal_ratio() < math.exp(SPREAD) < math.exp(COLD_SPREAD)
 
 
-def test_predictions_are_multiplied_and_the_ranking_stays() -> None:
+@pytest.fixture(scope="module")
+def plain() -> SearchResult:
+    return search(job(), cluster(), top=10)
+
+
+def test_predictions_are_multiplied_and_the_ranking_stays(plain: SearchResult) -> None:
     where, factors = cluster(), found([1.3] * 20)
-    plain, slowed = search(job(), where, top=5), search(job(), where, top=5, calibration=factors)
+    slowed = search(job(), where, top=10, calibration=factors)
     factor = factors.factor(plain.best[0].layout)
     assert [one.plan for one in slowed.best] == [one.plan for one in plain.best]
     for one, then in zip(plain.best, slowed.best, strict=True):
@@ -163,10 +169,9 @@ def test_predictions_are_multiplied_and_the_ranking_stays() -> None:
     assert any("corrected by 20 measured runs" in note for note in single.notes)
 
 
-def test_the_plan_that_is_returned_is_one_of_the_equal_ones() -> None:
-    chosen, best = plan(job(), cluster()), search(job(), cluster()).best
-    times = {one.plan: one.prediction.step_time_s for one in best}
-    assert times[chosen] <= equal_ratio() * best[0].prediction.step_time_s
+def test_the_plan_that_is_returned_is_one_of_the_equal_ones(plain: SearchResult) -> None:
+    times = {one.plan: one.prediction.step_time_s for one in plain.best}
+    assert times[plan(job(), cluster())] <= equal_ratio() * plain.best[0].prediction.step_time_s
 
 
 @pytest.mark.slow
@@ -229,21 +234,19 @@ def test_one_odd_run_is_not_believed() -> None:
     assert believed.log(of_size(64.0)) - believed.log(of_size(4.0)) > COMMON / 2
 
 
-def test_measured_runs_put_the_plans_found_in_their_order() -> None:
-    where = cluster()
-    plain = search(job(), where, top=10).best
-    small = [one for one in plain if one.layout.samples < 8]
+def test_measured_runs_put_the_plans_found_in_their_order(plain: SearchResult) -> None:
+    small = [one for one in plain.best if one.layout.samples < 8]
     assert small
-    assert plain[0] not in small
+    assert plain.best[0] not in small
     # large microbatches are slower than predicted, four runs of each plan
-    runs = [one for one in plain for _ in range(4)]
+    runs = [one for one in plain.best for _ in range(4)]
     ratios = [1.0 if one in small else 1.4 for one in runs]
     measured = rows([(one.layout, ratio * one.prediction.step_time_s) for one, ratio in zip(runs, ratios, strict=True)])
     factors = adjustment(measured, lambda layout: estimate(layout).step_time_s)
-    told = search(job(), where, top=10, calibration=factors).best
+    told = search(job(), cluster(), top=10, calibration=factors).best
     assert told[0].plan in [one.plan for one in small]
     others = [one.prediction.step_time_s for one in told[1:]]
     assert others == sorted(others), "the first is the recommended one"
     assert all(one.prediction.step_time_s in one.interval for one in told)
-    slower = next(one for one in told if one.plan == plain[0].plan)
+    slower = next(one for one in told if one.plan == plain.best[0].plan)
     assert re.match(r"\+\d+ % by measured runs that are like it", slower.why)

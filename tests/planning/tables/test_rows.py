@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -405,8 +406,29 @@ def test_a_row_that_states_too_little_says_what(changed: dict[str, str], what: s
         layout(**changed)
 
 
-def test_a_batch_in_tokens_is_one_in_samples() -> None:
-    assert layout(global_batch="131,072 tokens").global_batch == 64
+@pytest.mark.parametrize(
+    ("cells", "name", "value"),
+    [
+        ({"global_batch": "131,072 tokens"}, "global_batch", 64),
+        ({"zero_fsdp": "dist-opt=True"}, "zero_dp", True),
+        ({"zero_fsdp": "none"}, "zero_dp", False),
+        # stages are as many as stated, or as divide the layers; none is without a layer
+        ({"vpp": "2"}, "chunks", 2),
+        ({"vpp": "2"}, "schedule", "interleaved"),
+        ({"schedule": "interleaved 1F1B"}, "chunks", 4),
+        ({"vpp": "16"}, "chunks", 8),
+        ({"notes": "LoRA, rank 16"}, "lora", 16),
+        ({"model": "GPT 7B LoRA"}, "lora", 32),
+        ({}, "lora", 0),
+        # a model without experts has none to divide
+        ({"ep": "8"}, "ep", 1),
+        # InfiniBand without a number of cards is one of a host's
+        ({"interconnect": "NVSwitch + HDR InfiniBand 200 Gb/s"}, "machines.between.bandwidth", 25e9),
+        ({"interconnect": "100GbE"}, "machines.between.bandwidth", pytest.approx(12.5e9 / 8)),
+    ],
+)
+def test_a_cell_is_read_as_it_is_meant(cells: dict[str, str], name: str, value: object) -> None:
+    assert attrgetter(name)(layout(**cells)) == value
 
 
 @pytest.mark.parametrize(
@@ -424,30 +446,12 @@ def test_ranks_shard_the_state_as_stated(text: str, degrees: tuple[int, int, int
     assert (found.fsdp, found.dp, found.zero) == degrees
 
 
-def test_a_distributed_optimizer_shards_over_dp() -> None:
-    assert layout(zero_fsdp="dist-opt=True").zero_dp
-    assert not layout(zero_fsdp="none").zero_dp
-
-
 def test_experts_are_folded_where_the_framework_does_so() -> None:
     mixture = {"model": "Mixtral 8x7B", "hidden": "", "n_layers": "", "n_params": "", "n_heads": "", "vocab": ""}
     folded = layout(**mixture, ep="8", framework="Megatron Core, NeMo", gpu="H100", seq_len="4096")
     assert (folded.expert_ranks, folded.ep) == (8, 1)
     other = layout(**mixture, ep="8", framework="torchtitan", gpu="H100", seq_len="4096")
     assert (other.expert_ranks, other.ep) == (0, 8)
-    assert layout(ep="8").ep == 1, "a model without experts has none to divide"
-
-
-def test_interleaved_stages_are_as_many_as_stated_or_as_divide_the_layers() -> None:
-    assert (layout(vpp="2").chunks, layout(vpp="2").schedule) == (2, "interleaved")
-    assert layout(schedule="interleaved 1F1B").chunks == 4
-    assert layout(vpp="16").chunks == 8, "no stage is without a layer"
-
-
-def test_adapters_are_read_with_their_rank() -> None:
-    assert layout(notes="LoRA, rank 16").lora == 16
-    assert layout(model="GPT 7B LoRA").lora == 32
-    assert layout().lora == 0
 
 
 def test_recomputation_that_is_not_stated_is_the_least_that_fits() -> None:
@@ -463,11 +467,6 @@ def test_recomputation_that_is_not_stated_is_the_least_that_fits() -> None:
 def test_devices_on_pcie_have_no_nvlink() -> None:
     assert layout(interconnect="PCIe; 100GbE").machines.device.inside.bandwidth < 50e9
     assert layout(interconnect="NVLink, PCIe 4").machines.device.inside.bandwidth > 200e9
-
-
-def test_one_of_a_hosts_cards_is_meant_where_infiniband_is_stated_without_a_number() -> None:
-    assert layout(interconnect="NVSwitch + HDR InfiniBand 200 Gb/s").machines.between.bandwidth == 25e9
-    assert layout(interconnect="100GbE").machines.between.bandwidth == pytest.approx(12.5e9 / 8)
 
 
 @pytest.mark.parametrize(
