@@ -6,7 +6,7 @@ come first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -74,28 +74,65 @@ def stages_per_rank(schedule: str, virtual: int = 2) -> int:
 
 
 T = TypeVar("T")
-_LEAST = {**dict.fromkeys((*DEGREES, "microbatches"), 1), "threads": 0, "num_workers": 0, "zero": 1, "virtual": 2}
-_MOST = {"zero": 3}
-_CHOICES = {
-    "schedule": SCHEDULES,
-    "remat": REMATS,
-    "precision": get_args(Precision),
-    "memory_format": get_args(MemoryFormat),
-    "compile": get_args(Compile),
-    "balance": get_args(Balance),
+
+
+class _Kind(NamedTuple):
+    """What the values of a key are.
+
+    Attributes:
+        read: the value of a text, or the text itself if it is none.
+        problem: what is wrong with a value of a key, or None.
+        example: a value other than the default.
+    """
+
+    read: Callable[[str], Any]
+    problem: Callable[[str, Any], str | None]
+    example: str
+
+
+def _kind(words: str, valid: Callable[[Any], bool], example: str, read: Callable[[str], Any] = str) -> _Kind:
+    return _Kind(read, lambda key, value: None if valid(value) else f'{key} is {words}, not "{value}"', example)
+
+
+def _whole(least: int, most: int | None = None, example: str = "2") -> _Kind:
+    words = f"a whole number, at least {least}" + ("" if most is None else f" and at most {most}")
+    return _kind(
+        words,
+        lambda value: type(value) is int and least <= value <= (most or 10**9 - 1),
+        example,
+        lambda text: int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text,
+    )
+
+
+def _one_of(choices: tuple[Any, ...], example: str = "", *, optional: bool = False) -> _Kind:
+    words = " or ".join(choices)
+    return _kind(words, lambda value: value in choices or (optional and value is None), example or choices[-1])
+
+
+_SWITCH = _kind(
+    "on or off", lambda value: isinstance(value, bool), "on", lambda text: {"on": True, "off": False}.get(text, text)
+)
+_KINDS = {
+    **dict.fromkeys((*DEGREES, "microbatches"), _whole(1)),
+    **dict.fromkeys(("threads", "num_workers"), _whole(0)),
+    "zero": _whole(1, most=3),
+    "virtual": _whole(2, example="3"),
+    **dict.fromkeys(("offload", "sequence", "pin", "fused", "onednn"), _SWITCH),
+    "schedule": _one_of(SCHEDULES),
+    "remat": _one_of(REMATS),
+    "precision": _one_of(get_args(Precision), optional=True),
+    "memory_format": _one_of(get_args(MemoryFormat)),
+    "compile": _one_of(get_args(Compile), "on"),
+    "balance": _one_of(get_args(Balance), "off"),
+    "cut": _kind(
+        "names of modules with commas between, e.g. cut=blocks.2",
+        lambda value: isinstance(value, str) and (not value or all(value.split(","))),
+        "blocks.2",
+    ),
+    "sync": _Kind(str, problem_with, "allreduce:ring"),
+    "compress": _Kind(str, problem_with, "int8"),
+    "transport": _Kind(str, lambda _, value: problem_with_transport(value), "gloo"),
 }
-_TEXTS = ("cut", "sync", "compress", "transport")
-_EXAMPLES = {
-    "compile": "on",
-    "balance": "off",
-    "transport": "gloo",
-    "cut": "blocks.2",
-    "sync": "allreduce:ring",
-    "compress": "int8",
-    **dict.fromkeys(_LEAST, "2"),
-    "virtual": "3",
-}
-_SWITCHES = {"on": True, "off": False}
 
 
 @dataclass(frozen=True)
@@ -140,7 +177,7 @@ class Plan:
     transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
 
     def __post_init__(self) -> None:
-        problems = [p for field in fields(self) if (p := _problem(field.name, getattr(self, field.name)))]
+        problems = [p for key, kind in _KINDS.items() if (p := kind.problem(key, getattr(self, key)))]
         if problems:
             raise PlanError("\n".join(problems))
 
@@ -157,8 +194,8 @@ class Plan:
             key, equals, value = word.partition("=")
             problem = _problem_of_key(key, equals, known=values)
             if problem is None:
-                values[key] = _value(key, value)
-                problem = _problem(key, values[key])
+                values[key] = _KINDS[key].read(value)
+                problem = _KINDS[key].problem(key, values[key])
             if problem:
                 problems.append(problem)
         if problems:
@@ -246,57 +283,17 @@ def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
 
 
 def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
-    available = [field.name for field in fields(Plan)]
-    if key in available:
-        return (
-            f"{key} is given twice"
-            if key in known
-            else None
-            if equals
-            else f"{key} needs a value, e.g. {key}={_example(key)}"
-        )
+    if key in known:
+        return f"{key} is given twice"
+    if key in _KINDS:
+        return None if equals else f"{key} needs a value, e.g. {key}={_KINDS[key].example}"
     if key in ("device", "backend"):
         return f'unknown key "{key}": leave it out. {devices_of_ranks()}'
-    return f'unknown key "{key}". {nearest(key, available)}'
-
-
-def _value(key: str, text: str) -> Any:
-    """The value with its type, or the text itself if it has none (`_problem` then says so)."""
-    if key in _LEAST:
-        return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else text
-    return text if key in _CHOICES or key in _TEXTS else _SWITCHES.get(text, text)
+    return f'unknown key "{key}". {nearest(key, [*_KINDS])}'
 
 
 def _text(value: Any) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
-
-
-def _problem(key: str, value: Any) -> str | None:
-    if key in _LEAST:
-        most = _MOST.get(key, 10**9 - 1)
-        wrong = type(value) is not int or not _LEAST[key] <= value <= most
-        limits = f"at least {_LEAST[key]}" + (f" and at most {most}" if key in _MOST else "")
-        return f'{key} is a whole number, {limits}, not "{value}"' if wrong else None
-    if key in _CHOICES:
-        return _not_one_of(key, value, _CHOICES[key]) if value is not None or key != "precision" else None
-    if key in ("sync", "compress"):
-        return problem_with(key, value)
-    if key == "transport":
-        return problem_with_transport(value)
-    if key == "cut":
-        named = isinstance(value, str) and (not value or all(value.split(",")))
-        if named:
-            return None
-        return f'cut is names of modules with commas between, e.g. cut={_EXAMPLES["cut"]}, not "{value}"'
-    return None if isinstance(value, bool) else _not_one_of(key, value, tuple(_SWITCHES))
-
-
-def _not_one_of(key: str, value: Any, choices: tuple[str, ...]) -> str | None:
-    return None if value in choices else f'{key} is {" or ".join(choices)}, not "{value}"'
-
-
-def _example(key: str) -> str:
-    return _EXAMPLES.get(key) or (_CHOICES[key][-1] if key in _CHOICES else "on")
 
 
 def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from paceline.planning.model.tensor.degrees import DividedWeights
 if TYPE_CHECKING:
     from paceline.planning.model.model_info import ModelInfo, ParameterShape
 
+# results that remat=selective keeps
 _CHOSEN = {"mm", "addmm", "convolution", "_grouped_mm", "attention"}
 _Owned = dict[int, list["ParameterShape"]]
 
@@ -107,7 +108,21 @@ class _Builder:
     def block(self, part: int, shapes: list[ParameterShape]) -> BlockTrace:
         """The block of a part, with the shares that tensor parallelism divides."""
         kernels, each = self.kernels[part], 1 / self.samples
-        numbers, kept, chosen = self._numbers(kernels), self._kept_numbers(part), self._chosen(kernels)
+        split, of_samples = self.split, self.seen.of_samples
+        numbers = _sums(
+            ("fixed" if kernel.fixed else "inside" if index in split.inside else "outside", kernel.numbers)
+            for index, kernel in kernels
+        )
+        kept = _sums(
+            ("fixed" if storage not in of_samples else "inside" if storage in split.storages else "outside", kept)
+            for storage, kept in self.kept[part].items()
+        )
+        # attention scores that are written out are not kept
+        chosen = _sums(
+            ("inside" if split.storages.issuperset(kernel.writes) else "outside", kernel.made)
+            for _, kernel in kernels
+            if kernel.name in _CHOSEN
+        )
         expert = sum(shape.numel for shape in shapes if shape.expert)
         matrices = sum(shape.numel for shape in shapes if shape.name in self.weights.matrices and len(shape.sizes) > 1)
         self.trained = self.trained or any(shape.trainable for shape in shapes)
@@ -135,32 +150,6 @@ class _Builder:
             routed=self.seen.routed.get(part, 0.0) * each,
             trained=self.trained,
         )
-
-    def _numbers(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
-        for index, kernel in kernels:
-            found["fixed" if kernel.fixed else "inside" if index in self.split.inside else "outside"] += kernel.numbers
-        return found
-
-    def _kept_numbers(self, part: int) -> dict[str, float]:
-        found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
-        for storage, numbers in self.kept[part].items():
-            found[
-                "fixed"
-                if storage not in self.seen.of_samples
-                else "inside"
-                if storage in self.split.storages
-                else "outside"
-            ] += numbers
-        return found
-
-    def _chosen(self, kernels: list[tuple[int, Kernel]]) -> dict[str, float]:
-        """Elements that remat=selective keeps, without attention scores that are written out."""
-        found = dict.fromkeys(("inside", "outside"), 0.0)
-        for _, kernel in kernels:
-            if kernel.name in _CHOSEN:
-                found["inside" if self.split.storages.issuperset(kernel.writes) else "outside"] += kernel.made
-        return found
 
     def _boundary(self, part: int) -> float:
         """Elements passed to the next part: out of a block, or into the next one. At the end, one for each sample."""
@@ -201,6 +190,14 @@ class _Builder:
             taps=product.taps,
             data=product.data,
         )
+
+
+def _sums(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Sums of elements, by what divides them."""
+    found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
+    for by, number in numbers:
+        found[by] += number
+    return found
 
 
 def _kept(seen: Seen) -> dict[int, dict[int, float]]:
