@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 
-from commands import ended, started
+from commands import BIN, ended, started
+from forked import Forked
 from paceline.errors import DataError
 from paceline.job.data import Text
 from paceline.job.job import Job
@@ -100,18 +104,38 @@ def test_a_loop_of_ones_own_prints_the_same_losses_alone_and_under_torchrun(fold
     assert [float(line.split()[-1]) for line in two.out.splitlines()] == pytest.approx(losses, rel=1e-3)
 
 
+def curve_of(text: str) -> list[float]:
+    return [float(value) for value in re.findall(r"(?:loss|reward a step) (-?[\d.]+)", text)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options"),
-    [
-        pytest.param("recommendation.py", ("--steps", "60", "--items", "200"), marks=pytest.mark.slow),
-        pytest.param("actors.py", ("--updates", "10", "--actors", "1"), marks=pytest.mark.slow),
-        ("by_hand.py", ("--steps", "20", "--width", "32")),
-    ],
+    [("recommendation.py", ("--steps", "60", "--items", "200")), ("actors.py", ("--updates", "10", "--actors", "1"))],
 )
 def test_examples_of_remote_modules_learn(script: str, options: tuple[str, ...], folder: Path) -> None:
     command = [sys.executable, str(folder / "remote" / script), *options]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert shown.returncode == 0, shown.stderr
-    curve = [float(value) for value in re.findall(r"(?:loss|reward a step) (-?[\d.]+)", shown.stdout)]
+    curve = curve_of(shown.stdout)
     assert (curve[-1] > curve[0]) if script == "actors.py" else (curve[-1] < curve[0])
     assert "/s" in shown.stdout.splitlines()[-1]
+
+
+def test_a_model_that_is_placed_by_hand_learns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example runs in this process; its servers are forked instead of started anew."""
+
+    def forked(command: list[str], **settings: Any) -> Forked:
+        return Forked([str(BIN / "paceline"), *command[3:]], text=True, **settings)
+
+    file = folder / "remote" / "by_hand.py"
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.setattr("serving_processes.subprocess", SimpleNamespace(Popen=forked, DEVNULL=subprocess.DEVNULL))
+    monkeypatch.setattr("sys.argv", [str(file), "--steps", "20", "--width", "32"])
+    runpy.run_path(str(file), run_name="__main__")
+    monkeypatch.delitem(sys.modules, "serving_processes")
+    lines = capsys.readouterr().out
+    assert curve_of(lines)[-1] < curve_of(lines)[0]
+    assert "/s" in lines.splitlines()[-1]
