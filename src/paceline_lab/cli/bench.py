@@ -141,20 +141,18 @@ def command(
     what = Job.load(job)
     line = shlex.join(["paceline", *sys.argv[1:]])
     if simulate is not None:
-        sigma, failures = straggler_sigma, failures_per_host_day
-        _simulate(what, simulate, line, weak is not False, out, failures, sigma, calibrate_on, seed, as_json=as_json)
+        jitter = _jitter(straggler_sigma)
+        _simulate(
+            what, simulate, line, out, failures_per_host_day, jitter, calibrate_on, seed, weak is not False, as_json
+        )
         return
     from paceline.cli.command import to_run_on
 
-    where, settings = to_run_on(cluster), _plans(plans)
+    asked = _Asked(what, to_run_on(cluster), _plans(plans), repeat, steps, out, line)
     if systems is not None:
-        measured = _compare(
-            what, where, systems, settings, out, line, repeat=repeat, steps=steps, weak=bool(weak), kill=kill_rank
-        )
+        measured = _compare(asked, systems, weak=bool(weak), kill=kill_rank)
     else:
-        measured = _scale(
-            what, where, settings, _numbers(devices), out, line, repeat=repeat, steps=steps, weak=weak is not False
-        )
+        measured = _scale(asked, _numbers(devices), weak=weak is not False)
     if measured.stopped_by:
         go_on = line if out else f"{line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; what is measured is kept. Go on: {go_on}")
@@ -168,6 +166,18 @@ def command(
         raise RunError(measured.failed)
 
 
+class _Asked(NamedTuple):
+    """What all ways of measuring are asked for. `line`: the command, as it was typed."""
+
+    job: Job
+    cluster: Cluster | None
+    plans: list[str]
+    repeat: int
+    steps: int | None
+    out: str | None
+    line: str
+
+
 class _Measured(NamedTuple):
     """Outcome of a benchmark, which is shown. `failed`: what could not be measured, in words."""
 
@@ -178,25 +188,15 @@ class _Measured(NamedTuple):
     failed: str
 
 
-def _scale(
-    job: Job,
-    cluster: Cluster | None,
-    plans: list[str],
-    devices: list[int] | None,
-    out: str | None,
-    line: str,
-    *,
-    repeat: int,
-    steps: int | None,
-    weak: bool,
-) -> _Measured:
-    """Measure a job on 1 and N devices, and show it. `line`: the command, as it was typed."""
+def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured:
+    """Measure a job on 1 and N devices, and show it."""
     from paceline.console import Console
     from paceline_lab.report.bench_view import write_bench_page
     from paceline_lab.scaling.protocol import Benchmark
     from paceline_lab.scaling.summary import kept_at
     from paceline_lab.scaling.table import figures, show
 
+    job, cluster, plans, repeat, steps, out, line = asked
     with kept_at(out, partial(typer.echo, err=True)) as folder:
         benchmark = Benchmark(
             job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=folder, command=line
@@ -213,19 +213,7 @@ def _scale(
     return _Measured(benchmark.path, benchmark.stopped_by, found, known, "\n".join(failed))
 
 
-def _compare(
-    job: Job,
-    cluster: Cluster | None,
-    systems: str,
-    plans: list[str],
-    out: str | None,
-    line: str,
-    *,
-    repeat: int,
-    steps: int | None,
-    weak: bool,
-    kill: bool,
-) -> _Measured:
+def _compare(asked: _Asked, systems: str, *, weak: bool, kill: bool) -> _Measured:
     """Measure the job under other systems, show what was found, and write the page."""
     from paceline.console import Console
     from paceline_lab.report.systems_view import write_systems_page
@@ -236,6 +224,7 @@ def _compare(
 
     names = [name.strip() for name in systems.split(",") if name.strip()]
     names = SYSTEMS.names if names == ["all"] else names
+    job, cluster, plans, repeat, steps, out, line = asked
     say = partial(typer.echo, err=True)
     with kept_at(out, say) as folder:
         path = folder or _new_folder(f"{job.name}-systems")
@@ -266,13 +255,12 @@ def _simulate(
     job: Job,
     names: str,
     line: str,
-    weak: bool,
     out: str | None,
     failures: float | None,
-    straggler_sigma: str | None,
+    jitter: Jitter | None,
     calibrate_on: Sequence[Path] | None,
     seed: int,
-    *,
+    weak: bool,
     as_json: bool,
 ) -> None:
     """Simulate the job on every named cluster; show it, and write its page.
@@ -293,7 +281,7 @@ def _simulate(
     if is_url(out):
         raise typer.BadParameter("a simulation is written to a directory, not to a URL", param_hint="--out")
     clusters = [(name, cluster_from(name)) for name in cluster_names(names)]
-    chances = Chances.published(failures, _jitter(straggler_sigma), seed)
+    chances = Chances.published(failures, jitter, seed)
     folder = _new_folder(job.name) if out is None else Path(out)
     here, simulations = MeasuredHere.load(folder, job), []
     with Console(stderr=True).status("searching the best plan for every number of devices"):
