@@ -8,10 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from commands import Outcome, ended, processes_of, started, wait_for_step
 from hosts import EmulatedHosts
+from paceline.cluster.launch_engines import HostPlace
+from paceline.elastic.hosts.gather import joining_of
+from paceline.elastic.hosts.messages import ToHost
+from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey, write_key
 
 PORT = 29611
@@ -46,6 +51,13 @@ def emulated_host_processes(launcher: subprocess.Popen[str]) -> list[psutil.Proc
 
 def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def joining_host(place: HostPlace, key: RunKey, **changes: object) -> Connection:
+    """A connection on which a host has said who it is, with other values than its own."""
+    connection = connect((place.coordinator, place.port), key, ToHost, deadline_s=30)
+    connection.send(msgspec.structs.replace(joining_of(place, connection), **changes))
+    return connection
 
 
 def own_address() -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
-from host_processes import PORT, own_address
+from host_processes import PORT, joining_host, own_address
 from paceline.cluster.launch_engines import HostPlace
 from paceline.elastic.hosts import gather
 from paceline.elastic.hosts.gather import gathered, joined
@@ -67,13 +66,8 @@ def coordinator(place: HostPlace) -> Iterator[Callable[[], str]]:
 
 def refused(place: HostPlace, **changes: Any) -> str:
     """What a host is told that joins with other values than its own."""
-    connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-    try:
-        joining = gather.joining_of(other(place), connection)
-        connection.send(msgspec.structs.replace(joining, **changes))
+    with closing(joining_host(other(place), KEY, **changes)) as connection:
         return str(connection.receive(20).reason)
-    finally:
-        connection.close()
 
 
 def test_hosts_that_fit_meet(place: HostPlace) -> None:
@@ -144,10 +138,8 @@ def test_a_host_that_cannot_take_part_is_refused_on_both_sides(
 def test_two_hosts_with_one_number_are_refused(place: HostPlace) -> None:
     three = replace(place, count=3)
     with coordinator(three) as error:
-        first = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-        first.send(gather.joining_of(other(three, name="first"), first))
-        second = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-        second.send(gather.joining_of(other(three, name="second"), second))
+        first = joining_host(other(three, name="first"), KEY)
+        second = joining_host(other(three, name="second"), KEY)
         told = [connection.receive(20).reason for connection in (first, second)]
         assert told[0] == told[1] == error()
         assert "two hosts have the number 1" in told[0]

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from host_processes import own_address
+from host_processes import joining_host, own_address
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
@@ -22,7 +21,7 @@ from paceline.elastic.hosts.hosts import Hosts
 from paceline.elastic.hosts.link import Link, Meeting
 from paceline.elastic.hosts.messages import Elsewhere, Succession, Successor, ToHost
 from paceline.elastic.hosts.takeover import Readmission
-from paceline.wire.connection import Connection, connect
+from paceline.wire.connection import Connection
 from paceline.wire.key import RunKey
 
 KEY, DEADLINE_S = RunKey.make(), 30.0
@@ -56,10 +55,7 @@ def successors(ports: list[int], address: str) -> list[Successor]:
 
 def coming(meeting: Meeting, number: int, *, again: bool) -> Connection:
     """A connection on which a host has said who it is."""
-    connection = connect(meeting.address, KEY, ToHost, deadline_s=DEADLINE_S)
-    joining = gather.joining_of(place_of(meeting, number), connection)
-    connection.send(msgspec.structs.replace(joining, host=OWN.model_dump_json(), again=again))
-    return connection
+    return joining_host(place_of(meeting, number), KEY, host=OWN.model_dump_json(), again=again)
 
 
 def closed_port(address: str) -> int:

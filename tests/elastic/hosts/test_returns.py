@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from host_processes import PORT, own_address
+from host_processes import PORT, joining_host, own_address
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.cluster.launch_engines import HostPlace
@@ -53,10 +52,7 @@ def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def coming(place: HostPlace, **changes: Any) -> Connection:
     """A connection on which host 1 has said who it is, with other values than its own."""
-    connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=DEADLINE_S)
-    joining = gather.joining_of(replace(place, number=1, name="b"), connection)
-    connection.send(msgspec.structs.replace(joining, **{"host": OWN.model_dump_json(), **changes}))
-    return connection
+    return joining_host(replace(place, number=1, name="b"), KEY, **{"host": OWN.model_dump_json(), **changes})
 
 
 def refused(place: HostPlace, **changes: Any) -> str:
