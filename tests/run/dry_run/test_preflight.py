@@ -21,8 +21,8 @@ from paceline.job.loss import LossSpec
 from paceline.job.zoo.models import GPT
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
-from paceline.run.dry_run import _kept as kept_as
-from paceline.run.dry_run import preflight, refuse_what_cannot_divide
+from paceline.run.dry_run import kept_file, refuse_what_cannot_divide
+from paceline.run.dry_run.dry_run import dry_run_stage
 from paceline.run.dry_run.preflight import Preflight, refused_of
 from paceline.run.train import train
 
@@ -95,10 +95,12 @@ def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_tha
 
 def test_a_plan_that_is_proposed_was_itself_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     divided: list[Plan] = []
-    original = preflight.dry_run_stage
-    monkeypatch.setattr(
-        preflight, "dry_run_stage", lambda job, plan, *of: (divided.append(plan), original(job, plan, *of))[1]
-    )
+
+    def noted(job: Job, plan: Plan, *of: Any) -> Any:
+        divided.append(plan)
+        return dry_run_stage(job, plan, *of)
+
+    monkeypatch.setattr("paceline.run.dry_run.preflight.dry_run_stage", noted)
     *_, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("cp=2 tp=2"), discover())
     assert nearest == "Nearest plan that works: tp=2."
     assert Plan.parse("tp=2") in divided
@@ -265,6 +267,6 @@ def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: 
 
 
 def test_an_answer_is_not_kept_beyond_an_edit_of_paceline_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kept_as(job("Recurrent"), Plan.parse("tp=2"))
+    before = kept_file(job("Recurrent"), Plan.parse("tp=2"))
     monkeypatch.setattr("paceline.run.dry_run._newest_source", lambda: 1)
-    assert kept_as(job("Recurrent"), Plan.parse("tp=2")) != before
+    assert kept_file(job("Recurrent"), Plan.parse("tp=2")) != before

@@ -250,7 +250,7 @@ def saves_while_the_first_rank_is_late(folder: str) -> bool:
         time.sleep(0.5 * (settings["rank"] == 0))
         return Checkpointer(*args, **settings)
 
-    own_state.Checkpointer = late  # type: ignore[misc, assignment]
+    own_state.Checkpointer = late  # type: ignore[attr-defined, assignment]
     path = engine.save(folder)
     return bool((path / "manifest.json").exists())
 

@@ -15,7 +15,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.parity.check import LargestDifference, Parity, StepParity, Tolerance, check_all
-from paceline.run.parity.ranks import _Outputs
+from paceline.run.parity.ranks import ModuleOutputs
 from paceline.run.record.run import Run
 from ranks import Ranks
 from small_jobs import CHAOTIC, new_run, small_job, train_as_rank, train_here
@@ -123,7 +123,7 @@ def test_every_legal_plan_of_two_ranks_holds(tmp_path: Path) -> None:
 
 def test_what_is_added_up_to_compare_is_not_compiled() -> None:
     model = nn.Sequential(nn.Linear(2, 3))
-    outputs = _Outputs(model)
+    outputs = ModuleOutputs(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the compiler tells of what it cannot follow
         torch.compile(model, backend="eager")(torch.ones(4, 2))

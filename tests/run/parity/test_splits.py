@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 from model_families import family_job
 from paceline.planning.plan import Plan
-from paceline.run.parity import Comparison, Parts, Steps
+from paceline.run.parity import Parts, Steps
 from paceline.run.parity.check import TOLERANCES, Parity
 from paceline.run.parity.ranks import compare, take_reference
 from ranks import Ranks
@@ -109,8 +109,8 @@ def parity(ranks: Ranks, folder: Path, family: str, text: str, *, backend: str =
     parts = Parts(plan.microbatches, plan.data_ranks) if normalises else Parts(1, 1)
     alone = Plan(precision="fp64", microbatches=parts.microbatches)
     reference = take_reference(Steps(job, alone, STEPS, folder, parts))
-    comparison = Comparison(Steps(job, plan, STEPS, folder), reference)
-    found = ranks(plan.ranks, compare, comparison, deadline_s=100, backend=backend)  # type: ignore[arg-type]
+    steps = Steps(job, plan, STEPS, folder)
+    found = ranks(plan.ranks, compare, steps, reference, deadline_s=100, backend=backend)  # type: ignore[arg-type]
     return Parity.of(plan, found, reference, TOLERANCES[plan.precision or "fp32"])
 
 

@@ -157,11 +157,11 @@ def test_hosts_that_have_lost_a_stopped_holder_take_its_run_and_it_learns_that_b
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
-        lock = Heartless(tmp_path)
+        heartless = Heartless(tmp_path)
         os.write(tell, b"x")
-        while lock.lost is None:
+        while heartless.lost is None:
             with suppress(RunError):
-                lock.check()
+                heartless.check()
         os._exit(0)
     try:
         assert os.read(ready, 1) == b"x"

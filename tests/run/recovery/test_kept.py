@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def train(engine: Engine, steps: int) -> None:
 def breaks_off(engine: Engine, place: str) -> None:
     """Have the next step end as if a rank were lost: when gradients are summed, or before the update."""
 
-    def is_lost(*_: object) -> None:
+    def is_lost(*_: object, **__: object) -> Any:
         raise GenerationOver("a rank is lost")
 
     if place == "sums":

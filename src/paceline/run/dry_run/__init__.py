@@ -40,7 +40,7 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     """
     if not plan.splits and not loss_is_tried(job, plan):
         return
-    known = _kept(job, plan)
+    known = kept_file(job, plan)
     if known.is_file():
         return
     reasons = _asked(job, plan, cluster, world)
@@ -69,7 +69,7 @@ def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> list[str]:
     return Preflight(job).refusal(plan, cluster, world)
 
 
-def _kept(job: Job, plan: Plan) -> Path:
+def kept_file(job: Job, plan: Plan) -> Path:
     """File whose presence says that the plan can be started.
 
     Named by the work, the plan and all code that is known to bear on it.

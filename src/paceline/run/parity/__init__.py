@@ -66,14 +66,6 @@ class Reference:
     collate_draws: bool
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Steps to hold against a reference."""
-
-    steps: Steps
-    reference: Reference
-
-
 @dataclass
 class Compared:
     """Findings of one rank.

@@ -19,7 +19,7 @@ from paceline.job.job import Job, Precision
 from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
 from paceline.run.dry_run import refuse_what_cannot_divide
-from paceline.run.parity import Compared, Comparison, Parts, Reference, Steps
+from paceline.run.parity import Compared, Parts, Reference, Steps
 from paceline.run.tuning.auto import choose
 from paceline.units import percent
 
@@ -230,8 +230,8 @@ class Checks:
 
     def _compared(self, plan: Plan, tolerance: Tolerance, parts: Parts, *, perturbed: bool = False) -> Parity:
         folder, reference = self._reference(parts)
-        comparison = Comparison(Steps(self.job, plan, self.steps, folder, parts, perturbed), reference)
-        found = run_on_plan(_compare, comparison, job=self.job, cluster=self.cluster, plan=plan, folder=folder)
+        request = Steps(self.job, plan, self.steps, folder, parts, perturbed), reference
+        found = run_on_plan(_compare, request, job=self.job, cluster=self.cluster, plan=plan, folder=folder)
         return Parity.of(plan, found, reference, tolerance)
 
     def _parts(self, plan: Plan) -> Parts:
@@ -275,10 +275,11 @@ def _take_reference(steps: Steps, folder: Path) -> Reference:
     return take_reference(replace(steps, folder=folder))
 
 
-def _compare(comparison: Comparison, folder: Path) -> Compared:
+def _compare(request: tuple[Steps, Reference], folder: Path) -> Compared:
     from paceline.run.parity.ranks import compare
 
-    return compare(replace(comparison, steps=replace(comparison.steps, folder=folder)))
+    steps, reference = request
+    return compare(replace(steps, folder=folder), reference)
 
 
 def check_all(

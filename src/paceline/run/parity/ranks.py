@@ -32,7 +32,7 @@ from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
-from paceline.run.parity import Compared, Comparison, Reference, Steps
+from paceline.run.parity import Compared, Reference, Steps
 from paceline.split.layout import ShardLayout, local
 
 # Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
@@ -48,7 +48,7 @@ def take_reference(steps: Steps) -> Reference:
         engine = _engine(steps, Group())
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
         initial, losses, inputs = _tensors(engine), [], []
-        outputs = _Outputs(engine.model)
+        outputs = ModuleOutputs(engine.model)
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             losses.append(engine.step(batch).loss)
             inputs.append(engine.loader.digests())
@@ -64,15 +64,14 @@ def take_reference(steps: Steps) -> Reference:
         return Reference(losses, outputs.found, written, drawn, inputs, dataset, collate_draws)
 
 
-def compare(comparison: Comparison) -> Compared:
+def compare(steps: Steps, reference: Reference) -> Compared:
     """Take the steps as a rank of the plan, and compare each with the reference."""
-    steps, reference = comparison.steps, comparison.reference
     job, plan = steps.job, steps.plan
     with joined(deadline_s=job.deadline_s, transport=plan.transport) as group, _comparable(job, plan):
         engine = _engine(steps, group)
         found = Compared()
         found.report = engine.split.report if engine.split is not None else []
-        outputs = _Outputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
+        outputs = ModuleOutputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
             found.losses.append(engine.step(batch).loss)
             found.inputs.append(engine.loader.digests())
@@ -287,7 +286,7 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
     return difference / norm if norm else difference
 
 
-class _Outputs:
+class ModuleOutputs:
     """Adds up what every module puts out.
 
     A mean does not depend on who computed which part, nor on how many computed the same.
