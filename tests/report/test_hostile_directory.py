@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError, RunError
+from paceline.report import run_record
 from paceline.report.run_page import write_run_page
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import Run
@@ -84,8 +85,9 @@ def folder(path: Path) -> None:
 @pytest.mark.parametrize("name", ["steps/rank-0.jsonl", "events.jsonl", "environment.json", "plan.txt", "cluster.yaml"])
 @pytest.mark.parametrize("made", [endless, pipe, sparse, deep, folder])
 def test_what_is_no_file_of_a_run_is_told_and_never_waited_for(
-    run: Path, name: str, made: Callable[[Path], None]
+    run: Path, name: str, made: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_record, "FILE_LIMIT", 2**22)
     (run / name).unlink()
     made(run / name)
     if name in ("events.jsonl", "environment.json"):  # the page does without

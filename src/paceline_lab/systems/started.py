@@ -32,7 +32,8 @@ from paceline_lab.systems.compared import TakenRun
 from paceline_lab.systems.system import Command, Start, Steps, System
 
 MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, also of those that became daemons
-_POLL_S, _MEMORY_S, _END_S = 0.05, 2.0, 10.0
+END_S = 10.0  # for processes to end by themselves, and again after SIGKILL
+_POLL_S, _MEMORY_S = 0.05, 2.0
 _TAIL = 6  # lines of what a failed run said
 _ERROR = re.compile(r"^(\[rank\d+\]: |\[[\w.,]+\]<stderr>: ?)?[\w.]*(Error|Exception|Interrupt): ")
 
@@ -153,7 +154,7 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
     """End every process of the run: SIGTERM, and SIGKILL for those that stay."""
-    for number, patience_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S), (signal.SIGKILL, _END_S)):
+    for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S), (signal.SIGKILL, END_S)):
         there = list(_marked(marked))
         for process in there:
             with suppress(psutil.Error):

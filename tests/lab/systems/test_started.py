@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cluster.discover import discover
 from paceline.errors import RunError
+from paceline_lab.systems import started
 from paceline_lab.systems.started import MARK, run
 from paceline_lab.systems.system import Command, Start, Steps, System, Task
 
@@ -66,7 +67,10 @@ def test_a_server_that_ends_while_others_train_is_a_failure(tmp_path: Path) -> N
     assert processes_of(tmp_path) == []
 
 
-def test_a_run_that_hangs_is_killed_with_its_children_even_if_they_ignore_sigterm(tmp_path: Path) -> None:
+def test_a_run_that_hangs_is_killed_with_its_children_even_if_they_ignore_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(started, "END_S", 1.0)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + DAEMON + "time.sleep(600)"
     with pytest.raises(RunError, match="Programs hangs, and was killed"):
         run(start(tmp_path, stubborn), {}, deadline_s=1.0)
