@@ -80,8 +80,8 @@ class HeldObjects:
             held = self._objects.get(number)
             if held is None or client not in held.holders:
                 raise RemoteError(
-                    f"object {number} is not held by this client: it was released, or its lease ended while the "
-                    "client could not be reached"
+                    f"object {number} is not held by this client: it was released, or the client could not be "
+                    "reached for longer than the grace time"
                 )
             return held.what
 
