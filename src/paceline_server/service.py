@@ -425,7 +425,7 @@ class Presence:
             if not self._here.setdefault(caller.identity, set()):
                 self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)
                 self._changed.notify_all()
-                if self._thread is None:
+                if self._thread is None and not self._closed:
                     self._thread = threading.Thread(target=self._watch, name="paceline-presence", daemon=True)
                     self._thread.start()
 
