@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from simulated import LOADED
 from simulated.build import build
@@ -92,16 +92,5 @@ class Simulated:
             settings: as for `simulated_environment`.
         """
         variables = simulated_environment(**{"devices": max(1, size), **settings})
-        with _set(variables):
+        with patch.dict(os.environ, variables):
             return self._run_on_ranks(size, function, *args, deadline_s=deadline_s, backend="simccl")
-
-
-@contextmanager
-def _set(variables: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
