@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,25 +214,27 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
         restore(engine_of(model=model), loaded(tmp_path))
 
 
-def test_a_checkpoint_of_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
-    first = engine_of(groups=2)
-    train(first, 1)
-    save(first, tmp_path)
-    with pytest.raises(CheckpointError, match="has 2 groups of parameters in its optimizer, this optimizer 1"):
-        restore(engine_of(), loaded(tmp_path))
-
-
-def test_a_checkpoint_with_state_for_a_parameter_that_the_optimizer_does_not_hold_is_refused(tmp_path: Path) -> None:
-    first = engine_of()
-    train(first, 1)
-    save(first, tmp_path)
+def of_the_head_alone() -> Engine:
     model = Tied()
     optimizer = torch.optim.AdamW(model.head.parameters())
-    second = paceline.setup(model, optimizer, F.cross_entropy, DataLoader(Points(), batch_size=8))
-    with pytest.raises(
-        CheckpointError, match=r"has optimizer state for 'down\.\w+', which this optimizer does not hold"
-    ):
-        restore(second, loaded(tmp_path))
+    return paceline.setup(model, optimizer, F.cross_entropy, DataLoader(Points(), batch_size=8))
+
+
+@pytest.mark.parametrize(
+    ("groups", "other", "said"),
+    [
+        (2, engine_of, "has 2 groups of parameters in its optimizer, this optimizer 1"),
+        (1, of_the_head_alone, r"has optimizer state for 'down\.\w+', which this optimizer does not hold"),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(
+    tmp_path: Path, groups: int, other: Callable[[], Engine], said: str
+) -> None:
+    first = engine_of(groups=groups)
+    train(first, 1)
+    save(first, tmp_path)
+    with pytest.raises(CheckpointError, match=said):
+        restore(other(), loaded(tmp_path))
 
 
 def test_a_checkpoint_of_another_device_resumes_without_that_devices_random_state() -> None:
