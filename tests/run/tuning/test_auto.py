@@ -63,7 +63,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         channels_last = not x.is_contiguous()
-        clock.now += 0.1
+        clock.now += 0.005
         {body}
         return self.last(self.convolution(x).flatten(1)).view(len(x), 10)
 """
@@ -115,7 +115,7 @@ def kept() -> list[Path]:
 
 @pytest.mark.slow
 def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
-    slow = "clock.now += 0.0 if channels_last else 0.4"
+    slow = "clock.now += 0.0 if channels_last else 0.02"
     network(tmp_path, slow, stop={"loss_below": 1e9})
     first = paceline("train", "job.yaml", folder=tmp_path)
     assert first.code == 0, first.err
@@ -242,7 +242,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     forecasts(monkeypatch, *predictions)
     measured_with(monkeypatch, knobs=False)
     two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
-    job = network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.4")
+    job = network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.02")
     choice = choose(job, two)
     assert "FSDP2-wrapped" not in capfd.readouterr().err, "torch's warning of views, which nothing changes here"
     found = verdicts(choice)
@@ -253,11 +253,11 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     assert found["dp=1"].startswith("not kept: slower"), choice.lines
     assert choice.plan.fsdp == 2
     row = next(line for line in choice.lines if line.startswith("  fsdp=2 "))
-    assert re.match(r"  fsdp=2 +22\.0 ms +100\.0 ms +0\.20 of 500 ms +kept", row)
+    assert re.match(r"  fsdp=2 +22\.0 ms +5\.00 ms +0\.20 of 25\.0 ms +kept", row)
     measured = {pair.plan: pair for pair in pairs(two)}
     assert set(measured) == {"dp=2", "fsdp=2", "dp=1"}, "what failed is not a measurement"
     assert measured["dp=2"].predicted_s == 0.02
-    assert measured["dp=2"].measured_s == pytest.approx(0.5)
+    assert measured["dp=2"].measured_s == pytest.approx(0.025)
 
 
 def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_others(
@@ -265,7 +265,7 @@ def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_o
 ) -> None:
     """A network that is slow wherever a rank has one thread."""
     forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
-    slow = "clock.now += 0.4 if torch.get_num_threads() == 1 else 0.0"
+    slow = "clock.now += 0.02 if torch.get_num_threads() == 1 else 0.0"
     job = network(tmp_path, f"trial.knobs = lambda *_: []; {slow}", **WITHOUT_BOUND)  # plans alone are of interest
     choice = choose(job, TWO_CORES)
     found = verdicts(choice)
@@ -369,7 +369,7 @@ def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(
     # On a busy machine knobs take all the time, and a start of three plans more than there is.
     measured_with(monkeypatch, knobs=False, spent_s=-300.0)
     four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
-    choice = choose(network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.4"), four)
+    choice = choose(network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.02"), four)
     found = verdicts(choice)
     assert found["fsdp=2"] == "kept", choice.lines
     assert found["tp=2"].startswith("not kept"), choice.lines
