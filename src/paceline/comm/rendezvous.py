@@ -36,6 +36,7 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
 
     Raises:
         LaunchError: it cannot be reached or served.
+        GenerationOver: another generation has begun meanwhile.
     """
     try:
         if environment.store is not None:
@@ -45,6 +46,8 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
         else:
             store = _torchs(environment, deadline_s)
     except ChannelError as error:
+        if generation_is_over():
+            raise GenerationOver(f"rank {environment.rank} meets these ranks no more") from error
         raise LaunchError(f"rank {environment.rank} cannot meet the others at {error}") from error
     return _scoped(store, environment, number)
 

@@ -19,6 +19,7 @@ from paceline.errors import ChannelError, DeadlineError
 from paceline.wire.connection import LIMIT_BYTES, Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
+from paceline.wire.status import generation_is_over
 
 KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last of all keys and values
 _MOST_SHOWN = 8  # missing keys in an error
@@ -218,7 +219,8 @@ class StoreClient:
                 connection.close()
 
     def _connect(self, deadline_s: float) -> Connection:
-        connection = connect(self._where, self._key, Answer, deadline_s=deadline_s)
+        # a store whose host was lost is waited for no longer than the generation that meets there
+        connection = connect(self._where, self._key, Answer, deadline_s=deadline_s, stopped=generation_is_over)
         with self._lock:
             if self._closed:
                 connection.close()
