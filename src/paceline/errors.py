@@ -97,10 +97,10 @@ class LaunchError(PacelineError):
     """The ranks could not be started, or one of them raised, hung or was killed.
 
     Attributes:
-        rank: the one to blame, where one failed.
-        final: the same would happen again, so no restart is worth its time.
-        rank_error: the name of the class of what the rank raised, if it raised.
-        explained: that was a PacelineError.
+        rank: the rank that failed first, if one did.
+        final: a restart would fail in the same way.
+        rank_error: class name of the exception that the rank raised, if it raised one.
+        explained: that exception was a PacelineError.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class Turnout(NamedTuple):
 
     Attributes:
         chosen: clients that got the task.
-        answered, dropped, late: those of them that answered in time, never, or after the deadline.
-        more: further numbers of the round, by name.
+        answered, dropped, late: chosen clients that answered in time, never, or after the deadline.
+        more: other numbers of the round, by name.
     """
 
     chosen: int
@@ -84,13 +84,13 @@ class FederatedRecord:
         the step.
 
         Args:
-            number: from 1; with an asynchronous rule, that of the server's step.
+            number: number of the round, from 1; with an asynchronous rule, of the server's step.
             began_s: beginning of the round, by `time.perf_counter`.
-            compute_s: seconds in which clients were trained here; 0 where they are real.
-            clipped: updates that were scaled down to a bound, if that happened before they came to the aggregator.
+            compute_s: seconds in which clients were trained in this process; 0 for real clients.
+            clipped: number of updates that were scaled down to a bound, if that happened before the aggregator.
 
         Returns:
-            What was agreed on; None where too few clients answered.
+            The aggregated update; None if too few clients answered.
 
         Raises:
             JobError: too many rounds in a row changed nothing.

@@ -80,7 +80,7 @@ class Server:
         return Task(round, self.version, weights, sent, self.lr_in(round))
 
     def lr_in(self, round: int) -> float:
-        """The learning rate of the clients' optimizer."""
+        """The learning rate of the clients' optimizer in a round."""
         return self.job.optimizer.lr * self.job.schedule.factor_at(round - 1, self.job.stop.steps)
 
     @property
@@ -211,13 +211,13 @@ class Agreed:
 
 
 class Aggregator:
-    """Takes the updates of one server step, in any order, and agrees on them.
+    """Aggregates the updates of one server step, which come in any order.
 
-    The mean needs the memory of one update; median and trimmed mean keep all.
+    The mean needs the memory of one update; median and trimmed mean keep all updates.
 
     Args:
         rule: discounts updates that began from an older version.
-        chosen: expected number of updates under differential privacy, where it divides the sum.
+        chosen: expected number of updates under differential privacy, which divides the sum by it.
         noise: random numbers of differential privacy; None adds no noise.
 
     Attributes:
@@ -408,7 +408,7 @@ class UpdateCodec:
 
 
 class PrivacySpent:
-    """Counts the server's steps on noised sums, and tells ε.
+    """Counts the server's steps on noised sums, and computes ε.
 
     Args:
         rate: probability with which each client is chosen, independently of the others, in each round.

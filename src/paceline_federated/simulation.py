@@ -286,8 +286,8 @@ class Flights:
         """Give the server the next updates that arrive, as many as its rule asks for.
 
         Returns:
-            The clients that began since the step before, with the mean staleness of the updates, and the simulated
-            time in units of the usual client's work.
+            The clients that began since the previous step. Its `more` holds the mean staleness of the updates, and the
+            simulated time in units of the usual client's work.
         """
         staleness: list[int] = []
         came = dropped = 0

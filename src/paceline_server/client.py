@@ -1,7 +1,7 @@
 """Client: calls functions of a service in another process.
 
-The thread that waits for an answer reads the connection itself, so that no other thread has to wake first. Where
-several wait, one reads for all, and another one goes on when it has its own.
+The thread that waits for an answer reads the connection itself, so that no other thread has to wake first. If
+several threads wait, one reads for all, and hands over to another when it has its own answer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STREAM_AHEAD = 8  # results of a stream that may be under way
 
 
 def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
-    """A place as sockets take it, of `"address:port"` or a path."""
+    """Convert `"address:port"` or a path to an address as sockets take it."""
     if not isinstance(where, str):
         return where
     address, colon, port = where.rpartition(":")
@@ -58,7 +58,7 @@ class Client(Closing):
     A lost connection fails the calls under way and all later ones; `lost` says when it has ended.
 
     Args:
-        where: the service's address and port, over TLS with the run's key; or its Unix socket, without.
+        where: the service's address and port, for TLS with the run's key; or its Unix socket, without TLS.
         name: for messages about this client.
         identity: by which the service knows this client again on another connection; random by default.
         deadline_s: of calls that are given none, and of connecting.
@@ -66,11 +66,11 @@ class Client(Closing):
     Attributes:
         talk: messages with the service.
         error: why the connection has ended.
-        service: identity of the service; another one has not the state that this client left there.
+        service: identity of the service. If it has changed, the state that this client left there is lost.
         known: the service knew this client from an earlier connection.
 
     Raises:
-        DeadlineError: nobody of the run answers there.
+        DeadlineError: no service of the run answers there.
         ChannelError: the service has another key, or takes no more clients.
     """
 
@@ -86,7 +86,7 @@ class Client(Closing):
         self.deadline_s, self.identity, self.peer = deadline_s, identity or secrets.token_hex(16), name_of(where)
         self.error: ChannelError | None = None
         self._numbers = itertools.count()
-        self._changed = threading.Condition(threading.Lock())  # notified when messages came, or nobody reads any more
+        self._changed = threading.Condition(threading.Lock())  # notified on messages, and when no thread reads any more
         self._pending: dict[int, Pending] = {}
         self._is_read = False  # by one of the waiting threads
         until = time.monotonic() + deadline_s

@@ -1,7 +1,7 @@
 """Service: serves named functions to clients of the run.
 
 Each client has a thread that reads its calls. It hands them to a pool of threads, or calls the function itself where
-that is marked `quick`, or `at_once` and waits for nobody: no other thread has to wake then.
+that is marked `quick`, or `at_once` and waits for no client: no other thread has to wake then.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Service(Closing):
     of threads, unless they are marked `quick` or `at_once`.
 
     Args:
-        where: address and port, over TLS with the run's key; the path of a Unix socket to make in a private folder,
-            without; or a socket that listens.
-        threads: of the pool. Where all wait, further calls wait for them.
-        grace_s: how long a client may be without a connection until it is lost.
+        where: address and port, for TLS with the run's key; the path of a Unix socket to make in a private folder,
+            without TLS; or a listening socket.
+        threads: number of threads of the pool. If all are busy, further calls wait.
+        grace_s: time without a connection after which a client is lost.
         on_lost: called once with each client that is lost; its calls may still run.
 
     Attributes:
@@ -401,7 +401,7 @@ class Presence:
         self._here: dict[str, set[Caller]] = {}  # connections by client
         self._away: dict[str, tuple[float, Caller]] = {}  # until when, by client
         self._closed = False
-        self._thread: threading.Thread | None = None  # once somebody was away
+        self._thread: threading.Thread | None = None  # started when the first client is away
 
     def came(self, caller: Caller) -> bool:
         """Note a connection; True if the client was here before and is not lost."""
@@ -420,7 +420,7 @@ class Presence:
                 self.expect(caller)
 
     def expect(self, caller: Caller) -> None:
-        """Have a client without a connection lost after the grace time."""
+        """Declare a client lost after the grace time, unless it connects before."""
         with self._changed:
             if not self._here.setdefault(caller.identity, set()):
                 self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)
@@ -430,7 +430,7 @@ class Presence:
                     self._thread.start()
 
     def forget(self, caller: Caller) -> None:
-        """Have a client lost now."""
+        """Declare a client lost now."""
         with self._changed:
             self._away.pop(caller.identity, None)
             known = self._here.pop(caller.identity, None) is not None
@@ -438,7 +438,7 @@ class Presence:
             self._on_lost(caller)
 
     def close(self) -> None:
-        """Stop; no client is lost any more."""
+        """Stop. No client is declared lost after this."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -462,7 +462,7 @@ class Presence:
 
 
 class Pool:
-    """At most so many threads, each started when no other is idle."""
+    """Pool of at most `threads` threads, each started when no other is idle."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -470,12 +470,12 @@ class Pool:
         self._most = threads
         self._threads: list[threading.Thread] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the one that runs
+        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the running one
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
 
     def put(self, task: Callable[[], None], lane: Hashable = None) -> None:
-        """Run a task, which raises nothing, in one of the threads. Tasks begin in their order.
+        """Run a task, which must not raise, in one of the threads. Tasks begin in the order given.
 
         A task of a lane begins when the one before it in that lane has ended.
         """

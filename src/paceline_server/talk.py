@@ -42,7 +42,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 class Closing:
-    """What is closed at the end of its `with` block."""
+    """Context manager that closes itself at the end of its `with` block."""
 
     def close(self) -> None:
         """Close it."""
@@ -202,7 +202,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", forbid_unknown_fie
 
     Attributes:
         attached_bytes, calls_at_once: the service's limits.
-        service: random, of this one service.
+        service: random identity of this service.
         known: the service knows this client from an earlier connection.
     """
 
@@ -251,7 +251,7 @@ class Call(_Numbered, tag="call"):
 
     Attributes:
         stream: asks for the results one by one.
-        lane: calls of one client in one lane run one after the other, in their order; those without a lane at any time.
+        lane: calls of one client in one lane run one after the other, in order; calls without a lane run at any time.
     """
 
     function: str

@@ -89,7 +89,7 @@ def command(
         named = cluster_of(cluster, price, failures)[0] if cluster is not None and catalogue is None else None
         factors = factors_of(calibrate_on, named, console)
         offers = offers_of(catalogue, named)
-        with Console(stderr=True).status("searching the best plan on every offer"):
+        with Console(stderr=True).status("searching for the best plan on every offer"):
             choice = which_cluster(
                 what,
                 offers,
@@ -118,7 +118,7 @@ def command(
     show(explanation, console, top=top)
     advice = None
     if batch_advice or accept_batch is not None:
-        with Console(stderr=True).status("searching the best plan for every batch"):
+        with Console(stderr=True).status("searching for the best plan for every batch"):
             advice = advise(what, where, calibration)
         show_advice(advice, console)
     if accept_batch is not None and advice is not None:

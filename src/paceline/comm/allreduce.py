@@ -22,7 +22,7 @@ from paceline.units import size
 _SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares
 _CLEARLY = 0.9  # of flat's time is what another must promise: measurements and formulas are off by some per cent
 _EXAMPLE = 2**24  # bytes; for which it shows its reckoning
-BLOCK_BYTES = 2**26  # at a time: so much shared memory is kept, once a tensor came that does not lie in any
+BLOCK_BYTES = 2**26  # reduced at a time; size of the shared block that stages tensors outside shared memory
 
 
 class Algorithm(Protocol):

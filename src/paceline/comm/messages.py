@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(eq=False)
 class Message:
-    """A message that is coming in, or waits to be asked for.
+    """A message that is arriving, or was kept until a receive requests it.
 
     Attributes:
-        call: what its sender says of it.
+        call: the sender's description of the message.
         data: memory for its bytes: that of the receive that waited for it, or its own.
     """
 
@@ -29,11 +29,11 @@ class Message:
 
 @dataclass(eq=False)
 class Receive:
-    """A place for the next message from a rank, or from any of several.
+    """A request for the next message from one rank, or from any of several.
 
     Attributes:
-        call: what the receiver expects.
-        source: the sender, once it is known; else -1.
+        call: the receiver's description of the expected message.
+        source: the sender; -1 until it is known.
     """
 
     call: Any
@@ -47,12 +47,12 @@ class Receive:
         return self.message is not None and self.message.whole
 
     def take(self, message: Message, source: int) -> None:
-        """The message is found."""
+        """Pair the receive with the message that `source` sent."""
         self.message, self.source = message, source
 
 
 class Matching:
-    """Pairs the messages of one sender with receives, among those of one key in order.
+    """Pairs the messages of one sender with receives. Those of one key are paired in order.
 
     A message that was not requested yet is kept, so that it does not block the messages behind it.
     """
@@ -62,7 +62,7 @@ class Matching:
         self._waiting: dict[Hashable, deque[Receive]] = {}
 
     def ask(self, key: Hashable, receive: Receive) -> Message | None:
-        """The message that was kept for a receive; without one the receive waits."""
+        """Return the first kept message of this key, or None; then the receive waits."""
         if (messages := self._kept.pop(key, None)) is None:
             self._waiting.setdefault(key, deque()).append(receive)
             return None
@@ -83,5 +83,5 @@ class Matching:
         return None
 
     def keep(self, key: Hashable, message: Message) -> None:
-        """Keep a message that nobody has asked for yet."""
+        """Keep a message that was not requested yet."""
         self._kept.setdefault(key, deque()).append(message)

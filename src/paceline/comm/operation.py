@@ -71,11 +71,11 @@ class Operation:
 class Breakage:
     """The error that has ended one or more queues.
 
-    The first operation that fails has the error itself.
+    The first operation to fail reports the error itself; later ones report an error that refers to it.
 
     Attributes:
         error: that error, or None.
-        told: True once a caller has had it.
+        told: True once an operation has failed with it.
     """
 
     def __init__(self) -> None:
@@ -83,15 +83,15 @@ class Breakage:
         self.told = False
 
     def fail(self, error: Exception) -> None:
-        """End the queues, if they have not ended before."""
+        """End the queues with an error. If they have ended already, keep the first error."""
         self.error = self.error or error
 
 
 class OperationQueue:
     """Operations that run one after the other, such as a group's collectives.
 
-    A failed one fails those behind it, and those of all queues with the same breakage, also where another rank's report
-    of the failure came before the call.
+    A failed operation fails the operations behind it, and those of all queues with the same breakage. That includes
+    operations that are started after another rank has reported the failure.
     """
 
     def __init__(self, breakage: Breakage | None = None) -> None:
@@ -129,22 +129,22 @@ class OperationQueue:
 
 
 class Awaited(Protocol):
-    """Whom an operation waits for."""
+    """Peer that an operation waits for."""
 
     def why_over(self) -> str | None:
-        """The reason why nothing more will come of it; None while something may."""
+        """Return the reason why the peer will send nothing more; None while it may."""
 
     def state(self) -> str:
         """The peer and the state of the connection, as text."""
 
 
 class Driver(ABC):
-    """Drives operations: the thread that waits does, or else a background thread.
+    """Drives operations, in the thread that waits or else in a background thread.
 
     Attributes:
-        lock: of everything here; what an operation calls when it is done is called without it.
+        lock: guards all state here; it is not held while an operation's completion callback runs.
         failure: class of the error of an operation that can wait no longer.
-        advice: what such an error says at its end, if nothing else explains it.
+        advice: last sentence of such an error, if nothing else explains it.
     """
 
     failure: ClassVar[type[Exception]] = DistBackendError

@@ -42,7 +42,7 @@ _open: weakref.WeakSet[DrivenProcessGroup] = weakref.WeakSet()
 
 
 class DrivenProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are generators that a `Driver` has go on.
+    """A process group whose collectives are generators that a `Driver` advances.
 
     CPU tensors of any dtype, contiguous or not.
 
@@ -257,11 +257,11 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return self._launch(queue, title, f"receive from {whom}", steps(), waits_for, tensor)
 
     def _sending(self, receiver: int, flat: Tensor, tag: int) -> MessageSteps:
-        """The steps that send a flat tensor, their queue, and whom they wait for."""
+        """Return a queue, the steps that send a flat tensor, and the peers awaited."""
         raise NotImplementedError
 
     def _receiving(self, sender: int | None, flat: Tensor, tag: int) -> MessageSteps:
-        """The steps that fill a flat tensor and return its sender. None: from any rank."""
+        """Return the same for a receive. The steps return the sender; `sender=None`: any rank."""
         raise NotImplementedError
 
     # How they are run

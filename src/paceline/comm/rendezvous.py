@@ -32,7 +32,7 @@ _open: list[ChannelStore | StoreServer] = []  # torch holds only the C++ part of
 def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:
     """The store in which the ranks meet, scoped by attempt and number of joins.
 
-    So neither a restarted run nor ranks that meet again read the keys of the time before.
+    So neither a restarted run nor ranks that meet again read earlier keys.
 
     Raises:
         LaunchError: it cannot be reached or served.
@@ -47,7 +47,7 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
             store = _torchs(environment, deadline_s)
     except ChannelError as error:
         if generation_is_over():
-            raise GenerationOver(f"rank {environment.rank} meets these ranks no more") from error
+            raise GenerationOver(f"rank {environment.rank} no longer meets these ranks") from error
         raise LaunchError(f"rank {environment.rank} cannot meet the others at {error}") from error
     return _scoped(store, environment, number)
 
@@ -148,10 +148,11 @@ def _listen(address: str, port: int) -> int:
 
 
 def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
-    """Every rank's value (JSON), by rank.
+    """Exchange one JSON value per rank through the store. Returns the values, by rank.
 
     Raises:
-        LaunchError: ranks did not come in time; names them.
+        LaunchError: ranks did not come in time; the error names them.
+        GenerationOver: another generation has begun meanwhile.
     """
     keys = [f"transport/{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(value))
@@ -159,7 +160,7 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's DistStoreError
         if generation_is_over():
-            raise GenerationOver(f"rank {rank} waits for these ranks no more") from error
+            raise GenerationOver(f"rank {rank} no longer waits for these ranks") from error
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(
             f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"

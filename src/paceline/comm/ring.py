@@ -21,11 +21,11 @@ from torch import Tensor
 from paceline.comm.group import Messages
 from paceline.comm.process_group import Reduction
 
-CHUNK_BYTES = 2**18  # long against the cost of starting a message, short against what a rank has to send
+CHUNK_BYTES = 2**18  # large against the cost of starting a message, small against what a rank sends
 IN_FLIGHT = 4  # chunks: one arrives, one is added, and the others wait in the buffers of the connection
 
 T = TypeVar("T")
-OnChunk = Callable[[int, int], object]  # of consecutive elements: the first, and the end
+OnChunk = Callable[[int, int], object]  # arguments: first and end index of a chunk's elements
 
 
 class Wait(Protocol):
@@ -59,8 +59,8 @@ def ring_all_reduce(
 
     Args:
         order: the ranks around the ring; ascending by default. Neighbours should be near each other.
-        prepare: called for every chunk before its elements are read, while others are on their way.
-        finish: called for every chunk when its elements are those of the result, while others are on their way.
+        prepare: called for every chunk before its elements are read, while other chunks are under way.
+        finish: called for every chunk when its elements are final, while other chunks are under way.
 
     Raises:
         SyncError: a rank is gone, or did not come within the deadline (from `wires`).
@@ -87,7 +87,7 @@ def ring_all_reduce(
         finish=finish,
     )
     traced, shown = torch._C._autograd._profiler_enabled(), -1
-    with ExitStack() as span:  # of a step in the profiler's trace; it lasts until the step's last chunk is in
+    with ExitStack() as span:  # a step's span in the profiler's trace, until its last chunk has arrived
         for step, exchange in moves:
             if traced and step != shown:
                 span.close()
@@ -131,19 +131,19 @@ def around(
     n, summing = len(shares), len(shares) - 1  # steps of the first half
     begins = [0, *accumulate(map(len, shares))]
     chunks = max(1, -(-max(map(len, shares)) // max(1, chunk)))
-    # A chunk is sent when it came in by the step before, so no more are under way than a step has.
+    # A chunk is sent once it has arrived in the previous step, so at most one step's chunks are under way.
     window = min(ahead, chunks)
     buffers = [shares[0].new_empty(chunk) for _ in range(window if steps.start < summing else 0)]
     under_way: deque[tuple[int, int, Tensor, Tensor, T]] = deque()
 
     def cut(share: int, part: int) -> tuple[int, Tensor]:
-        """A chunk, and where it begins."""
+        """Return a chunk's first index, and the chunk."""
         whole, begin = shares[share % n], begins[share % n]
         skipped = min(part * chunk, len(whole))
         return begin + skipped, whole[skipped : skipped + chunk]
 
     def end() -> Iterator[tuple[int, T]]:
-        """See a chunk in, add it up, and hand it on if it is final."""
+        """Wait for the oldest chunk and add it up; if it is final, call `finish`."""
         step, at, own, target, exchange = under_way.popleft()
         if prepare is not None and step < summing:
             prepare(at, at + len(own))  # while it is on its way

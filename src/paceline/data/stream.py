@@ -407,7 +407,7 @@ _WITHOUT = (Dataset, nn.Module, Tensor, np.ndarray, str, bytes, int, float, type
 
 
 class _Generator(NamedTuple):
-    """How a kind of generator gives its state as JSON values, and takes it back."""
+    """Saving and loading of the state of one kind of generator, as JSON values."""
 
     name: str
     saved: Callable[[Any], Any]

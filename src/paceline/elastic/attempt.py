@@ -182,7 +182,7 @@ def places_on(
     """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
 
     Args:
-        on_end: called at the end, however it comes, with what the links of emulated hosts have carried, by host.
+        on_end: called at the end, also after an error, with the bytes that emulated hosts' links have carried, by host.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
@@ -202,7 +202,7 @@ def places_on(
 
 
 def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
-    """Places of ranks on the hosts of this run, filled in their order.
+    """Places of ranks on the hosts of this run; hosts are filled in order.
 
     Raises:
         LaunchError: rank 0 would not be on host 0.
@@ -210,15 +210,15 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
     per_host = cluster.ranks_per_host(ranks)
     if not per_host[0]:
         raise LaunchError(
-            f"host 0 ({cluster.hosts[0].name}) has no accelerator, and others have: rank 0 runs on host 0. Start the "
-            "hosts in another order, or without that one."
+            f"host 0 ({cluster.hosts[0].name}) has no accelerator, but other hosts have: rank 0 runs on host 0. Start "
+            "the hosts in another order, or without that host."
         )
     return [
         RankPlace(
             rank,
             count,
             hosts.address_of(number),
-            interface_of(hosts.address_of(0)) or "lo",  # each host puts its own there
+            interface_of(hosts.address_of(0)) or "lo",  # each host replaces it by its own
             number=number,
             host_name=cluster.hosts[number].name,
         )

@@ -271,7 +271,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def stack_beside(record: Path) -> str:
-    """Stack traces that a rank has left beside its error record; "" where it left none."""
+    """Stack traces that a rank has left beside its error record; "" if there are none."""
     path = record.with_suffix(".stack")
     return path.read_text(errors="replace") if path.exists() else ""
 

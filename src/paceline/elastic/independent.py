@@ -1,8 +1,8 @@
 """Ranks that go on when others are lost, as no group joins all of them.
 
-These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; where one
-of these is lost, all are started again. Servers end once all workers have. Workers but the first leave and come back as
-`paceline scale` asks, and with their hosts. The servers are told by generations who takes part.
+These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; if one
+of these is lost, all are started again. Servers end once all workers have ended. All workers but the first leave and
+come back as `paceline scale` asks, and with their hosts. Generations tell the servers which workers take part.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ENDED_WITHIN_S = 5.0
 
 
 def losses_of(ranks: Ranks) -> Losses:
-    """What an attempt with these ranks does about lost ones."""
+    """Choose how an attempt with these ranks handles lost ranks."""
     if ranks.setting.workers is not None:
         return Independent(ranks)
     return Recovery(ranks) if ranks.setting.recovers or ranks.adopts else Losses(ranks)
 
 
 class Independent(Losses):
-    """Losses of one attempt's ranks.
+    """Loss handling for workers and servers that no group joins.
 
     A worker other than the first is left out if it was lost too often, and the others take its pieces. A process of a
     server is left out likewise if the server has another process. The attempt ends without the first worker, or without
@@ -42,9 +42,9 @@ class Independent(Losses):
     is started again.
 
     Attributes:
-        workers: how many end by themselves; the others serve them.
-        size: ranks of a worker.
-        copies: processes of a server.
+        workers: number of workers. Their ranks come first and end by themselves; the other ranks serve them.
+        size: number of ranks of a worker.
+        copies: number of processes of a server.
 
     Raises:
         LaunchError: a host has not come yet, without which the run cannot begin.

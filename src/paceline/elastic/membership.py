@@ -105,12 +105,12 @@ class Membership:
             self._losses[process] = [at_s - before_s for before_s in times]
 
     def leave_out(self, processes: Set[int], away: Set[int] = frozenset()) -> None:
-        """Do without processes; of these the hosts of `away` may come back."""
+        """Go on without `processes`. The hosts of those in `away` may come back."""
         self.left_out |= processes
         self.away |= away
 
     def come_back(self, processes: Set[int]) -> None:
-        """Have processes join again, as their host is back."""
+        """Let processes join again after their host has come back."""
         self.left_out -= processes
         self.away -= processes
 

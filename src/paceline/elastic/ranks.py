@@ -24,7 +24,7 @@ from paceline.files import scratch_folder
 from paceline.rank_environment import RankEnvironment
 from paceline.wire.status import StatusBoard
 
-COLLECT_S = 0.5  # after the first failure, for the others to say what they saw
+COLLECT_S = 0.5  # after the first failure, for the other ranks to report theirs
 MEETING_S = 0.02  # from look to look while others wait for ranks
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
@@ -36,31 +36,31 @@ Rank = StartedRank | RemoteRank
 
 @dataclass(frozen=True)
 class Setting:
-    """Ranks that are to be started.
+    """Settings of one attempt: the ranks to start, their function and their deadlines.
 
     Attributes:
         module_args: the import path of the function that every rank calls (`pkg.mod:name`), then its arguments.
-        places: of the ranks, in their order.
-        deadline_s: the longest that a rank may stay in one phase of one step while it is not waiting for others.
+        places: places of the ranks, in rank order.
+        deadline_s: longest time that a rank may stay in one phase of one step while it is not waiting for others.
         start_deadline_s: the same for the start-up.
-        collect_s: after the first failure, for the other ranks to end by themselves before they are stopped.
-        threads: of each rank's torch operations.
-        pin_cores: the cores of each rank, or None to leave that to the kernel.
-        port: of the rendezvous between hosts, at rank 0's address; on one machine, of torch's own store, where
-            accelerators need that. None takes a free one.
-        saves: whether ranks that are told to stop save a checkpoint first, for the message then.
-        env: variables for the ranks, over those of this process.
-        inherited: descriptors that every rank holds open until it ends; not the processes that it starts.
-        folder: that the ranks read and write, on whichever host they are; it is named among `module_args`.
+        collect_s: time after the first failure in which other ranks may end by themselves before they are stopped.
+        threads: threads of each rank's torch operations.
+        pin_cores: the cores of each rank, or None to leave the choice to the kernel.
+        port: port of the rendezvous between hosts, at rank 0's address; on one machine, the port of torch's own store,
+            if accelerators need one. None takes a free port.
+        saves: ranks that are stopped save a checkpoint first; the launcher's message then mentions it.
+        env: environment variables for the ranks, in addition to those of this process, or in their place.
+        inherited: descriptors that every rank holds open until it ends. Processes that a rank starts do not get them.
+        folder: folder that the ranks read and write, on any host; `module_args` names it.
         recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
             out and started again, while the others go on.
-        follows_steps: where ranks recover, the limit of one that computes, and that others wait for, follows from the
-            steps that the run has taken (`watchdog.py`); `deadline_s` stays the longest.
-        replica_ranks: ranks of a replica, which go on together or not at all.
-        workers: where no group joins the ranks, how many of the first ones end by themselves; the others serve them.
-            Each that is killed or hangs is started again, while the others go on.
-        server_copies: processes of each server, any of which may be lost while another is there.
-        number: of the attempt, from 0.
+        follows_steps: if ranks recover, the limit for a computing rank that others wait for is derived from the steps
+            taken so far (`watchdog.py`); `deadline_s` remains the upper limit.
+        replica_ranks: number of ranks of a replica, which go on together or not at all.
+        workers: number of workers, if no group joins the ranks. Workers' ranks come first and end by themselves; the
+            other ranks serve them. A rank that is killed or hangs is started again, while the others go on.
+        server_copies: number of processes of each server; one of them is enough to go on.
+        number: number of the attempt, from 0.
     """
 
     module_args: list[str]
@@ -95,13 +95,13 @@ class Setting:
 
 
 class Ranks:
-    """The ranks of one attempt, by number. As a context: everything that it made is gone at the end.
+    """The ranks of one attempt, by number. As a context manager, it removes everything that it made.
 
     Args:
         tick: called at least five times a second while ranks are prepared.
         tell: called with an event of the run, and its details.
-        adopts: the ranks go on that hosts have kept since the coordinator was lost. Others have ended, and are replaced
-            once their host is there.
+        adopts: ranks that hosts have kept since the coordinator was lost, and that go on. The other ranks have ended,
+            and are replaced once their host is there.
     """
 
     def __init__(

@@ -37,12 +37,13 @@ _LOOK_S = 0.1
 
 
 class Losses:
-    """What an attempt does about lost ranks: nothing, so the loss of one ends all.
+    """Loss handling of an attempt. In this base class, the loss of one rank ends the attempt.
 
-    `Recovery` and `Independent` replace them. They differ in who goes on without whom.
+    `Recovery` and `Independent` replace lost ranks. In `Recovery` all other replicas go on together; in `Independent`
+    each worker and server goes on by itself.
 
     Attributes:
-        replaces: lost ranks are started again.
+        replaces: True if lost ranks are started again.
     """
 
     replaces: ClassVar[bool] = False
@@ -123,7 +124,7 @@ class Losses:
         self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Tell of an event. The record of ranks that no group joins counts one generation."""
+        """Record an event. Ranks that no group joins have one generation, 0."""
         self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:
@@ -133,7 +134,7 @@ class Losses:
 
 
 class Recovery(Losses):
-    """Generations of one attempt. It begins with all ranks, or with those that other hosts have kept."""
+    """Generations of one attempt. The first has all ranks, or those that hosts have kept."""
 
     replaces = True
 

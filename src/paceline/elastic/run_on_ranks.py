@@ -61,12 +61,12 @@ def run_on_ranks(
 
     Args:
         function: at the top level of a module, with the types of its parameter and result annotated.
-        places: of the ranks; see `on_this_machine` and `places_on`.
-        threads, deadline_s, start_deadline_s, collect_s, env: as of `Setting`.
-        on_partial: gets the results so far of rank 0: then the function is called with the request and a function that
-            takes such a result. Called in this thread, for the newest one, before an error is raised as well.
-        folder: private, that the function is called with beside the request. On another host it is a copy, which
-            begins empty: `fetch` has a folder of it there. For one call at a time.
+        places: places of the ranks; see `on_this_machine` and `places_on`.
+        threads, deadline_s, start_deadline_s, collect_s, env: see `Setting`.
+        on_partial: called in this thread with rank 0's newest partial result, also before an error is raised. If it is
+            given, `function` gets a second argument: a function that takes a partial result.
+        folder: private folder, a further argument of `function`. On another host it is a copy that begins empty;
+            `fetch` brings a folder of it there. Only one call at a time may use it.
 
     Raises:
         LaunchError: a rank raised, hung, was killed, or ended without a result.

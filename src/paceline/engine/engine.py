@@ -509,7 +509,7 @@ class Engine:
     # Update
 
     def _clip(self, norm: float, most: float | None = None) -> None:
-        """Scale gradients of the norm `norm` down to `most`, or to the job's limit."""
+        """Clip gradients whose norm is `norm` to `most`, by default to the job's limit."""
         most = self.settings.clip_norm if most is None else most
         if most is not None and norm > most:
             torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))

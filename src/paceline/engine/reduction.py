@@ -245,7 +245,7 @@ class GradientReduction:
         return result.everywhere
 
     def norm(self) -> float:
-        """L2 norm of `gradients`; of the whole model's where it is divided. Every rank calls it."""
+        """L2 norm of `gradients`; if the model is divided, of all its gradients. Every rank calls it."""
         if self.split is None:
             return math.hypot(*numbers(self._norms()))
         square = self.split.gradient_square()
@@ -339,9 +339,9 @@ class UnreadStep:
     """A queued step whose signals and gradient norms are still on an accelerator.
 
     Args:
-        parts: in order; floats are known already.
-        norms: how many at the end are norms, of gradients that are not rescaled yet.
-        own_busy_s: busy seconds of this rank that the signals have.
+        parts: signals, then gradient norms; floats are known already.
+        norms: number of gradient norms at the end of `parts`, taken before gradients are rescaled.
+        own_busy_s: this rank's busy seconds, as the signals carry them.
 
     Attributes:
         step, total: number and global batch of the step.

@@ -27,10 +27,10 @@ class KnownModel(NamedTuple):
 
     Attributes:
         name: as users write it.
-        family: for the table of the documentation.
-        source: where its dimensions stand.
+        family: family in the documentation's table.
+        source: where its dimensions are published.
         dimensions: values of `Dimensions`; `seq` is the length that it was trained with.
-        parameters: published number in billions, without layers that predict further tokens; None: none is published.
+        parameters: published number in billions, without layers that predict further tokens; None if unpublished.
         also: other names.
     """
 

@@ -53,15 +53,15 @@ class OptimizerSpec(Spec):
         return _OPTIMIZERS[self.name].further_state_bytes
 
     def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
-        """The optimizer over those of a model's parameters that are trainable.
+        """Build the optimizer of a model's trainable parameters.
 
-        Weight decay is on all of them, but for LARS and LAMB.
+        Weight decay applies to all of them, except with LARS and LAMB.
 
         Args:
-            fused: use torch's fused step where torch has one for these parameters' device and dtype.
+            fused: use torch's fused step if torch has one for these parameters' device and dtype.
 
         Raises:
-            JobError: none is trainable.
+            JobError: no parameter is trainable.
         """
         parameters = [p for p in parameters if p.requires_grad]
         if not parameters:
@@ -78,7 +78,7 @@ class OptimizerSpec(Spec):
 
 
 class _Optimizer(NamedTuple):
-    """Class of an optimizer, its options, and what it keeps of a parameter."""
+    """Class of an optimizer, its options, and the state that it keeps for a parameter."""
 
     path: str
     options: tuple[str, ...]

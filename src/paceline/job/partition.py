@@ -135,7 +135,7 @@ class Partition:
 
 
 def even_shard(samples: int, replica: int, replicas: int) -> slice:
-    """The samples of one replica, where they are divided by `even_shares`."""
+    """The samples of one replica if they are divided by `even_shares`."""
     ends = (0, *accumulate(even_shares(samples, replicas)))
     return slice(ends[replica], ends[replica + 1])
 

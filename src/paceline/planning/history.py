@@ -231,7 +231,7 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
 
 @cache
 def _kind_of_text(text: str) -> str:
-    """Kind of a plan's text; "" if it is not a plan."""
+    """Kind of the plan in a text; "" if the text is no valid plan."""
     try:
         return kind_of(Plan.parse(text))
     except PlanError:  # of another version

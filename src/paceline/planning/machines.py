@@ -160,7 +160,7 @@ def _usual(counts: Iterable[int]) -> int:
 
 
 def _core(host: Host) -> Accelerator:
-    """A core of the class that its name suggests; a hyper-thread is a part."""
+    """Return a core of the class that the CPU's name suggests. A hyper-thread is a part of a core."""
     name = host.cpu.lower()
     if name.startswith("cpu") and host.cpu in CATALOGUE:
         return CATALOGUE[host.cpu]
@@ -182,7 +182,7 @@ def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """A device's part of the slowest host's link, or the catalogue's without known rates."""
+    """A device's share of the slowest host's link, else the catalogue's link."""
     latency_s = _TCP_S if device.is_core else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
@@ -250,7 +250,7 @@ class Adjustment:
         return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
-        """Standard deviation for a layout; larger, up to that without runs, for kinds without any."""
+        """Standard deviation of a prediction; larger the fewer runs of the layout's kind are known."""
         if not self.errors:
             return CORES_SPREAD if layout.machines.device.is_core else self.spread
         unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
@@ -364,7 +364,7 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
 
 
 def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """Likeliest logarithm of a factor near to another one; some runs may be far off."""
+    """Most likely logarithm of a factor, given `logs` and the prior `around`; robust to outliers."""
 
     def unlikely(value: float) -> float:
         far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)

@@ -77,11 +77,11 @@ T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
-    """What the values of a key are.
+    """Kind of a plan key's values.
 
     Attributes:
-        read: the value of a text, or the text itself if it is none.
-        problem: what is wrong with a value of a key, or None.
+        read: parses a text; returns the text itself if it is not such a value.
+        problem: takes a key and a value; returns what is wrong with the value, or None.
         example: a value other than the default.
     """
 

@@ -363,7 +363,7 @@ class SyncInfo:
 
 
 def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
-    """A fragment is sent once a period, and has arrived before the next time."""
+    """Check that a fragment is sent once a period and arrives before the next time."""
     period, fragments, overlap = arguments[""], arguments["fragments"], arguments["overlap"]
     if fragments > 1 and fragments > period:
         return f"{fragments} fragments are sent at different steps of a period of {period}: fragments={period} at most"

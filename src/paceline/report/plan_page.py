@@ -182,7 +182,7 @@ def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart
 
 
 def _pipeline(best: Sequence[Candidate]) -> tuple[Candidate, Chart] | None:
-    """The timeline of the best plan that has a pipeline; None where none has."""
+    """The timeline of the best plan with a pipeline, or None."""
     piped = next((candidate for candidate in best if candidate.plan.pp > 1), None)
     if piped is None:
         return None
@@ -242,7 +242,7 @@ def _candidates(explanation: Explanation) -> list[Row]:
 
 
 def _heads(explanation: Explanation) -> list[str]:
-    """Definitions' names for the columns of the candidates; the second has none."""
+    """Names of the definitions of the candidates' columns; the second column has none."""
     priced = explanation.cost(explanation.winner) is not None
     return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 

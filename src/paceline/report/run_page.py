@@ -194,7 +194,7 @@ def _slow_rank(parts_s: dict[int, dict[str, float]], step_s: float) -> list[str]
 
 
 def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
-    """Synthetic data, and reasons for everything that could not be drawn."""
+    """Notes: synthetic data, and the reason for each chart that could not be drawn."""
     steps, noun = record.ranks[0], record.noun
     notes = [*([SYNTHETIC] if synthetic else []), *record.gaps]
     if not timed(steps):
@@ -434,7 +434,7 @@ def _sync(record: RunRecord, plan: Plan, comm_share: float | None) -> dict[str, 
     """The replicas of a run as the template shows them.
 
     Args:
-        comm_share: of a step, that communication takes; None where no step is timed.
+        comm_share: share of a step that communication takes; None if no step is timed.
     """
     sent = {rank: growth(steps, "wire_bytes") for rank, steps in record.ranks.items()}
     saved = {rank: growth(steps, "saved_bytes") for rank, steps in record.ranks.items()}
@@ -468,7 +468,7 @@ def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
         yield f"{share}, also under this rule."
         return
     yield (
-        f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that agrees less often "
+        f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that synchronizes less often "
         "(local:8, diloco:30); paceline bench with one --plan for each measures whether that is faster here, and "
         "what it does to the loss."
     )

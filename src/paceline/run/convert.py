@@ -72,7 +72,7 @@ def export_hf(run: Path, out: Path) -> None:
             _write(loaded, weights, tied=False)
             with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-            for alias, name in loaded.aliases.items():  # the same tensors: transformers keeps the name that it reads
+            for alias, name in loaded.aliases.items():  # tied tensors: transformers keeps the name that it reads
                 state[_bare(alias)] = state[_bare(name)]
             _quiet()
             model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
@@ -88,7 +88,7 @@ def export_hf(run: Path, out: Path) -> None:
 
 @contextmanager
 def new_folder_beside(out: Path) -> Iterator[Path]:
-    """Context with a private folder of an unguessable name on the disk of `out`."""
+    """Context manager for a private folder with an unguessable name on the disk of `out`."""
     prefix = f".{short_name(out, 100)}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -118,10 +118,10 @@ def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
 
 
 def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Callable[[str], Tensor]) -> None:
-    """Write tensors one by one into a file that gets its name at the end.
+    """Write tensors one by one into a temporary file, and rename it at the end.
 
     Args:
-        described: dtype and shape of each, as in the file.
+        described: dtype and shape of each tensor, as in the file.
 
     Raises:
         RunError: the file cannot be written.

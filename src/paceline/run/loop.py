@@ -46,7 +46,7 @@ class Loop:
     """
 
     def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, board: Board | None = None) -> None:
-        """Create a loop; `board` is the one of all loops of this process."""
+        """Create a loop. All loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         self.stop = StopRule(self.job.stop, self.epoch_steps)
@@ -156,8 +156,8 @@ class Loop:
     def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
         """Take one step on this rank's share of a global batch.
 
-        A step is recorded when its numbers are known: at once, or, where the host runs ahead of an accelerator, after
-        the next one is queued. Before anything acts on the model the newest one is known, too. A batch that a rewind
+        A step is recorded when its numbers are known: at once or, if the host runs ahead of an accelerator, after the
+        next step is queued. Before anything acts on the model, the newest step is recorded, too. A batch that a rewind
         left out is no step.
 
         Yields:
@@ -200,7 +200,7 @@ class Loop:
         return info
 
     def tell_step(self, info: StepInfo) -> None:
-        """Write down, and show, a step whose numbers are known."""
+        """Record and show a step whose numbers are known."""
         self.recorder.on_step(info)
         self.events.on_step(info)
         if self.witness is not None:
@@ -219,7 +219,7 @@ class Loop:
         )
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate, save and adapt where that is due; returns the reason if the run ends."""
+        """Evaluate, save and adapt when due. Returns the reason if the run ends."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
@@ -437,7 +437,7 @@ class Evaluations:
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Measure where that is due; a metric that reached its target ends the run."""
+        """Measure when due. Returns the reason if a metric that reached its target ends the run."""
         every = self.job.evaluate.every_steps
         return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
 

@@ -52,19 +52,19 @@ class FullySharded:
     gradients as partial sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one
     process; but a *block* must be run by all ranks or by none, since its collectives need all.
 
-    With `precision="bf16"` parameters are gathered, and inputs cast, in bfloat16; gradients are summed, and the shards
-    kept, in float32, and a stage's output is float32 again, so that losses are computed in it. Other than under
-    autocast, norms, softmax and residual sums are bfloat16, too; and half the bytes are gathered. Batch norms do not
-    support that, so a model that has some stays with autocast.
+    With `precision="bf16"`, parameters are gathered and inputs are cast in bfloat16, which halves the gathered bytes.
+    Gradients are summed and shards are kept in float32. A stage's output is cast back to float32 for the loss. Unlike
+    under autocast, norms, softmax and residual sums are bfloat16, too. Batch norms do not support bfloat16 weights, so
+    a model with batch norms keeps autocast.
 
     Args:
         stages: the model, or a rank's pipeline stages; on the meta device or real.
         blocks: modules within them, none within another (`find_blocks`).
         named: every parameter of the stages by its key in `parts`.
         devices: the one-dimensional mesh along fsdp.
-        zero: 1, 2 or 3 (above).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. Has no effect, and
-            adds a note, where the rank computes on the CPU.
+        zero: 1, 2 or 3 (see the module's table).
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. If the rank
+            computes on the CPU, it has no effect except for a note.
         pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Attributes:

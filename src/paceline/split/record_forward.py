@@ -312,7 +312,7 @@ def values_or_zeros(t: Tensor, device: torch.device) -> Tensor:
 
 
 def plausible(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of random values as a weight or an activation may have them."""
+    """A tensor of random values in the usual range of weights and activations."""
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
     return torch.full(t.shape, t.dtype == torch.bool, dtype=t.dtype, device=device)

@@ -109,8 +109,8 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 class _Kept(TorchDispatchMode):
     """Dispatch mode that records the results to keep, or returns them instead of computing them.
 
-    Other than in PyTorch's selective checkpointing, they are copied on write, so that a block may change one in place
-    (an activation, a sum over ranks); and they can be replayed more than once, as zero-bubble schedules do.
+    Unlike in PyTorch's selective checkpointing, results are copied on write, so that a block may change one in place
+    (an activation, a sum over ranks). They can also be replayed more than once, as zero-bubble schedules do.
     """
 
     def __init__(self, results: list[Any], *, replays: bool) -> None:
@@ -239,7 +239,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
 
     Args:
         mode: as for `compile_blocks`.
-        name: of what is compiled, for errors.
+        name: of the compiled module, for errors.
 
     Raises:
         PlanError: as `compile_blocks`.

@@ -1,7 +1,7 @@
 """Asynchronous checkpointing: ranks copy their share during the next step, a thread writes it.
 
 Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks meet in the file system alone,
-so hosts that train together need one that they share. `checkpoint/reader.py` loads what this module writes.
+so hosts that train together need one that they share. `state/reader.py` loads what this module writes.
 """
 
 from __future__ import annotations

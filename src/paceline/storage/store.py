@@ -151,7 +151,7 @@ class Store:
         self._replace(name, lambda path: self._call("put_file", str(file), path, **more))
 
     def _replace(self, name: str, put: Callable[[str], object]) -> None:
-        """Write an object whole: in folders, a file gets its name at the end."""
+        """Write an object atomically: in folders, the file is renamed at the end."""
         path = self._path(name)
         if self._asynchronous:
             put(path)

@@ -36,7 +36,7 @@ class DiLoCo(LocalRule):
 
     Args:
         period: steps from one exchange of a parameter to the next. Limits and defaults of all arguments are in
-            `plans/sync_info.py`.
+            `planning/sync_info.py`.
         fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own
             within the period.
         overlap: steps from sending a fragment to applying its result; less than the period.

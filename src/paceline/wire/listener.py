@@ -164,17 +164,17 @@ def _address_of(listener: socket.socket) -> tuple[str, int] | Path:
 
 
 MOST_UNPROVEN = 64  # connections; beyond, the oldest is dropped
-_MOST_A_TURN = 8  # new connections that are taken before the known ones come again
+_MOST_A_TURN = 8  # new connections accepted before known connections are served again
 _BACKLOG = 256
 _UNAUTHENTICATED = 64.0  # in a row, before a listener with a limit rests
-_PAUSE_S = 0.05  # where no descriptor is left
+_PAUSE_S = 0.05  # if no descriptor is left
 
 
 OnFault = Callable[[Exception], object]
 
 
 class SocketLoop:
-    """Sockets that one thread at a time waits for, and their handlers."""
+    """Event loop over sockets and their handlers. Only one thread at a time waits."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {}
@@ -186,7 +186,7 @@ class SocketLoop:
         """Call `handler` with the epoll events of a descriptor.
 
         Args:
-            on_fault: called with an exception of the handler, and where the descriptor was closed and comes again.
+            on_fault: called with an exception of the handler, or if the descriptor was closed and its number is reused.
         """
         if (closed := self.handlers.pop(fd, None)) is not None:
             closed[1](ConnectionError("it was closed"))
@@ -198,17 +198,17 @@ class SocketLoop:
         self._epoll.modify(fd, events)
 
     def forget(self, fd: int) -> None:
-        """Watch a descriptor no more; it may be closed already."""
+        """Stop watching a descriptor, which may be closed already."""
         if self.handlers.pop(fd, None) is not None:
-            with suppress(OSError):  # closing it has taken it out
+            with suppress(OSError):  # a closed descriptor has left the epoll already
                 self._epoll.unregister(fd)
 
     def ready(self, patience_s: float | None) -> list[tuple[int, int]]:
-        """Wait until sockets are ready; their descriptors and events."""
+        """Wait until sockets are ready. Returns their descriptors and events."""
         return self._epoll.poll(patience_s)
 
     def wake(self) -> None:
-        """End all waits from now on; for any thread."""
+        """End the current wait and all later ones. Any thread may call this."""
         os.eventfd_write(self._wakes, 1)
 
     def close_loop(self) -> None:

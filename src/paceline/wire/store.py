@@ -29,7 +29,7 @@ What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "d
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
-    """A numbered call, so that an answer after its deadline is known as such.
+    """A call, numbered so that an answer after its deadline can be recognized.
 
     `get` and `wait` are answered when all keys are there.
     """
@@ -90,7 +90,7 @@ class StoreServer:
         connection.post(answer)
 
     def _answer(self, request: Request, answer: Answer) -> None:
-        """Do what is asked. Raises ValueError where that cannot be done, also for a wrong number of keys or values."""
+        """Carry out a request. Raises ValueError if that is impossible, e.g. for a wrong number of keys."""
         keys, values = request.keys, request.values
         match request.what:
             case "get":
@@ -145,7 +145,7 @@ class StoreServer:
             if not missing:
                 try:
                     self._obey(connection, request)  # a key that was deleted meanwhile is waited for again
-                except ChannelError:  # told by its own end
+                except ChannelError:  # the connection's end is handled elsewhere
                     self._forget(connection)
 
 
@@ -219,7 +219,7 @@ class StoreClient:
                 connection.close()
 
     def _connect(self, deadline_s: float) -> Connection:
-        # a store whose host was lost is waited for no longer than the generation that meets there
+        # stop waiting for a store whose host was lost when the generation that meets there is over
         connection = connect(self._where, self._key, Answer, deadline_s=deadline_s, stopped=generation_is_over)
         with self._lock:
             if self._closed:

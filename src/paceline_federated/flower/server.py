@@ -185,7 +185,7 @@ class JobStrategy(Strategy):
             _log.warning("\t> the update of client %s is refused: %s", number, why)
         missing = self._chosen - self._answered
         turnout = Turnout(self._chosen, self._answered, missing)
-        clipped = None if self.spec.privacy is None else self._clipped  # by Flower, before they come here
+        clipped = None if self.spec.privacy is None else self._clipped  # Flower clips updates before they arrive here
         agreed = self.record.round(
             server, server_round, aggregator, turnout, began_s=self._round_began_s, clipped=clipped
         )

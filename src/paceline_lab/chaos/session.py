@@ -62,7 +62,7 @@ class Found:
 
     @property
     def details(self) -> dict[str, Any]:
-        """All that is known of the run, for machines."""
+        """All details of the run as JSON values."""
         return {
             "schedule": msgspec.to_builtins(self.schedule),
             "held": self.held,
@@ -96,8 +96,8 @@ class Session:
         """The schedule of a seed.
 
         Args:
-            minutes: length of the run where nothing happens, if `steps` does not give it.
-            count: of faults; None takes one for every 10 s.
+            minutes: length of the undisturbed run, if `steps` does not give it.
+            count: number of faults; None takes one for every 10 s.
 
         Raises:
             PlanError: the plan cannot run the job here.

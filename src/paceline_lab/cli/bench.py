@@ -167,7 +167,7 @@ def command(
 
 
 class _Asked(NamedTuple):
-    """What all ways of measuring are asked for. `line`: the command, as it was typed."""
+    """Options that all kinds of benchmark share. `line`: the command, as it was typed."""
 
     job: Job
     cluster: Cluster | None

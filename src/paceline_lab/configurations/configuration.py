@@ -353,7 +353,7 @@ class Keys:
         return "" if value is None else str(value)
 
     def configuration(self, problems: Sequence[str] = (), **found: Any) -> Configuration:
-        """The configuration with these fields, and with the record of the keys."""
+        """Build the configuration from these fields and the record of which keys were read."""
         noted = [(key, about) for key in self._left() for pattern, about in self._noted.items() if _fits(pattern, key)]
         known = {key for key, _ in noted}
         unknown = [
@@ -411,18 +411,19 @@ class Written(NamedTuple):
 
 
 def ranks_per_host(ranks: int, per_host: int) -> int:
-    """Ranks of each host where all hosts have as many, at most `per_host`."""
+    """Largest number of ranks per host, at most `per_host`, that is equal on all hosts."""
     return max(each for each in range(1, min(ranks, per_host) + 1) if ranks % each == 0)
 
 
 def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> None:
-    """Refuse a plan with anything that a system cannot do.
+    """Refuse a plan with features that a system does not support.
 
     Args:
-        reasons: what the system cannot do, and whether the plan has it; beside what none of them can do.
+        reasons: unsupported features of this system, each with True if the plan has it. Features that no other system
+            supports are added here.
 
     Raises:
-        PlanError: the plan has any of it; names everything.
+        PlanError: the plan has such features; the error names all of them.
     """
     precision, parts = plan.precision_for(job), plan.data_ranks * plan.microbatches
     of_none = {

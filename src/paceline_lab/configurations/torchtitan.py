@@ -107,7 +107,7 @@ def configured(values: dict[str, Any]) -> Configuration:
         cp=cp,
         ep=ep,
         zero=3,
-        sequence=tp > 1,  # always, with its tensor parallelism
+        sequence=tp > 1,  # torchtitan's tensor parallelism always does this
         offload=keys.flag("training.enable_cpu_offload"),
         schedule=schedule,
         virtual=virtual,

@@ -108,7 +108,7 @@ def _verdict(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
 
 
 def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
-    """The reason why the speedup differs visibly from the ratio of the shown figures."""
+    """Explain a speedup that differs visibly from the ratio of the shown figures."""
     if one is None or best.speedup is None:
         return ""
     ratio = best.throughput.middle / one.throughput.middle
@@ -229,7 +229,7 @@ def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
 
 
 def _scaling(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
-    """The curve against the ideal; none where nothing was compared with one device."""
+    """The curve against the ideal; none if nothing was compared with one device."""
     if all(s.speedup is None for s in settings):
         return None
     points = [f"{_name(s)}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]

@@ -79,7 +79,7 @@ def _cards(found: Comparison) -> list[Card]:
 
 
 def _cells(found: Comparison) -> dict[str, Callable[[ComparedWay], Cell | None]]:
-    """The table's columns: a column without any value is left out."""
+    """The table's columns, without columns that have no value."""
     return {
         "step_time": lambda way: units.seconds(way.step_s),
         "times_ours": lambda way: units.ratio(way.ratio) if way.ratio else None,

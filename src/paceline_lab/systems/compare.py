@@ -219,7 +219,7 @@ class Compare:
 
     @contextmanager
     def _emulated(self) -> Iterator[Emulation | None]:
-        """Hosts of the other systems; paceline's command makes its own alike."""
+        """Emulate hosts for the other systems. paceline's command makes such hosts itself."""
         if self.cluster.emulate is None:
             yield None
             return
@@ -321,7 +321,7 @@ class Compare:
     def _one(
         self, system: System, task: Task, *, tuned: bool = False, kill: Kill | None = None, alone: bool = False
     ) -> Finished:
-        """One run in a folder of its own, which is kept where it failed. `alone`: on this machine as it is."""
+        """Run once, in a folder that is kept if the run fails. `alone`: without emulated hosts."""
         hosts = self._emulation.hosts if self._emulation and not alone else ()
         folder = Path(tempfile.mkdtemp(prefix=f"{system.name}-", dir=self.path / "runs"))
         batch = task.global_batch or self.job.global_batch

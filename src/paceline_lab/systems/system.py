@@ -69,12 +69,12 @@ class Start:
 
     @property
     def program(self) -> list[str]:
-        """Words that call the system's `train`, the interpreter first."""
+        """Command line that calls the system's `train`, from the interpreter on."""
         return [str(self.python), "-m", "paceline_lab.systems.run", str(self.system.train), str(self.folder)]
 
 
 def torchrun(start: Start) -> list[Command]:
-    """torchrun on each host; over several, the first one's serves the rendezvous."""
+    """Start torchrun on each host. The first host serves the rendezvous."""
     python, *program = start.program
     return [
         Command(
@@ -92,12 +92,12 @@ def torchrun(start: Start) -> list[Command]:
 
 
 def steps_of_all(start: Start) -> Steps:
-    """Steps that all ranks left in the folder."""
+    """Read the steps that all ranks wrote to the run's folder."""
     return Steps.of_ranks(start.folder, start.task.ranks)
 
 
 def steps_of_one(start: Start) -> Steps:
-    """Steps of the whole batch, which one process left in the folder."""
+    """Read the steps of the whole batch that one process wrote to the run's folder."""
     return Steps.of_ranks(start.folder, 1)
 
 
@@ -106,19 +106,20 @@ class System:
     """A system that trains a job. Without `commands`, torchrun starts its `train` for each rank.
 
     Attributes:
-        name: as `--systems` takes it; `title` as tables show it.
-        documentation: the page whose way of starting it is followed.
-        train: import path of its script for one rank, in which changed lines are counted; None without one.
-        commands: makes the commands of a run, which end when all steps are taken.
+        name: name of the system in `--systems`.
+        title: name of the system in tables.
+        documentation: page whose instructions for starting the system are followed.
+        train: import path of its script for one rank, in which changed lines are counted; None if it has none.
+        commands: returns the commands of a run, which end when all steps are taken.
         steps: reads the steps of a run that has ended.
-        refusal: the reason why it cannot train a job; None where it can.
-        requirements: files of its pinned packages, installed in this order beside paceline's own; none needs no more.
-        build_environment: variables for their installation.
-        apart: its environment has nothing of paceline's, nor torch.
-        tuned: settings of its own that are tried as well, with paceline's settings for memory and data.
-        takes_channels_last: it trains weights that are laid out so.
-        is_killed: a rank is killed where that is asked for; False where outliving it needs another script than this.
-        one_machine: the reason why it cannot run on emulated hosts; None where it can.
+        refusal: returns the reason why the system cannot train a job; None if it can.
+        requirements: files of its pinned packages, installed in this order beside paceline's own; may be empty.
+        build_environment: environment variables for their installation.
+        apart: True if its environment contains neither paceline nor torch.
+        tuned: settings of its own that are also tried, with paceline's settings for memory and data.
+        takes_channels_last: True if it can train channels-last weights.
+        is_killed: True if benchmarks may kill one of its ranks; False if surviving that needs another script.
+        one_machine: the reason why it cannot run on emulated hosts; None if it can.
     """
 
     name: str
@@ -137,7 +138,7 @@ class System:
     one_machine: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """The reason why it cannot train this job here; None where it can."""
+        """The reason why the system cannot train this job here; None if it can."""
         return (self.one_machine if cluster.emulate else None) or self.refusal(job)
 
 

@@ -26,9 +26,9 @@ _TUNED_DDP = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def _paceline(start: Start) -> list[Command]:
-    """The command that its documentation shows; the job file takes the place of a script.
+    """The command that paceline's documentation shows, with a job file instead of a script.
 
-    It starts the ranks itself, on emulated hosts too.
+    The command starts the ranks itself, also on emulated hosts.
     """
     where = start.folder / "cluster.yaml"
     write_whole(where, start.cluster.to_yaml())
@@ -59,7 +59,7 @@ def _driver_of_ray(start: Start) -> list[Command]:
     """A driver, which starts a cluster of its own on this machine."""
     environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
     write_whole(token := start.folder / "token", secrets.token_hex(32))
-    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # else Ray makes one in the user's home
+    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # otherwise Ray makes a token in the user's home
     return [Command(start.program, environment=environment)]
 
 
@@ -81,7 +81,7 @@ def _groups_of_torchft(start: Start) -> list[Command]:
 
 
 def _simulation_of_flower(start: Start) -> list[Command]:
-    """One command, which starts Ray and the clients in it; the server leaves the steps."""
+    """One command, which starts Ray with the clients; the server writes the steps."""
     environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
     return [Command(start.program, environment=environment)]
 
@@ -96,7 +96,7 @@ def _refusal_of_flower(job: Job) -> str | None:
 
 
 def _refusal_of_tensorflow(job: Job) -> str | None:
-    """The first thing of the job that has no counterpart there."""
+    """The first part of the job that has no counterpart in TensorFlow."""
     if job.model.zoo not in _TF_MODELS:
         return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
     if job.loss.name != "cross_entropy" or job.loss.args:
@@ -114,7 +114,7 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
 def _strategy(
     start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
 ) -> Command:
-    """The script in a place, with the configuration of a cluster where there is one."""
+    """The script in a place, with the configuration of a cluster if there is one."""
     words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
     return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
 

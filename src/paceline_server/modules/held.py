@@ -12,7 +12,7 @@ from typing import Any
 from paceline.errors import RemoteError
 
 MOST_OBJECTS = 2**16
-MOST_ANSWERS = 4096  # that are kept in one lane
+MOST_ANSWERS = 4096  # kept in one lane
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class HeldObjects:
         return len(self._objects)
 
     def make(self, client: str, recipe: str, name: str | None, make: Callable[[], Any]) -> str:
-        """Have a client hold a new object, or the one of that name.
+        """Let a client hold a new object, or the existing object of that name.
 
         Returns:
             Number of the object.
@@ -60,10 +60,10 @@ class HeldObjects:
             return self._add(client, HeldObject(make(), recipe, name))
 
     def attach(self, client: str, number: str) -> None:
-        """Have a client hold an object that another client made.
+        """Let a client hold an object that another client made.
 
         Raises:
-            RemoteError: it has ended.
+            RemoteError: the object has ended.
         """
         with self._lock:
             if number not in self._objects:
@@ -74,7 +74,7 @@ class HeldObjects:
         """The object, for a client that holds it.
 
         Raises:
-            RemoteError: the client does not.
+            RemoteError: the client does not hold the object.
         """
         with self._lock:
             held = self._objects.get(number)
@@ -124,8 +124,8 @@ class HeldObjects:
 class Answers:
     """Answers to the calls of one lane, so that a repeated call runs once.
 
-    A client numbers the calls of a lane. After a lost connection it repeats those that it has no answer to, in their
-    order. The service runs the calls of a lane one after the other, so one thread at a time is in here.
+    A client numbers the calls of a lane. After a lost connection, it repeats the unanswered calls in order. The service
+    runs the calls of a lane one after the other, so only one thread at a time uses this object.
     """
 
     def __init__(self) -> None:
@@ -133,23 +133,23 @@ class Answers:
         self._kept: dict[int, tuple[Any, BaseException | None]] = {}
 
     def once(self, number: int, floor: int, work: Callable[[], Any]) -> Any:
-        """The result of call `number`, by `work` if it has not run.
+        """Return the result of call `number`; run `work` if the call has not run yet.
 
         Args:
-            floor: the client needs no answer to any call below.
+            floor: the client no longer needs the answers to calls with lower numbers.
 
         Raises:
-            RemoteError: the client had given up this call, or the client keeps too many answers waiting.
+            RemoteError: the client had given up this call, or it leaves too many answers unacknowledged.
         """
         for known in [known for known in self._kept if known < floor]:
             del self._kept[known]
         if number not in self._kept:
             if number < self._next or len(self._kept) >= MOST_ANSWERS:
-                raise RemoteError(f"call {number} came where call {self._next} was next; it was not run")
+                raise RemoteError(f"call {number} came when call {self._next} was expected; it was not run")
             self._next = number + 1
             try:
                 self._kept[number] = work(), None
-            except BaseException as raised:  # noqa: BLE001 - whoever repeats the call gets it, too
+            except BaseException as raised:  # noqa: BLE001 - a repeated call gets it, too
                 self._kept[number] = None, raised
         result, error = self._kept[number]
         if error is not None:

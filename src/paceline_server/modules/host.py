@@ -81,8 +81,8 @@ class _Sent:
     deadline_s: float
     what: str  # for errors
     pending: Pending | None = None
-    dropped: bool = False  # nobody wants the answer
-    connection: int = 0  # of the host, that carried it last
+    dropped: bool = False  # the answer is no longer needed
+    connection: int = 0  # number of the host's connection that carried it last
 
 
 _Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and first arguments
@@ -186,7 +186,7 @@ class Host(Closing):
             self._sent[sent.lane].pop(sent.number, None)
 
     def release(self, function: str, lane: str, first: tuple[Any, ...], what: Any) -> None:
-        """Have the other end let go of something, soon, by `function(*first, [what, …])`. For finalizers."""
+        """Queue a release of `what` at the other end, by `function(*first, [what, …])`. For finalizers."""
         self._released.put(((function, lane, first), what))  # takes no lock
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class Host(Closing):
             )
 
     def _release_all(self) -> None:
-        """Carry out `release`, in a thread of its own, until None comes."""
+        """Carry out queued releases, in a thread of its own, until None comes."""
         goes_on = True
         while goes_on:
             entries = [self._released.get()]

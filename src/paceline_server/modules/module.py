@@ -50,15 +50,15 @@ class PendingOutput:
     """Output of a forward pass under way.
 
     Args:
-        anchor: stands for the module's parameters; None if no graph is wanted.
-        inputs: those that need a gradient.
+        anchor: stands for the module's parameters in autograd; None if no graph is needed.
+        inputs: the inputs that need a gradient.
     """
 
     def __init__(self, forward: ForwardPass, anchor: Tensor | None, inputs: list[Tensor], device: torch.device) -> None:
         self._forward, self._anchor, self._inputs, self._device = forward, anchor, inputs, device
 
     def result(self) -> Any:
-        """Wait for the output. Once: autograd goes through it."""
+        """Wait for the output, which is part of the autograd graph. Call this once."""
         result, differentiable = self._forward.result()
         outputs = tensors_of(result)
         if self._anchor is not None and differentiable:

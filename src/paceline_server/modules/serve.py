@@ -119,10 +119,10 @@ class Serving(Closing):
     def make(
         self, caller: Caller, path: str, args: Any, kwargs: Any, name: str | None, seed: int | None, module: bool
     ) -> Any:
-        """Make an object by what `path` names.
+        """Make an object by the factory at the import path `path`.
 
         Returns:
-            Its number. For a module, also its mode, and shape and bytes of each entry of its state.
+            The object's number. For a module, also its mode, and shape and bytes of each entry of its state.
         """
         factory = self._named(path)
 
@@ -146,11 +146,11 @@ class Serving(Closing):
         return number, made_module.training, state
 
     def attach(self, caller: Caller, number: str) -> None:
-        """Have a client hold an object that another one has told it of."""
+        """Let a client hold an object whose number it got from another client."""
         self._held.attach(caller.identity, number)
 
     def release(self, caller: Caller, numbers: list[str]) -> None:
-        """Let go of objects."""
+        """Release objects."""
         self._held.release(caller.identity, numbers)
 
     def call(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
@@ -167,7 +167,7 @@ class Serving(Closing):
         """Call a function of the `ServedModule` or `ServedOptimizer` itself."""
         what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule | ServedOptimizer) or function not in what.CALLED:
-            raise RemoteError(f"object {number} is a {type(what).__name__}, of which {function!r} cannot be asked")
+            raise RemoteError(f"object {number} is a {type(what).__name__}, which has no {function!r}")
         return getattr(what, function)(caller, *self._received(caller, args))
 
     def optimizer(

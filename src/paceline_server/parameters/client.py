@@ -68,15 +68,15 @@ class Pulled(NamedTuple):
 
 
 class ServerClient(Closing):
-    """A client of all servers of a run. One thread at a time calls it, but for sums.
+    """A client of all servers of a run. Except for sums, only one thread at a time may call it.
 
     Args:
         servers: for each server the addresses of its processes, in any order; more are learnt at each connection.
-        views: of each server, to find processes that were started later.
-        name: unique among living clients; one that comes again under it takes the place of the former.
+        views: views of each server, to find processes that were started later.
+        name: unique among living clients; a client that connects under the same name replaces the earlier one.
         deadline_s: longest time of each call without an answer from the server.
         patience_s: longest time of each call that waits for other clients; None: the deadline.
-        encode: codes the dense numbers of a push, which have a name, as the settings say; None: they go as they are.
+        encode: codes the dense numbers of a push, given a name for them; None sends them uncoded.
 
     Raises:
         ServerRefused: the servers have another model or other settings.
@@ -242,13 +242,13 @@ class ServerClient(Closing):
         """Begin a sum over all members; call the result for it. The tensor holds the sum then.
 
         Args:
-            number, bucket: which sum: that of a step, and of a part of the gradients.
-            coded: what is sent in the place of the tensor.
+            number, bucket: identity of the sum: number of the step, and of the bucket of gradients.
+            coded: sent instead of the tensor.
             index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
 
         Raises:
-            DeadlineError: some members have given nothing; it names their indices.
-            ServerRefused: the tensors do not fit.
+            DeadlineError: some members contributed nothing; the error names their indices.
+            ServerRefused: the members' tensors do not fit together.
         """
         line = self.lines[bucket % len(self.lines)]
         sent, numel = (tensor, 0) if coded is None else (coded, tensor.numel())
@@ -384,13 +384,13 @@ class Line:
         addresses: of its processes, the likely primary first.
         deadline_s: longest time of a call without an answer from any process of the server.
         patience_s: longest time that a call waits for other clients while the server answers; None: the deadline.
-        views: asked where none of these is the primary.
+        views: finds more addresses if none of these is the primary.
 
     Attributes:
         owned: rows of tensors that the server owns.
-        read: version of its parameters that the next push is computed with.
-        since: version that the tensors of the last pull hold.
-        rows_since: version that each table of the last pull of changed rows holds.
+        read: version of the parameters with which the next push is computed.
+        since: version of the tensors of the last pull.
+        rows_since: version of each table in the last pull of changed rows.
     """
 
     def __init__(

@@ -402,7 +402,7 @@ class Clients:
         return client.reply
 
     def record(self, name: str, identity: str) -> Client:
-        """The record of a client, member or not; made where there is none."""
+        """The record of a client, member or not. It is made if there is none."""
         return self._all.setdefault(identity, Client(name))
 
     def must_be_free(self, name: str, identity: str) -> None:
@@ -476,13 +476,13 @@ class Tickets:
     Attributes:
         pieces: tickets of a global batch.
         staleness: global batches by which a ticket may run ahead of the last one that is applied whole.
-        until: tickets of batches below it may be dealt.
-        next: the lowest number that was never dealt.
-        below: all tickets below it are applied.
-        applied: the others that are.
+        until: tickets of batches below this one may be dealt.
+        next: the lowest ticket that was never dealt.
+        below: all tickets below this one are applied.
+        applied: applied tickets that are not below `below`.
         again: heap of tickets to be dealt again.
-        attempts: by ticket, if it was dealt again.
-        holders: clients by the tickets that are dealt and not applied.
+        attempts: number of the attempt of each ticket that was dealt again.
+        holders: client that holds each ticket that is dealt and not applied.
     """
 
     pieces: int

@@ -117,10 +117,10 @@ class Parameters:
 
 
 class _Optimizer:
-    """The optimizer over the tensors that are here.
+    """The optimizer of the tensors that this server owns.
 
-    Its state is kept by the tensor's name, so that an optimizer of torch can step some rows: they, and their rows of
-    the state, are copied out, stepped, and copied back.
+    State is kept by tensor name, so that a torch optimizer can step only some rows of a tensor: these rows, and their
+    rows of the state, are copied out, stepped, and copied back.
     """
 
     def __init__(self, settings: ServerSettings, specs: Mapping[str, TensorSpec]) -> None:

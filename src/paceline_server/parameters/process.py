@@ -120,7 +120,7 @@ class ParameterServer(Closing):
         self.ended.set()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Functions that may be called. Each answer is ["ok", value], or says why there is none."""
+        """Functions that clients may call. Each answer is ["ok", value], or the reason for a refusal."""
         functions: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "act": self._act,
@@ -350,10 +350,10 @@ class Place(NamedTuple):
 
 
 class Sums:
-    """Sums over clients: every one of them gets the sum of what all gave. Nothing is kept, and nothing is replicated.
+    """Sums over clients: each client contributes a tensor and gets the sum. Nothing is kept or replicated.
 
-    The tensors are added in the order of the clients' indices, so that the sum is the same in every run, and all get
-    the same bits. Threads of the callers do the work, and wait.
+    The tensors are added in the order of the clients' indices. So the sum is the same in every run, and all clients get
+    the same bits. The callers' threads wait and do the work.
     """
 
     def __init__(self) -> None:
@@ -361,11 +361,12 @@ class Sums:
         self._under_way: dict[Place, _Sum] = {}
 
     def add(self, place: Place, index: int, members: int, tensor: Tensor, wait_s: float) -> Tensor:
-        """Give a tensor, and wait for the sum.
+        """Contribute a tensor, and wait for the sum.
 
         Raises:
-            ServerRefused: the tensor does not fit those of the others.
-            DeadlineError: some have given nothing in time; it names their indices. Ask again with the same tensor.
+            ServerRefused: the tensor does not fit those of the other clients.
+            DeadlineError: some clients contributed nothing in time; the error names their indices. Repeat the call with
+                the same tensor.
         """
         until = time.monotonic() + wait_s
         with self._turn:

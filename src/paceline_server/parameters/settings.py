@@ -61,18 +61,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Everything that clients and servers of one model agree on.
+    """Settings that clients and servers of one model have in common.
 
     Attributes:
         optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas it is the outer optimizer:
             `{"name": "sgd", "lr": 1.0}` adds them as they are.
         total_steps: the length of a schedule that decays to the end.
-        staleness: by how many global batches a ticket may run ahead of what is applied; inf: nobody waits.
-        staleness_aware: the learning rate of a push that is tau steps old is divided by max(1, tau); with tickets
-            by max(1, tau / pieces), because a global batch is made of that many steps.
-        pieces: tickets of one global batch; None: the server deals none, and takes pushes as they come.
-        compress: codec of the dense gradients that clients push; none sends them as they are.
-        most_members: clients that may have joined at one time.
+        staleness: number of global batches by which a ticket may run ahead of the applied ones; inf: no client waits.
+        staleness_aware: divide the learning rate of a push that is tau steps old by max(1, tau); with tickets by
+            max(1, tau / pieces), because a global batch takes `pieces` steps.
+        pieces: number of tickets of one global batch; None: the server deals none, and takes pushes as they come.
+        compress: codec of the dense gradients that clients push; `none` sends them uncoded.
+        most_members: largest number of clients that are members at one time.
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -151,7 +151,8 @@ class FirstWorker(Loop):
     def ending(self, result: StepResult) -> str | None:
         """Reason why the run ends at a boundary, on all ranks of this worker.
 
-        The first has seen the losses of all batches before it: the earliest one that ends the run is the reason.
+        The first rank has seen the losses of all batches before the boundary; the earliest one that ends the run is the
+        reason.
         """
         reason = super().ending(result)
         return cast("str | None", self._share(self._why or reason))

@@ -68,7 +68,7 @@ class ShmProcessGroup(DrivenProcessGroup):
             silent = [peer for inbox in inboxes for peer in inbox.waits_for()]
             if sender is not None or (len(silent) == len(inboxes) and all(peer.why_over() for peer in silent)):
                 return silent
-            return []  # one that lives can still send
+            return []  # a living peer can still send
 
         return OperationQueue(), receive(inboxes, Receive(tag, flat.view(torch.uint8))), waits_for
 

@@ -1,9 +1,9 @@
 """Progress of shared-memory operations: whoever waits drives all generators of the process.
 
 A wait spins briefly, then offers its core to others, then sleeps on this process' *doorbell*: a word of shared memory
-that peers ring after they have stored what somebody may be waiting for. So no rank spins for long on a core that
-another one needs, waiting for one group never holds up another, and every wait ends: at its deadline, or soon after a
-peer has died.
+that peers ring after they have stored data that this process may be waiting for. So no rank spins for long on a core
+that another one needs, and waiting for one group never holds up another. Every wait ends: at its deadline, or soon
+after a peer has died.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Peer:
     life: int
 
     def why_over(self) -> str | None:
-        """Say that the process has ended, even if nobody has waited for it yet."""
+        """Report that the process has ended, even if its parent has not reaped it yet."""
         poll = select.poll()  # `select` knows no descriptor above 1023
         poll.register(self.life, select.POLLIN)
         return f"{self.state()} has ended" if poll.poll(0) else None

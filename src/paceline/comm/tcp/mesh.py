@@ -103,7 +103,10 @@ class LinkMesh(Breakage):
         return TcpSend(link, chunk)
 
     def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> Receive:
-        """Have the next message of the call's tag put into a flat tensor. None: from any rank."""
+        """Receive the next message of the call's tag into a flat tensor.
+
+        Without `source`, it may come from any rank.
+        """
         receive = Receive(call, bytes_of(tensor), source=-1 if source is None else source)
         for inbox in self._inboxes.values() if source is None else [self._inboxes[source]]:
             if receive.message is None:
@@ -372,7 +375,7 @@ class TcpInbox:
             message.received += count
         if message.whole:
             self._coming = None
-            if message.call is None:  # it came on the channel of failures
+            if message.call is None:  # a failure notice
                 self._on_failure(bytes(message.data).decode(errors="replace"))
 
     def _begin(self) -> Message:
@@ -400,7 +403,7 @@ class TcpInbox:
             self._on_mismatch(self.source, receive, message)
         else:
             receive.target[: message.received] = message.data[: message.received]
-            message.data = receive.target  # what is still to come goes to its place
+            message.data = receive.target  # the bytes still to come go straight to the target
             receive.take(message, self.source)
 
     @staticmethod

@@ -24,10 +24,10 @@ from paceline.comm.tcp.progress import TcpProgress
 
 
 class TcpProcessGroup(DrivenProcessGroup):
-    """A process group over links that outlive their connections. CPU tensors of any dtype, contiguous or not.
+    """A process group over links that outlive their connections.
 
-    Made by `torch.distributed`, once `paceline.comm.tcp` is imported: `dist.init_process_group("tcp")`,
-    `dist.new_group(backend="tcp")`.
+    It takes CPU tensors of any dtype, contiguous or not. Once `paceline.comm.tcp` is imported, `torch.distributed`
+    makes it: `dist.init_process_group("tcp")`, `dist.new_group(backend="tcp")`.
 
     Attributes:
         mesh: the links to the other ranks, until the group ends.
@@ -105,8 +105,8 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
 
 
 _SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
-_CHUNK_BYTES = (2**17, 2**20)  # at least, at most
-_CHUNKS = 8  # of a rank's share, at least, unless they became too small
+_CHUNK_BYTES = (2**17, 2**20)  # smallest and largest
+_CHUNKS = 8  # fewest per rank's share, unless they would be too small
 _AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
 
 

@@ -35,7 +35,7 @@ class TcpProgress(Driver, SocketLoop):
     )
 
     def __init__(self) -> None:
-        Driver.__init__(self)  # the lock is that of the groups' links, too
+        Driver.__init__(self)  # its lock also guards the links of all groups
         SocketLoop.__init__(self)
         self._turns = threading.Condition(self.lock)
         self._wanted = threading.Condition(self.lock)

@@ -30,7 +30,7 @@ from paceline.errors import SyncError
 
 KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
-RECORD_BYTES = 2**20  # of plaintext, at most: a chunk of a ring, so that Python's turns cost little beside the cipher
+RECORD_BYTES = 2**20  # most plaintext: a chunk of a ring, so that Python's overhead is small beside the cipher's
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
 # Consecutive parts of at most this size are copied into one record, up to _MOST_GATHERED of them.
 _GATHERED_BYTES = 2**12
@@ -199,7 +199,7 @@ def _nonce(number: int) -> bytes:
 MESSAGE_HEADER = struct.Struct("<BBBBiQqQQ")  # channel, what, how, dtype, root, number, tag, elements, bytes
 _FRAME = struct.Struct("<IQ")
 _GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this connection or any other
-# At most in a frame, so that word of what was received is never far behind: a chunk of a ring, and its header.
+# Most bytes in a frame: a ring's chunk and its header. So an acknowledgement is never far behind.
 FRAME_BYTES = RECORD_BYTES + MESSAGE_HEADER.size
 _ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
 WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again

@@ -37,14 +37,14 @@ class Coordinator(Peer):
     """Host 0 as an agent sees it.
 
     Attributes:
-        name: of the host.
-        run_name: of the run, as its engine names it.
-        standby: where the others would come to this host in its place.
-        probes: where this host answers others' probes, until ranks are prepared.
-        succession: hosts of a run that goes on without it; None where none does.
-        told_at: when it said so, by the monotonic clock.
+        name: name of host 0.
+        run_name: name of the run, as its engine gives it.
+        standby: where the other hosts would meet this host if it became the coordinator.
+        probes: listener that answers other hosts' probes, until ranks are prepared.
+        succession: hosts of a run that goes on without host 0; None if it does not.
+        told_at: when host 0 sent the succession, by the monotonic clock.
         released: the run goes on without this host, as its user asked.
-        attempt: the ranks here, once it is lost, where they may go on.
+        attempt: the ranks on this host that may go on after host 0 is lost.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Coordinator(Peer):
         return self.connection.peer.rpartition(":")[0]
 
     def direct_others(self) -> None:
-        """Tell hosts that take this one for host 0 where that is."""
+        """Send hosts that take this one for host 0 the address of host 0."""
         if self.standby is not None and self.succession is not None:
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
             self.standby.direct(messages.Elsewhere(self.run_name, first.address, first.port, names))
@@ -85,7 +85,7 @@ class Coordinator(Peer):
             self.probes = None
 
     def close(self) -> None:
-        """Leave it, and end the ranks that it has here."""
+        """Close the connection to host 0, and end its ranks on this host."""
         self.end_probes()
         self.connection.close()
         if self.attempt is not None:

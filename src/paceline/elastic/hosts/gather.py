@@ -177,7 +177,7 @@ def taken_in(
     connection.end_when_silent(KERNEL_SILENT_S)
     with ExitStack() as unless_taken_in:
         unless_taken_in.callback(connection.close)
-        # ranks that were kept go on at once, and emulated links are known
+        # kept ranks go on at once, and rates of emulated links are known
         measured = held is None and place.engine != EMULATED
         probes = answer_probes(_own_address(connection), key) if measured else None
         if probes is not None:

@@ -81,10 +81,10 @@ class Link(Peer):
         address: where other hosts reach it.
         standby_port: where it would listen as the coordinator; 0 if it never does.
         probes_port: where it answers other hosts' probes; 0 if it does not.
-        meets_again: it has lost a coordinator.
-        held: the ranks that it has kept since a coordinator was lost.
+        meets_again: the agent has lost a coordinator.
+        held: the ranks that the agent has kept since then.
         clock_ahead_s: its clock minus the coordinator's.
-        is_known_lost: that is in the run's record.
+        is_known_lost: the loss of its host is in the run's record.
         heard_at: when its last message came, by the monotonic clock.
     """
 
@@ -465,7 +465,7 @@ def answer_probes(address: str, key: RunKey | None) -> Listener | None:
 
 
 def speeds_to(targets: Sequence[tuple[int, str, int]], key: RunKey | None) -> messages.Measured:
-    """Measure to other hosts: number, address, port. Those that do not answer are left out."""
+    """Measure the links to other hosts, given as (number, address, port). Silent hosts are left out."""
     return messages.Measured([speed for to in targets if (speed := _speed_to(*to, key)) is not None])
 
 

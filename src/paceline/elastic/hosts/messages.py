@@ -42,17 +42,17 @@ class Held(Struct, array_like=True, frozen=True):
 
 
 class Joining(Struct, tag=True, frozen=True):
-    """First message of an agent: who it is.
+    """First message of an agent: its identity, devices and ports.
 
     Attributes:
         clock_s: its wall clock, seconds since the epoch.
         identity: equal for processes with one kernel and network namespace.
-        address: of its end of this connection, where other hosts reach it.
+        address: address of its end of this connection, where other hosts reach it.
         host: its devices, as JSON of `paceline.cluster.cluster.Host`.
         port: where it would listen as the coordinator, at that address; 0 if it never does.
         probes_port: where it answers other hosts' probes until ranks are prepared; 0 if it does not.
-        again: it has lost the coordinator, and meets the other hosts.
-        held: the ranks that it has kept then.
+        again: the agent has lost the coordinator, and meets the other hosts again.
+        held: the ranks that the agent has kept in that case.
     """
 
     number: int

@@ -392,19 +392,19 @@ _CALL_S = 1.0  # between calls of hosts that were lost, and the longest that one
 
 
 class Readmission:
-    """Meeting place for hosts that were lost. As a context: it listens within.
+    """Meeting place for hosts that were lost. As a context manager, it listens inside the block.
 
-    A host is refused that was not lost, has another name, version, clock or data than the lost one, fewer devices, or
-    was lost too often; it is told why, and the run goes on.
+    A host is refused if it was not lost or was lost too often, if its name, version, clock or data differ from those of
+    the lost host, or if it has fewer devices. It gets the reason, and the run goes on.
 
     Args:
-        place: of this host, which coordinates.
-        meeting: where they come; it is closed at the end.
-        revive: starts the host process of a host again; None where somebody else does.
-        calls: whether hosts that are started again have to be told that this one coordinates.
+        place: place of this host, which coordinates.
+        meeting: where lost hosts connect; it is closed at the end.
+        revive: restarts a host's host process; None if paceline does not start it.
+        calls: restarted hosts must be notified that this host coordinates.
 
     Attributes:
-        at_work: the connection of the host that is looked at; None between two.
+        at_work: the connection of the host that is being checked, or None.
     """
 
     def __init__(

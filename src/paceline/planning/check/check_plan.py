@@ -168,7 +168,7 @@ def _values(context: PlanContext, key: str, most: int) -> list[int]:
 def _others_repaired(
     context: PlanContext, changes: int | None, checks: tuple[Check, ...], fixed: frozenset[str] = frozenset(DEGREES)
 ) -> Plan | None:
-    """The plan that passes the checks with exactly `changes` (None: any) other keys changed."""
+    """Find a plan that passes the checks with exactly `changes` (None: any) other keys changed."""
     failed = next((check for check in checks if check.reason(context)), None)
     if failed is None:
         return None if changes else context.plan

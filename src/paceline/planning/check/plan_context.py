@@ -156,7 +156,7 @@ def memory_shortage(context: PlanContext) -> str | None:
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
-    """Numbers of all parameters, of trained ones and of the largest block, before fsdp."""
+    """Parameters of a rank before fsdp: all, trained, and of its largest block."""
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 

@@ -32,22 +32,22 @@ from paceline.planning.plan import DATA_AXES, DEGREES, MEANT_FOR, V_SCHEDULES, P
 from paceline.planning.sync_info import RULES, TRANSPORTS, CompressSpec, SyncSpec, sync_info
 from paceline.units import count, size
 
-# optimizers whose step of an element needs no other element, so that they work on any shard
+# optimizers that update each element by itself, so that they work on any shard
 _BY_NUMBER = ("sgd", "adam", "adamw")
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
 # torch's own; LARS and LAMB are ours
 _WITH_FUSED_STEP = ("sgd", "adam", "adamw")
-# memory of a rank with torch, before it has a model
+# memory of a rank that has loaded torch, but no model yet
 _RANK_BYTES = 2**28
-# keys that decide whether the state fits the memory
+# keys that decide if the state fits the memory
 MEMORY = ("zero", "offload", *DEGREES)
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
     """Every reason why the plan cannot run the job on the cluster.
 
-    Each reason names the value that would work. `world` is the number of ranks that were started already, on whatever
-    devices there are.
+    Each reason names a value that would work. `world` is the number of ranks that were started already, if they were;
+    then the number of devices is not checked.
     """
     return reasons_of(PlanContext(plan, job, cluster, world))
 
@@ -62,7 +62,7 @@ CHECKS: list[Check] = []
 
 
 def _check(*keys: str) -> Callable[[Rule], Rule]:
-    """Add a rule to the checks, with the plan keys that its answer depends on."""
+    """Register a rule as a check. Its answer depends on the plan keys `keys`."""
 
     def add(rule: Rule) -> Rule:
         CHECKS.append(Check(rule, keys))
@@ -78,7 +78,7 @@ def _other_world(context: PlanContext) -> str | None:
 
 @_check(*DEGREES)
 def _too_few_devices(context: PlanContext) -> str | None:
-    """Reason of too few GPUs; ranks may share the cores of CPUs."""
+    """Refuse more ranks than GPUs. Ranks on CPUs may share cores."""
     plan, cluster, weights = context.plan, context.cluster, context.job.partition.weights or ()
     if plan.ranks <= context.devices or not cluster.has_accelerators or context.world is not None:
         return None
@@ -156,7 +156,7 @@ def _loss_over_the_whole_batch(context: PlanContext) -> str | None:
 
 @_check("microbatches", *DATA_AXES)
 def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
-    """Losses of parts cannot be combined where the loss compares samples."""
+    """Refuse a batch in parts if the model's own loss compares samples."""
     plan = context.plan
     if (
         plan.microbatches * plan.data_ranks == 1
@@ -260,20 +260,20 @@ def _not_by_servers(context: PlanContext) -> str | None:
     if context.world is not None:
         return f"{start}, which only paceline train starts: without torchrun, or sync=server."
     if job.partition.kind == "hierarchical" or job.partition.weights is not None:
-        return f"{start}, who read any of the samples: partition: uniform in the job, or sync=server."
+        return f"{start}, which read any of the samples: partition: uniform in the job, or sync=server."
     if job.global_batch % plan.dp:
         fits = max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0)
         return f"{start} in {plan.dp} equal pieces, and the global batch is {job.global_batch}: dp={fits}, for example."
     if job.data.num_workers:
-        return f"{start}, who read them when they are dealt, without loader processes: num_workers: 0 in the job."
+        return f"{start}, which read them when they are dealt, without loader processes: num_workers: 0 in the job."
     if plan.num_workers:
-        return f"{start}, who read them when they are dealt, without loader processes: num_workers=0."
+        return f"{start}, which read them when they are dealt, without loader processes: num_workers=0."
     return None
 
 
 @_check("compress", "sync")
 def _nothing_to_compress(context: PlanContext) -> str | None:
-    """Local SGD averages the parameters themselves; other rules send as they do."""
+    """Refuse compression with sync rules that have nothing to compress, such as local SGD."""
     plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
     if plan.compress == "none" or spec.info.compresses:
         return None
@@ -308,7 +308,7 @@ def _too_wide_to_compress(context: PlanContext) -> str | None:
     plan = context.plan
     if plan.compress == "none" or plan.precision_for(context.job) != "fp64":
         return None
-    return "compresses gradients, but in fp64, which is asked for where every digit counts: compress=none."
+    return "compresses gradients in fp64, but fp64 is for runs in which every digit counts: compress=none."
 
 
 @_check("sync")
@@ -317,8 +317,8 @@ def _cannot_go_back(context: PlanContext) -> str | None:
     if context.job.nonfinite != "rewind" or not sync_info(plan.sync).local_steps:
         return None
     return (
-        "lets replicas train independently, and the job rewinds all of them when a loss is not finite, of "
-        "which the others do not know: nonfinite: skip in the job, or sync=allreduce."
+        "lets replicas train independently, and the job rewinds all of them when a loss is not finite, but the "
+        "other replicas do not know of that loss: nonfinite: skip in the job, or sync=allreduce."
     )
 
 
@@ -329,7 +329,7 @@ def _no_common_loss(context: PlanContext) -> str | None:
         return None
     return (
         "lets replicas train independently, each with a loss of its own, and the job leaves out steps "
-        "whose loss is a spike, on which all have to agree: spike: off in the job, or sync=allreduce."
+        "whose loss is a spike, which all replicas must do together: spike: off in the job, or sync=allreduce."
     )
 
 
@@ -352,7 +352,7 @@ def _batch_over_all_replicas(context: PlanContext) -> str | None:
 
 
 def _without_its_degree(key: str, degree: str) -> None:
-    """Check a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
+    """Refuse a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
 
     @_check(key, degree)
     def _(context: PlanContext) -> str | None:
@@ -408,8 +408,8 @@ def _wrong_cuts(context: PlanContext) -> str | None:
 def _heads_do_not_divide(context: PlanContext) -> str | None:
     """Reason against a `tp` that does not divide the heads, or None.
 
-    Ranks that share a head of keys and values need projections that can be used in part: the model's code tells. A
-    vocabulary that cannot be divided stays replicated, which is slower but works: see `check_plan.py`.
+    Ranks that share a head of keys and values need projections that can be used in part, which depends on the model's
+    code. A vocabulary that cannot be divided stays replicated, which is slower but works: see `check_plan.py`.
     """
     if context.plan.tp == 1:
         return None
@@ -417,7 +417,7 @@ def _heads_do_not_divide(context: PlanContext) -> str | None:
     keys = {"heads of keys and values": context.model_info.key_value_heads}
     reason = undivided_heads(heads, context.plan.tp, keys)
     if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
-        # samples that cannot be read are the trace's to report
+        # the trace reports samples that cannot be read
         with suppress(PacelineError):
             reason = undivided_attention(context.job, context.plan.tp)
     return reason
@@ -443,7 +443,7 @@ def _tokens_do_not_divide(context: PlanContext) -> str | None:
 
 @_check("sequence", "tp", "cp")
 def _no_sequence_to_divide(context: PlanContext) -> str | None:
-    """Reason against sequence parallelism, or None. It divides the tokens that a rank of `cp` has once more."""
+    """Reason against sequence parallelism, or None. It further divides a `cp` rank's tokens."""
     plan = context.plan
     if not plan.sequence or plan.tp == 1:
         return None
@@ -514,7 +514,7 @@ def _compiled_v_schedule(context: PlanContext) -> str | None:
 
 @_check("schedule", "fsdp", "pp")
 def _shards_of_a_tied_weight(context: PlanContext) -> str | None:
-    """A V schedule has the first and last stages on one rank; FSDP2 shards each."""
+    """Refuse tied weights that FSDP2 would shard twice. A V schedule has both stages on one rank."""
     plan = context.plan
     if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None
@@ -529,7 +529,7 @@ def _state_beyond_memory(context: PlanContext) -> str | None:
 
 
 def _enough_fsdp(context: PlanContext) -> str:
-    """The value that would work: more ranks to shard the state over. It is limited by devices and samples."""
+    """Return the fsdp degree that would work, limited by the numbers of devices and samples."""
     plan = context.plan
     others = plan.ranks // plan.fsdp
     most = (context.world or context.devices) // others

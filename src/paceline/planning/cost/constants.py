@@ -1,7 +1,7 @@
 """Physical constants of the cost model: one set for all models, machines and software.
 
-Those read from `CONSTANTS` are fitted (`fitted.py`): found by `benchmarks/published_fit.py` on a tenth of the rows of
-published tables. `LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`).
+The values in `CONSTANTS` are fitted: `benchmarks/published_fit.py` found them on a tenth of the rows of published
+tables. `LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`).
 The others are properties of the hardware or of libraries, with their source, or are said to be assumed.
 """
 

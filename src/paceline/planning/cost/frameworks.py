@@ -1,6 +1,7 @@
 """Frameworks that others train with, as profiles of the cost model.
 
-How each works, from its documentation and code. Some of their numbers are where a fit begins (`fitted.py`).
+How each works, from its documentation and code. Some of their numbers are only
+starting values of a fit; `FRAMEWORKS_FITTED` has the results.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 class FrameworkProfile:
     """Framework profile: what the software that runs a plan adds to the physics.
 
-    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`fitted.py`), the others not.
+    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`),
+    the others not.
 
     Attributes:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.

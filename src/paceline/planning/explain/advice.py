@@ -56,7 +56,7 @@ class Advice:
         value: its new value, such as `160 GB`.
         gain: relative gain of throughput; None if it could not be predicted.
         best: the best plan then.
-        but: its cost beside money, what it changes, or why nothing is predicted.
+        but: a drawback of the change other than its price, or the reason why nothing is predicted.
     """
 
     what: str
@@ -91,7 +91,7 @@ class Advice:
 
     @property
     def about(self) -> str:
-        """Remarks: what stands against the change, and the plan of one that helps."""
+        """Remarks: the drawback of the change and, if it helps, its plan."""
         but = self.but if self.helps or self.gain is None else ""
         return "; ".join(filter(None, (but, f"then {self.best.plan}" if self.best and self.helps else "")))
 
@@ -159,7 +159,7 @@ def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
 
 
 def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, Plan]]:
-    """Other rules, precisions and orders: words, cost, change, and the plan to change."""
+    """Yield other sync rules, precisions and rank orders: words, drawback, change, and base plan."""
     plan, degrees = best.plan, ""
     if plan.dp == 1 and case.cluster.devices > 1:
         plan = Plan(dp=case.cluster.devices, precision=plan.precision)
@@ -172,7 +172,7 @@ def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, 
     peaks = best.layout.machines.device.peak_flops
     slow = any(device.bf16 is False for host in case.cluster.hosts[:1] for device in host.devices)
     if best.plan.precision_for(case.job) == "fp32" and not slow and peaks.get("bf16", 0.0) > peaks.get("fp32", 0.0):
-        but = "products are computed with fewer digits: other losses, by little"
+        but = "products are computed with fewer digits: slightly different losses"
         yield "precision=bf16", but, keys(precision="bf16"), best.plan
     usual = best.layout.order if best.layout.machines.hosts > 1 else ()
     for axis in usual[1:]:

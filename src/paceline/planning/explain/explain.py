@@ -105,7 +105,7 @@ class Explanation:
 
     @cached_property
     def failures(self) -> FailureOutlook | None:
-        """Goodput under failures; None where the cluster names no rate of them."""
+        """Goodput under failures; None if the cluster gives no failure rate."""
         return outlook(self.job, self.cluster, self.found.best)
 
     @property

@@ -51,7 +51,7 @@ _TIMES = {"twice": 2.0, "double": 2.0, "half": 0.5, "three times": 3.0, "four ti
 _HOSTS = re.compile(
     r"(?P<number>\d+|one|two|three|four|eight) (?:(?P<more>more|fewer|less) hosts?|hosts? (?P<after>more|fewer|less))"
 )
-# what a factor may be asked of
+# quantities that a question may scale
 _SCALED: dict[str, Callable[[float], Change]] = {
     "memory": memory,
     "devices": devices,

@@ -193,7 +193,7 @@ class _Builder:
 
 
 def _sums(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sums of elements, by what divides them."""
+    """Sum element counts by what divides the elements."""
     found = dict.fromkeys(("inside", "outside", "fixed"), 0.0)
     for by, number in numbers:
         found[by] += number

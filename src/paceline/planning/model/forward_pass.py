@@ -153,7 +153,7 @@ def _route_evenly(forward: Pass) -> None:
 def _in_turn(
     watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
-    """Run the experts on even indices, which are real for code that reads them."""
+    """Run the experts with evenly distributed indices, which are real tensors that code may read."""
     # another convention than that of transformers and the zoo
     if index.is_floating_point():
         return forward(hidden, index, weights)

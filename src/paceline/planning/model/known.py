@@ -92,7 +92,7 @@ def _plain(layers: int, hidden: int, ffn: int, heads: int, tokens: int) -> Dimen
 
 
 def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> BlockTrace:
-    """A layer whose norms and results vectors of each sample scale and shift."""
+    """A layer whose norms and results are scaled and shifted by vectors of each sample."""
     made = (Gemm(1.0, 6 * hidden, hidden),) if weight else ()
     width = float(tokens * hidden)
     return replace(
@@ -208,7 +208,7 @@ def _residual(image: ImageBuilder, out: int, told: int) -> None:
 
 
 def _attended(image: ImageBuilder, depth: int, shape: LatentUNet) -> None:
-    """Transformer blocks over all places and the text's, with gated feed-forward parts."""
+    """Add transformer blocks: self-attention over positions, cross-attention to text, gated feed-forward."""
     if not depth:
         return
     width, tokens = image.channels, prod(image.size)

@@ -229,7 +229,7 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """Sizes of the embeddings that the model names, or of those as large as outputs."""
+    """Sizes of the model's named input embeddings, else of embeddings as large as outputs."""
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]

@@ -281,7 +281,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors among its arguments that an ATen operation changes."""
+    """Argument tensors that an ATen operation writes."""
     return tensors_in(
         [
             args[i] if i < len(args) else kwargs.get(argument.name)

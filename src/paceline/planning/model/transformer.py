@@ -91,7 +91,7 @@ def _layer(d: Dimensions, layer: Layer, tp: int) -> BlockTrace:
 
 
 def _with_copied_keys(d: Dimensions, tp: int) -> Dimensions:
-    """Dimensions with as many heads of keys and values as `tp` ranks compute together."""
+    """Dimensions with key-value heads copied if `tp` ranks have to share them."""
     if d.mla or d.key_value_heads % tp == 0 or d.heads % tp or not shares_heads((d.key_value_heads,), tp):
         return d
     return d.model_copy(update={"kv_heads": tp})
@@ -136,7 +136,7 @@ def _embedding(d: Dimensions) -> BlockTrace:
 
 
 def _between(d: Dimensions) -> BlockTrace:
-    """The encoder's last norm, and the decoder's embedding, whose table is the encoder's."""
+    """The encoder's last norm and the decoder's embedding, which shares the encoder's table."""
     source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
     return BlockTrace(
         kind="between",
@@ -243,7 +243,10 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
 
 
 def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
-    """A norm reads and writes; a residual reads two, and a mask, and writes one."""
+    """Work of norms and residuals.
+
+    A norm reads and writes one tensor. A residual reads two and a mask, and writes one.
+    """
     mask, parts = _mask(d), layer.parts
     norms = 1 if d.parallel else parts
     adds = 4.0 if d.parallel and parts > 1 else 3.0 * parts
@@ -304,7 +307,7 @@ def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, cau
 
 
 def _seen(window: int, tokens: int) -> int:
-    """Mean number of tokens that one sees in a window, in whole tiles."""
+    """Mean number of tokens that a token attends to in a window, in whole tiles."""
     if not window or window >= tokens:
         return tokens
     mean = window - window * window / (2 * tokens)

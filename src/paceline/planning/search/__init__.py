@@ -1,4 +1,4 @@
 """Search over all plans of a job: branch and bound on the cost model.
 
-Read `search.py` first, then `space.py` (the set of plans) and `branch_and_bound.py`.
+Read `search.py` first, then `space.py` (the set of plans) and `bounds.py` (lower bounds on step times).
 """

@@ -17,7 +17,7 @@ from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.search.space import Excluded, Space
 from paceline.units import count, percent, size
 
-# keys that add a moving part if they are not as usual
+# keys that add a moving part if they differ from their default
 _MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "sequence", "cut", "schedule")
 
 
@@ -396,7 +396,7 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on as many devices of the smallest sufficient kind, or of the largest."""
+    """Fit on equally many devices of the smallest sufficient kind, or of the largest kind."""
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]

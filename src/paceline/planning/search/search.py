@@ -268,7 +268,7 @@ class BranchAndBound:
         return np.asarray(least * rows["pp"] / rows["microbatches"])
 
     def _search(self, rows: Ints, most: int) -> float | None:
-        """Try all plans of these rows that may be best; returns the least untried bound."""
+        """Try all plans of these rows that may be best. Returns the smallest untried bound."""
         plans = self.plans_of(rows)
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):

@@ -50,8 +50,8 @@ class Excluded:
     """Plans that cannot run, grouped by reason.
 
     Attributes:
-        what: in the words of a plan, such as `tp=16`, or `memory`.
-        reason: why, and what would work.
+        what: key and value, such as `tp=16`, or `memory`.
+        reason: why such plans cannot run, and what would work.
         plans: number of such plans among those considered; 0 if they were not counted.
     """
 
@@ -66,7 +66,7 @@ class Space:
     Attributes:
         devices: upper limit on ranks; oversubscribed cores never win.
         degrees: values of tp, cp, ep and pp that may work.
-        refused: values that cannot, never combined with others.
+        refused: values that cannot work; they are never combined with others.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, trace: ModelTrace) -> None:
@@ -476,7 +476,7 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """Fewest microbatches, one per stage and sample where possible, that the schedule can run."""
+    """Fewest microbatches that the schedule can run; one per stage and sample if possible."""
     share = job.global_batch // plan.data_ranks
     fitting = [
         n

@@ -247,7 +247,7 @@ def _masked(cells: Cells, seq: int) -> dict[str, float]:
 
 
 def _padded(vocab: int, tp: int, framework: str) -> int:
-    """Megatron pads to 128 for each rank of tp, others to what tensor cores read."""
+    """Pad the vocabulary: Megatron to 128 per tp rank, others to a tensor-core multiple."""
     wide = 128 * tp if tp > 1 or re.search(r"megatron|nemo|libai", framework, re.IGNORECASE) else 8
     return -(-vocab // wide) * wide
 

@@ -148,7 +148,7 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
-    """Virtual stages a rank; if not stated, 4 or what divides the layers."""
+    """Virtual stages per rank; if not stated, 4 or a number that divides the layers."""
     stated = number(cells.get("vpp", ""))
     if pp == 1:
         return 1
@@ -201,7 +201,7 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
 
 
 def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
-    """Megatron's cut: equal numbers of layers per stage; () where they do not divide."""
+    """Megatron's cut: equal numbers of layers per stage; () if they do not divide evenly."""
     stages = layout.pp * layout.chunks
     each, rest = divmod(layers, stages)
     if rest or len(layout.trace.blocks) != layers + 2:

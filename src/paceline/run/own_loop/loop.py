@@ -149,14 +149,14 @@ class OwnLoop(Engine):
         parameters = self.steps.parameters_of(targets) if optimizers else None
         share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
         for parameter in self._untrained:
-            parameter.grad = None  # nobody steps on them; they would add up from pass to pass
+            parameter.grad = None  # no optimizer steps on them; they would add up from pass to pass
         self.replica.backward.only = set(parameters) if parameters is not None else None
         self.replica.backward.last = sync and self.split is None
         gradients = self._gradients("collected" if sync else "kept")
         reduces = self.group.size > 1 and not self.local_steps
         already = self.steps.parameters_of(targets - self.steps.with_gradients(targets, own=True)) if reduces else []
         if not sync:
-            # the next reduction adds up what the ranks have: of gradients that it has had before, one rank's are enough
+            # the next reduction sums over ranks: gradients that are reduced already must count once, on one rank
             for parameter in already:
                 parameter.grad = None if self.group.rank or parameter.grad is None else parameter.grad.clone()
             already = []
@@ -386,7 +386,7 @@ class OwnLoop(Engine):
         if self.local_steps:
             check_all_step(self.plan, stepped, len(self.optimizers))
             self._follow_changes()
-        # a replica that left its update out takes part in an average, since others wait for it
+        # a replica that skipped its update still takes part in an average, since others wait for it
         if updated or self.local_steps:
             self.rule.after_step(self.step_count + 1)
         self.step_count += 1

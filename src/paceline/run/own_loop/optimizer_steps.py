@@ -38,8 +38,8 @@ class OptimizerSteps:
 
     Attributes:
         optimizers: in the order in which `setup` was given them.
-        gradients: `own` of this rank alone, `reduced` over all ranks, or `left` by an update of another optimizer
-            after that; none after a step.
+        gradients: state of each optimizer's gradients: `own` if they are of this rank alone, `reduced` over all ranks,
+            or `left` if another optimizer was updated since; no entry after a step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -65,13 +65,13 @@ class OptimizerSteps:
         ranks: int,
         divided_by: Plan | None = None,
     ) -> None:
-        """Check every optimizer step in this process, where there is more than one rank.
+        """Check every optimizer step in this process if there is more than one rank.
 
         Args:
             before: called before a step that the loop takes by `optimizer.step()`.
             after: called after such a step.
             newest_loss: the mean loss over all ranks.
-            divided_by: the plan, where it divides the model.
+            divided_by: the plan, if it divides the model.
         """
         self._before, self._after, self._newest_loss, self._divided_by = before, after, newest_loss, divided_by
         self._ranks = ranks
@@ -81,7 +81,7 @@ class OptimizerSteps:
 
     @contextmanager
     def by_the_engine(self) -> Iterator[None]:
-        """Let the engine step the optimizers: no step is checked."""
+        """Context in which the engine steps the optimizers, and no step is checked."""
         self._by_engine = True
         try:
             yield
@@ -100,7 +100,7 @@ class OptimizerSteps:
     # Which parameters are whose
 
     def numbers(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        """Numbers of some optimizers; of all where none is named.
+        """Numbers of some optimizers; of all if none is named.
 
         Raises:
             JobError: one is not of this loop, or named twice.
@@ -129,11 +129,11 @@ class OptimizerSteps:
     # What happens to their gradients
 
     def with_gradients(self, numbers: set[int], *, own: bool) -> set[int]:
-        """Those of some optimizers with gradients of this rank alone, or with reduced ones."""
+        """Select optimizers that have gradients: of this rank alone if `own`, else reduced ones."""
         return {n for n in numbers if n in self.gradients and (self.gradients[n] == "own") == own}
 
     def computed(self, numbers: set[int], *, reduced: bool) -> None:
-        """Note gradients that were computed, and whether they were reduced over all ranks."""
+        """Record that gradients were computed and, if `reduced`, reduced over all ranks."""
         self.gradients |= dict.fromkeys(numbers, "reduced" if reduced else "own")
 
     def stepped(self, numbers: set[int]) -> None:

@@ -160,7 +160,7 @@ def export(engine: OwnLoop, path: Path) -> None:
 
 
 def _saved_beside(engine: OwnLoop, path: Path, held: ExitStack) -> Path:
-    """A checkpoint of a divided model, which assembles the ranks' parts; `held` removes it."""
+    """Save a checkpoint, which assembles a divided model's parts; `held` removes it."""
     problem, own = None, ""
     try:
         own = str(held.enter_context(new_folder_beside(path))) if engine.is_main else ""

@@ -37,9 +37,9 @@ class StepInfo:
         epoch: 0-based.
         local_samples: this rank's share of the global batch.
         lr: learning rate of the step.
-        ending: why the run ends after this step; None where it goes on, as far as is known.
-        busy_s: of every rank, before the step's agreement; empty where replicas do not agree in it.
-        ended_at: Unix time of its end, where it is told later; None: now.
+        ending: why the run ends after this step; None if it goes on, as far as is known.
+        busy_s: busy seconds of every rank before the step's reduction; empty if replicas do not reduce in this step.
+        ended_at: Unix time of the step's end, if the step is recorded later; None means now.
     """
 
     result: StepResult
@@ -56,7 +56,7 @@ class StepInfo:
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Self:
-        """The step that `as_json` told of."""
+        """Restore a step from `as_json`."""
         return cls(**told | {"result": StepResult(**told["result"])})
 
 
@@ -75,10 +75,10 @@ _LONGEST_LINE = 2**14
 class StepRecorder:
     """Writes `steps/rank-R.jsonl`, one line per step.
 
-    A step's times stand in its own line, also where they are known one step later.
+    A step's times are in the step's own line, even if they are known one step later.
 
     Args:
-        board: takes the first rank's numbers for TensorBoard; None: one of this recorder's, closed with it.
+        board: takes the first rank's numbers for TensorBoard. None: the recorder makes one and closes it.
     """
 
     def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, board: Board | None = None) -> None:
@@ -91,7 +91,7 @@ class StepRecorder:
         self._waiting: dict[int, str] = {}
 
     def on_step(self, info: StepInfo) -> None:
-        """Write down a step."""
+        """Record a step."""
         result, lr = info.result, info.lr
         epoch = (result.step - 1) // self.epoch_steps
         loss, norm = json_number(result.loss), json_number(result.grad_norm)
@@ -152,8 +152,8 @@ class StepRecorder:
 class Board:
     """Numbers of a run for TensorBoard, from all generations that a process takes part in.
 
-    They are kept until the run is not short: the library takes a tenth of a second to import, as long as many short
-    steps. On a full disk the file ends, since half a record would make everything after it unreadable.
+    They are kept in memory until the run has lasted a while, because importing the library takes 0.1 s, as long as many
+    short steps. If the disk is full, the file ends: half a record would make everything after it unreadable.
     """
 
     def __init__(self, run: Path) -> None:
@@ -171,7 +171,7 @@ class Board:
             self._write()
 
     def close(self) -> None:
-        """Write what is kept, and close the file."""
+        """Write the kept numbers, and close the file."""
         self._write()
         if self._file is not None:
             self._file.close()
@@ -192,16 +192,16 @@ class Board:
 class ResourceUse:
     """Resource use of this rank: CPU cores, memory, energy, GPU, network, rule traffic.
 
-    `network_…_bytes` are all of the host's, `reduced_bytes` the payload that this rank handed to sums over
-    all ranks. Of the rule: `wire_bytes` is what it put on the wire to the other replicas, `saved_bytes` what
-    compression took off that, and `compression_error` the L2 norm of what compression left out over that of
-    what was to be sent. All count from the reading before.
+    `network_…_bytes` are the host's total, `reduced_bytes` the payload of this rank in sums over all ranks. The sync
+    rule's figures: `wire_bytes` is the number of bytes sent to the other replicas, `saved_bytes` the number that
+    compression saved, and `compression_error` the L2 norm of the compression error relative to the L2 norm of the
+    uncompressed data. All count from the previous reading.
 
-    Read with the first step, then at twice, four times, … that age, and then every second: however short a
-    run is, it has a reading, and the newest one is from its second half.
+    Readings are taken with the first step, then at twice, four times, … that age, and then every second. So even a
+    short run has a reading, and the newest reading is from its second half.
 
     Attributes:
-        energy: the counters that this rank reads.
+        energy: the energy counters that this rank reads.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -295,7 +295,7 @@ class ResourceUse:
 
 
 def kernel_bytes(file: str, names: Mapping[str, str]) -> dict[str, int]:
-    """Sizes from a file of /proc/self that it shows, renamed by `names`."""
+    """Read sizes from a file of /proc/self; `names` renames them."""
     try:
         lines = Path("/proc/self", file).read_bytes().decode().splitlines()
     except OSError:
@@ -371,14 +371,14 @@ class Remarks:
     def __init__(
         self, engine: Engine, events: Events, at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s
     ) -> None:
-        """Make the remarks; `at_even_shares` gives what ranks are compared by."""
+        """Create the remarks; `at_even_shares` returns the times by which ranks are compared."""
         self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
         self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
         # how many lines of the rule are in the record
         self._told = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Record what is remarkable about a step."""
+        """Record remarkable facts about a step, such as a slow rank."""
         for event, details in self.slow_ranks.step(info.result.step, self.at_even_shares(info)):
             self.events(event, details)
         self.tell()

@@ -33,12 +33,13 @@ Tell = Callable[[str, dict[str, Any]], None]
 class Kept:
     """State of one rank between two generations.
 
-    `KeptModel` is that of a whole model, `KeptPart` of a divided one, and `Mirror` where no other replica has it.
+    `KeptModel` keeps a whole model, `KeptPart` a part of a divided one. `Mirror` also keeps copies of other ranks'
+    parts, for plans in which no other replica has them.
 
     Attributes:
-        undo: takes a step back that was broken off.
-        ready: whether the next step can be taken without other ranks (see `StepBoundary.ready`).
-        needs_all: True if the states of the other ranks are of no use without that of a lost one.
+        undo: undoes a step that was broken off.
+        ready: True if the next step can be taken without other ranks (see `StepBoundary.ready`).
+        needs_all: True if the states of the other ranks are useless without the state of a lost rank.
     """
 
     undo: StepUndo
@@ -49,7 +50,7 @@ class Kept:
         raise NotImplementedError
 
     def start(self, group: Group, saved: int) -> Start | None:
-        """Start from copies, if any; `saved`: the newest checkpoint's step, or -1."""
+        """Choose where to start from kept copies, if any; `saved`: newest checkpoint's step, or -1."""
         return None
 
     def restore(self, engine: Engine, group: Group, start: Start) -> None:
@@ -57,10 +58,10 @@ class Kept:
         raise NotImplementedError
 
     def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
-        """Take part in a generation: the engine has the state. `tell` writes an event of the run."""
+        """Begin a generation, once the engine has the state. `tell` writes an event of the run."""
 
     def at_boundary(self, engine: Engine, boundary: Callable[[], StepBoundary]) -> None:
-        """Note the state between two steps."""
+        """Remember the state between two steps."""
         self.undo.remember(engine.step_count)
 
     def broken_off(self, engine: Engine) -> None:
@@ -71,7 +72,7 @@ class Kept:
         self.undo.undo(engine.step_count)
 
     def end(self) -> None:
-        """Close what `begin` opened."""
+        """End the generation, and close everything that `begin` opened."""
 
 
 class KeptModel(Kept):
@@ -244,13 +245,13 @@ _NONE = -2  # no step: none comes after it
 
 
 class StepUndo:
-    """Remembers what forward passes change of a model before each step. On CPUs.
+    """Remembers, before each step, the state that forward passes change. On CPUs.
 
-    That is buffers and random states, and parameters that are not trained, such as those of a momentum encoder: which
-    of these a step writes is known after the first one, and from then on they are copied, too.
+    This state is buffers, random states, and untrained parameters that a step writes, such as those of a momentum
+    encoder. Which parameters a step writes is known after the first step; from then on they are copied, too.
 
     Attributes:
-        written: the parameters that are copied, too.
+        written: the untrained parameters that a step writes.
     """
 
     def __init__(self, model: nn.Module) -> None:

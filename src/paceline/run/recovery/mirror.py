@@ -121,7 +121,7 @@ class Mirror(KeptPart):
         self._reached = -1
 
     def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
-        """Take part in a generation. All ranks of the group call this."""
+        """Begin a generation. All ranks of the group call this."""
         self._coming = None
         self._engine, self._group, self._tell = engine, group.copy(), tell
         self._next, self._newest, self._cost_s, self._ended = 0, -1, math.inf, 0.0
@@ -183,7 +183,7 @@ class Mirror(KeptPart):
         self._coming = None
 
     def keep(self, engine: Engine) -> None:
-        """Keep the copies that there are."""
+        """Keep the existing copies."""
 
     def end(self) -> None:
         group, self._group = self._group, None
@@ -229,15 +229,15 @@ FEWEST, MOST = 10, 1000  # steps between two states
 
 
 def steps_between(cost: float, fewest: int = FEWEST) -> int:
-    """Steps between states that take the time of `cost` steps each, by `STATE_SHARE`."""
+    """Steps between states, so that states costing `cost` steps each take at most `STATE_SHARE`."""
     return min(max(math.ceil(cost / STATE_SHARE), fewest), MOST)
 
 
 class LastGood:
     """Keeps the newest good state of this rank, and goes back to it.
 
-    All ranks take states after the same steps: how many lie between two is agreed on from what the last one cost on the
-    slowest rank.
+    All ranks take states after the same steps. Their distance follows from the cost of the last state on the slowest
+    rank.
 
     Args:
         every_steps: steps between two states; None: chosen so that they cost no more than `STATE_SHARE`.

@@ -44,7 +44,7 @@ class Recutting:
             self.stages = Stages(Pipe(plan.pp, pipeline.stage_ranks, plan.schedule, plan.microbatches))
 
     def after_step(self, info: StepInfo) -> None:
-        """Decide after a step, and after its checkpoint."""
+        """Decide on other cuts, after a step and its checkpoint."""
         if not self.on or len(info.busy_s) != len(self._places):
             return
         step = info.result.step

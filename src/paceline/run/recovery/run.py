@@ -59,17 +59,17 @@ def run_rank(arguments: list[str]) -> None:
             except Exception as error:
                 if not ends_generation(error):
                     raise
-            gc.collect()  # frees that generation's engine, whose parts refer to each other
+            gc.collect()  # frees the ended generation's engine, whose parts refer to each other
             if not was_frozen:
                 was_frozen = True
                 gc.freeze()  # what was imported since
 
 
 class Trainee:
-    """State, data and position of a process, which it keeps from generation to generation.
+    """State, data and position that a process keeps from generation to generation.
 
     Args:
-        member: None where the run does not recover, and has one generation.
+        member: None if the run does not recover, and so has one generation.
     """
 
     def __init__(self, run: Run, member: Member | None) -> None:

@@ -113,10 +113,10 @@ class _Search:
         self._rows_told = 0
 
     def choose(self) -> AutoChoice:
-        """Take what was measured before; else predict, and measure if that pays."""
+        """Reuse an earlier measurement, or else predict, and measure if that repays."""
         too_few, known = steps_are_too_few(self.job), self.known
         if known and known.measured and (too_few or kept.enough(known, self.job)):
-            # told once on a screen; a report has them all
+            # the screen shows rows once, when they are measured; a report has them all
             self.lines += [HEADING, *(row.line() for row in known.tried if row.tried)]
             self._tell(f"plan auto: {_result(known)}, as measured before ({self.file}; delete it to measure again)")
             return self._choice(known.best, known.forecast_of(known.best), known.gain)
@@ -147,7 +147,7 @@ class _Search:
     def _of_few_steps(self, why: str) -> AutoChoice:
         """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
 
-        Nothing is predicted anew: that takes seconds, more than all steps of a tiny model.
+        Nothing is predicted now: a prediction takes seconds, more than all steps of a tiny model.
         """
         listed = self._listed(recorrected(self.known.forecasts, self.job, self.cluster)) if self.known else []
         best = certain(listed)
@@ -235,7 +235,7 @@ class _Search:
         self.say(line)
 
     def _tell_rows(self, tried: list[Trial]) -> None:
-        """Tell the new rows of the table, except untried settings."""
+        """Show the new rows of the table, except untried settings."""
         if tried and not self._rows_told:
             self._tell(HEADING)
         for row in tried[self._rows_told :]:

@@ -165,7 +165,7 @@ class RankTrial:
         return candidate
 
     def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Seconds per step of the challenger and of the best; `of_update`: their updates alone differ."""
+        """Seconds per step of challenger and best; `of_update`: only their optimizer updates differ."""
         new_s, best_s = self._turn(challenger), self._turn(self.best)
         if not of_update:
             return new_s, best_s
@@ -195,10 +195,10 @@ class RankTrial:
 
 
 def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
-    """Step times of two plans whose updates alone differ.
+    """Step times of two plans that differ only in their optimizer updates.
 
-    All but the update counts as its mean. Steps are taken as they are where an update is 0, as on a device that does
-    not tell yet.
+    The time outside of the updates is replaced by its mean over both plans. If an update's time is 0, as on a device
+    that has not reported it yet, the step times are returned as they are.
     """
     if not all(updates_s):
         return steps_s

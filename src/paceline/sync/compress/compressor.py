@@ -174,9 +174,9 @@ def made_codec(
     traffic: Traffic,
     scratch: Scratch,
 ) -> Codec | CodedSum | None:
-    """The codec that a plan names, for one tensor.
+    """Build the codec that a plan names, for one tensor.
 
-    A second one codes what it keeps. For the arguments see `Coding`.
+    A second codec codes the numbers that the first one keeps. For the arguments see `Coding`.
 
     Raises:
         PlanError: an unknown codec, or one that cannot be made.

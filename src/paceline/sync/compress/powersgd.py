@@ -27,12 +27,12 @@ _GAIN = 2
 class PowerSGD:
     """Sums matrices by their low-rank factors (PowerSGD).
 
-    Vectors, small matrices and what follows the views are summed exactly, in the messages of P. Two sums of two phases
-    each. A view of more than two dimensions counts as a matrix (dim 0, all others). Between steps it holds one fp32
-    number per number of a matrix.
+    A step takes two sums of two phases each. Vectors, small matrices and values after the views are summed exactly, in
+    the messages of P. A view of more than two dimensions counts as a matrix (dim 0, all others). Between steps, one
+    fp32 number is kept for each element of a matrix.
 
     Args:
-        coding: its value is the rank of the factors, its numbers code those of P and Q.
+        coding: `coding.value` is the rank of the factors; `coding.numbers` codes the elements of P and Q.
     """
 
     def __init__(self, coding: Coding) -> None:
