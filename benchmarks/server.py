@@ -1,7 +1,7 @@
 """The parameter server: `sync=server` beside all-reduce, and beside TensorFlow's ParameterServerStrategy.
 
     python benchmarks/server.py [--json] [--tensorflow PYTHON] [--only updates,sync,straggler,stale] [--rounds 5]
-                                [--updates 400]
+                                [--updates 4000]
 
 - `updates_to_tensorflow`: updates a second of 2 asynchronous workers and 1 server (`staleness=inf`) / TensorFlow's, for
   the same model (784-336-10, 267 k parameters), batches of 32 and SGD, in turn, median over the rounds. Without
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=5, help="of each figure")
-    parser.add_argument("--updates", type=int, default=400, help="in a round")
+    parser.add_argument("--updates", type=int, default=4000, help="in a round; a few hundred are too short to time")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
