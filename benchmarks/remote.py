@@ -151,7 +151,7 @@ def line_of(end: subprocess.Popen[str]) -> str:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
 
