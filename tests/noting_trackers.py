@@ -27,7 +27,7 @@ class Noting:
 
     def log(self, step, values):
         if self.fails_at is not None and step >= self.fails_at:
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("no answer")
         self.note(step=step, values=dict(values))
 
     def close(self, status):

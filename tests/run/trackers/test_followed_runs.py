@@ -142,7 +142,7 @@ def test_a_tracker_that_fails_or_dies_is_said_once_and_the_run_and_the_others_go
     job = a_job(tmp_path, *trackers, noting("wrong.jsonl", colour="red"), stop={"steps": 2000})
     outcome = in_a_process("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path, **site)
     assert outcome.code == 0, outcome.err
-    said = 'tracker "noting" failed: ConnectionError: nobody answers. Training goes on without it.'
+    said = 'tracker "noting" failed: ConnectionError: no answer. Training goes on without it.'
     assert outcome.err.count(said) == 1
     assert "cannot be made" in outcome.err
     assert "colour" in outcome.err

@@ -50,7 +50,7 @@ def test_every_step_is_logged_and_the_end_of_the_script_told(
     assert [entry["step"] for entry in told if "step" in entry] == list(range(1, 11))
     assert {"train/loss", "train/grad_norm"} == told[1]["values"].keys()
     assert told[-1]["end"] == end
-    assert outcome.err.count('tracker "noting" failed: ConnectionError: nobody answers') == 1
+    assert outcome.err.count('tracker "noting" failed: ConnectionError: no answer') == 1
 
 
 def test_a_loop_that_is_interrupted_is_told_as_such(tmp_path: Path, site: dict[str, str]) -> None:
