@@ -60,7 +60,7 @@ def test_memory_has_an_end_after_which_the_socket_is_taken() -> None:
     assert own.place([memoryview(b"more")], 4) is None
     held.pop()
     own.returned(peers.returned())
-    larger = sent(own, peers, 77, 2 * LEAST_BYTES)  # in the place of what is free
+    larger = sent(own, peers, 77, 2 * LEAST_BYTES)  # replaces the free block
     assert len(own) == MOST_BLOCKS
     assert bool((larger == 77).all())
     assert held[3].tolist() == [3] * 100
