@@ -118,7 +118,11 @@ def test_an_example_has_at_most_thirty_lines(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 30
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "extend").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "docs/how-to/extend.md", *sorted((ROOT / "docs" / "how-to").glob("add_a_*.md"))],
+    ids=lambda page: page.name,
+)
 def test_the_code_on_a_page_is_the_one_that_is_tested(page: Path) -> None:
     sources = "\n".join(
         file.read_text() for file in (*EXAMPLES.glob("*.*"), ROOT / "src/paceline/sync/averaging.py") if file.is_file()

@@ -36,7 +36,8 @@ from paceline_federated.section import ClientsSpec, FederateSpec, SecureSpec, Si
 
 ROOT = Path(__file__).parent.parent
 README, REFERENCE, PLANS, RESULTS = (
-    (ROOT / page).read_text() for page in ("README.md", "docs/job.md", "docs/plans.md", "docs/results.md")
+    (ROOT / page).read_text()
+    for page in ("README.md", "docs/reference/job.md", "docs/reference/plan.md", "docs/results/index.md")
 )
 
 PARTS: dict[str, type[BaseModel]] = {
@@ -132,7 +133,7 @@ def test_the_page_on_plans_has_every_key_with_its_default() -> None:
     assert {key: listed[key].split(" | ")[1].strip("`") for key in expected} == expected
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first_run.md"])
 def test_the_jobs_that_are_shown_can_be_read(page: str, tmp_path: Path) -> None:
     jobs = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert jobs

@@ -29,7 +29,9 @@ def test_the_package_asks_for_the_tested_versions_alone() -> None:
         if Requirement(line).name == "torch"
     ]
     assert str(asked.specifier) == f"<{NEWEST[0]}.{NEWEST[1] + 1},>={OLDEST[0]}.{OLDEST[1]}"
-    assert f"torch {OLDEST[0]}.{OLDEST[1]} or {NEWEST[0]}.{NEWEST[1]}." in (ROOT / "docs/install.md").read_text()
+    assert (
+        f"torch {OLDEST[0]}.{OLDEST[1]} or {NEWEST[0]}.{NEWEST[1]}." in (ROOT / "docs/tutorials/install.md").read_text()
+    )
 
 
 def test_the_pinned_version_is_the_oldest_and_ci_tests_the_newest() -> None:

@@ -17,7 +17,7 @@ from paceline.planning.check.check_plan import check_plan
 from paceline.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent
-TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
+TUTORIAL = (ROOT / "docs/tutorials/first_run.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL)
 COMMANDS = [words for block in BLOCKS for line in block.splitlines() if (words := shlex.split(line, comments=True))]
 DEADLINE_S = 900

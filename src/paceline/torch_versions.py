@@ -1,4 +1,4 @@
-"""The tested versions of torch; pyproject.toml, docs/install.md and continuous integration follow them."""
+"""The tested versions of torch; pyproject.toml, docs/tutorials/install.md and continuous integration follow them."""
 
 from __future__ import annotations
 

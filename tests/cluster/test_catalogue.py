@@ -16,7 +16,7 @@ from paceline.cluster.named import INSTANCES, accelerator, known
 from paceline.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "hardware.md"
+DOCUMENT = ROOT / "docs" / "reference" / "hardware.md"
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 HEAD = (
     f"| name | generation | {' | '.join(PRECISIONS)} | sustained | power, W | memory, GiB | its GB/s | "
@@ -26,7 +26,7 @@ HEAD = (
 
 
 def row(device: Accelerator) -> str:
-    """As docs/hardware.md has it."""
+    """As docs/reference/hardware.md has it."""
     peaks = [f"{device.peak_flops[p] / 1e12:.5g}" if p in device.peak_flops else "" for p in PRECISIONS]
     link = device.inside
     inside = (
@@ -59,7 +59,7 @@ def row(device: Accelerator) -> str:
 
 def test_the_table_in_the_documentation_is_the_catalogue() -> None:
     table = "\n".join([HEAD, *map(row, CATALOGUE.values())])
-    assert table in DOCUMENT.read_text(), f"docs/hardware.md is behind; its table is\n{table}"
+    assert table in DOCUMENT.read_text(), f"docs/reference/hardware.md is behind; its table is\n{table}"
 
 
 @pytest.mark.parametrize(

@@ -157,4 +157,4 @@ def test_what_others_could_read_is_said_before_ranks_span_hosts(
     finding = check_data_plane(variables, tmp_path)
     assert (finding.level, finding.topic) == (level, "data plane")
     assert text in finding.text
-    assert "docs/network.md" in finding.text + (finding.advice or "") or "encrypted" in finding.text
+    assert "docs/how-to/secure_the_network.md" in finding.text + (finding.advice or "") or "encrypted" in finding.text

@@ -15,7 +15,7 @@ from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.named import cluster_names, read_name
 from paceline.errors import ClusterError
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "hardware.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "hardware.md"
 
 
 def rate_gbps(cluster: Cluster) -> float:

@@ -60,7 +60,7 @@ class Transposed(nn.Module):
 
 
 def padded(output: Tensor, target: Tensor) -> Tensor:
-    """The loss of docs/job.md, "A loss of your own"."""
+    """The loss of docs/reference/job.md, "A loss of your own"."""
     each = F.cross_entropy(output.transpose(1, 2), target, reduction="none")
     return (each * (target != 0)).sum() / (target != 0).sum()
 

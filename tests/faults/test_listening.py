@@ -117,7 +117,7 @@ def test_the_ranks_of_a_torchrun_listen_where_its_master_is_whatever_the_hosts_n
 ) -> None:
     """The store of torchrun's agent listens on every interface; the ranks are ours.
 
-    It is torch's own (docs/network.md says so).
+    It is torch's own (docs/how-to/secure_the_network.md says so).
     """
     run, hosts = tmp_path / "run", tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{outer_address()} {socket.gethostname()}\n")

@@ -76,7 +76,7 @@ def test_what_is_not_known_of_an_accelerator_is_said_in_the_first_line_and_where
         machines(Cluster(hosts=(gpu_host("a", "Acme 1"),)))
     first, _, rest = str(error.value).partition("\n")
     assert first == ('no plan can be predicted for "Acme 1": its peak FLOP/s, memory bandwidth and links are not known')
-    assert "docs/extend/hardware.md" in rest
+    assert "docs/how-to/add_a_device.md" in rest
 
 
 def test_a_device_of_a_host_without_gpus_is_one_core() -> None:

@@ -134,7 +134,7 @@ def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_
     assert in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim | own).says("the best plans", "dp=2")
     planned = in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim)
     assert lacks in planned.error
-    assert "docs/extend/hardware.md" in planned.error
+    assert "docs/how-to/add_a_device.md" in planned.error
 
 
 def entry_of_ones_own(folder: Path) -> Path:

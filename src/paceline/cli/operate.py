@@ -34,7 +34,9 @@ def submit(
     ] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="An option of the scheduler's own; docs/submit.md has all."),
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="An option of the scheduler's own; docs/how-to/submit.md has all."
+        ),
     ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Show what would be submitted, and stop.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log.")] = False,

@@ -82,7 +82,8 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
 def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
     """Finding about who could read what ranks send each other, with these environment variables."""
     plain = "gloo and NCCL send tensors in plaintext and ask nobody who they are (tcp encrypts)"
-    advice = "keep it on a network of the run's own: docs/network.md has WireGuard and a NetworkPolicy, complete"
+    page = "docs/how-to/secure_the_network.md"
+    advice = f"keep it on a network of the run's own: {page} has WireGuard and a NetworkPolicy, complete"
     named = [name.lstrip("=") for key in _INTERFACES for name in variables.get(key, "").split(",")]
     interfaces = list(dict.fromkeys(name for name in named if name and name != "lo"))
     devices = root / "sys/class/net"
@@ -95,7 +96,7 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
     address = variables.get("MASTER_ADDR", "127.0.0.1")
     if address != "localhost" and not address.startswith("127.") and address != "::1":
         return Finding("note", "data plane", f"between hosts, at {address}: {plain}", advice)
-    text = f"on one host ranks meet on loopback; between hosts {plain}: see docs/network.md"
+    text = f"on one host ranks meet on loopback; between hosts {plain}: see {page}"
     return Finding("ok", "data plane", text)
 
 

@@ -73,7 +73,8 @@ def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) 
     place = store.get(_TORCHS_PLACE).decode()
     address, _, port_text = place.rpartition(":")
     found = server or TCPStore(address, int(port_text), environment.world_size, False, timeout, wait_for_workers=False)
-    note = f"it needs torch's own store, which listens on {place} and asks nobody who they are (docs/network.md)"
+    page = "docs/how-to/secure_the_network.md"
+    note = f"it needs torch's own store, which listens on {place} and asks nobody who they are ({page})"
     return _scoped(found, environment, 0), note
 
 

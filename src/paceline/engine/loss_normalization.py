@@ -376,7 +376,8 @@ class LossNormalization:
         return head + (
             "Say what it is the mean over (labels that are not ignored, the weights of their classes): "
             "`loss.items = lambda target: ...`; "
-            "if it compares samples with each other: `loss.whole_batch = True`. See docs/job.md#a-loss-of-your-own."
+            "if it compares samples with each other: `loss.whole_batch = True`. "
+            "See docs/reference/job.md#a-loss-of-your-own."
         )
 
 

@@ -75,7 +75,7 @@ def examine(compute: Compute) -> list[str]:
         raise PlanError(
             f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something else. "
             "Use one replica and one microbatch; or compute the loss from the model's outputs by a function of your "
-            "own with `whole_batch = True` (docs/job.md)"
+            "own with `whole_batch = True` (docs/reference/job.md)"
         )
     said.append(
         f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over "

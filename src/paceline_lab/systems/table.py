@@ -228,7 +228,7 @@ _GCC = {
     "MAKEFLAGS": "-j2",
 }
 PACELINE = System(
-    name="paceline", title="paceline", documentation="docs/tutorial.md", commands=_paceline, steps=_recorded
+    name="paceline", title="paceline", documentation="docs/tutorials/first_run.md", commands=_paceline, steps=_recorded
 )
 PLAIN = System(
     name="plain",

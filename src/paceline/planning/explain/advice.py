@@ -330,7 +330,7 @@ def devices(times: float) -> Change:
     def change(case: Case) -> Case:
         resized = with_devices(case.cluster, times)
         if resized is None:
-            known = "no link to another host is known; name a cluster to see (docs/plan.md)"
+            known = "no link to another host is known; name a cluster to see (docs/how-to/choose_a_plan.md)"
             raise ClusterError(known if _alike(case.cluster) else "the hosts are not alike")
         return case._replace(cluster=resized, plans=())
 

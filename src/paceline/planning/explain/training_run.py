@@ -291,7 +291,9 @@ def _about(rate: float, slowdown: float) -> str:
 def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
     told = []
     if not failures:
-        told.append("failures are not counted: --failures-per-host-day (docs/plan.md has a published rate)")
+        told.append(
+            "failures are not counted: --failures-per-host-day (docs/how-to/choose_a_plan.md has a published rate)"
+        )
     if conditions.spot_price is not None:
         rate = conditions.preemptions_per_host_day
         told.append(

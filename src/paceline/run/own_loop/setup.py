@@ -70,8 +70,8 @@ def setup(
             `engine.backward(loss)` and `engine.update()`.
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every
             batch to the replicas, so the same script does the same work on any number of them. The order of its sampler
-            and its other arguments are kept, see docs/loader.md. None: every rank brings its own data, and all ranks'
-            losses count alike.
+            and its other arguments are kept, see docs/how-to/feed_data.md. None: every rank brings its own data, and
+            all ranks' losses count alike.
         plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16
             microbatches=4"`.
         precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself)

@@ -178,7 +178,7 @@ def wandb(**settings: Any) -> LoopTracker:
 
 
 def mlflow(**settings: Any) -> LoopTracker:
-    """Log every step to MLflow; for `settings` see docs/trackers.md."""
+    """Log every step to MLflow; for `settings` see docs/how-to/trackers.md."""
     return tracker("mlflow", **settings)
 
 

@@ -203,7 +203,7 @@ def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list
 
 _LOGS = (".log", ".out", ".txt")
 _FORMS = (
-    "a table of runs (.csv, in the columns of docs/plan.md#calibrate-on-your-own-runs), a run directory of paceline, a "
+    "a table of runs (.csv, in the columns of docs/how-to/calibrate.md), a run directory of paceline, a "
     "log of Megatron-LM or torchtitan, or a folder of such"
 )
 _MOST_REASONS, _MOST_PLACES = 8, 6  # that are printed
