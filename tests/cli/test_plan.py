@@ -208,8 +208,8 @@ def test_a_price_of_the_command_line_goes_before_that_of_the_cluster() -> None:
 
 def test_every_command_of_the_documentation_is_one() -> None:
     root = Path(__file__).parent.parent.parent
-    pages = sorted((root / "docs").rglob("*.md"))
-    lines = [line for page in pages for line in re.findall(r"^paceline plan (examples/\S.*)$", page.read_text(), re.MULTILINE)]
+    pages = "\n".join(page.read_text() for page in sorted((root / "docs").rglob("*.md")))
+    lines = re.findall(r"^paceline plan (examples/\S.*)$", pages, re.MULTILINE)
     assert len(lines) >= 6
     for line in lines:
         arguments = shlex.split(line, comments=True)
