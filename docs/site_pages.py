@@ -8,6 +8,7 @@ A hook of MkDocs; `mkdocs.yml` names it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import paceline
 import paceline_lab
 import paceline_server
 from paceline.cli import commands
+from paceline.cluster.catalogue import CATALOGUE, HOP, Accelerator
+from paceline.job.known import models
+from paceline.planning.model.known import IMAGE_MODELS
 
 ROOT = Path(__file__).parent.parent
 ROOT_PAGES = {
@@ -36,12 +40,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Write the reference of the public names and of the commands where their pages say so."""
+    """Replace each marker of a page by what it stands for."""
     if "<!-- every public name -->" in markdown:
         packages = (paceline, paceline_lab, paceline_server)
         names = [f"::: {package.__name__}.{name}" for package in packages for name in package.__all__]
         markdown = markdown.replace("<!-- every public name -->", "\n\n".join(names))
-    return markdown.replace("<!-- every command -->", "\n".join(map(described, commands().values())))
+    for marker, write in GENERATED.items():
+        if marker in markdown:
+            markdown = markdown.replace(marker, write())
+    return markdown
 
 
 def relinked(text: str) -> str:
@@ -65,6 +72,72 @@ def described(command: Any) -> str:
     lines += ["| argument or option | default | meaning |", "|---|---|---|"]
     lines += [f"| `{p.metavar}` | required | {_cell(p.help)} |" for p in arguments]
     return "\n".join([*lines, *map(_row, options), "", ""])
+
+
+def devices() -> str:
+    """Return the catalogue of hardware as a table."""
+    precisions = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
+    of_device = ["name", "generation", *precisions, "sustained", "power, W", "memory, GiB", "its GB/s"]
+    of_links = ["in a host, GB/s", "between hosts, Gbit/s", "host memory, GiB", "to it, GB/s", "sources"]
+    return table([*of_device, *of_links], [_device(device, precisions) for device in CATALOGUE.values()])
+
+
+def known_models() -> str:
+    """Return the models with published dimensions as a table by family."""
+    rows = []
+    for family in sorted({model.family for model in models()}):
+        own = [model for model in models() if model.family == family]
+        sources = dict.fromkeys(part for model in own for part in model.source.split("; "))
+        rows.append((family, ", ".join(f"`{model.name}`" for model in own), "; ".join(sources)))
+    return table(("family", "names", "dimensions from"), rows)
+
+
+def known_image_models() -> str:
+    """Return the image models with known shapes as a table by source."""
+    sources = dict.fromkeys(model.source for model in IMAGE_MODELS)
+    rows = [(", ".join(f"`{m.name}`" for m in IMAGE_MODELS if m.source == source), source) for source in sources]
+    return table(("names", "shapes from"), rows)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "<!-- every command -->": lambda: "\n".join(map(described, commands().values())),
+    "<!-- every device -->": devices,
+    "<!-- every known model -->": known_models,
+    "<!-- every known image model -->": known_image_models,
+}
+
+
+def _device(device: Accelerator, precisions: Sequence[str]) -> list[str]:
+    peaks = [f"{device.peak_flops[p] / 1e12:.5g}" if p in device.peak_flops else "" for p in precisions]
+    link = device.inside
+    inside = f"{link.bandwidth / 1e9:g}, {link.name}, {link.latency_s * 1e6:g} µs, {device.per_host} devices"
+    inside += f", {device.machine} to a machine" if device.machine else ""
+    inside += f", a torus of {device.torus} dimensions" if device.torus else ""
+    sources = "; ".join(
+        text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}"
+        for key, text in device.sources.items()
+        if text != HOP
+    )
+    return [
+        device.name,
+        device.generation,
+        *peaks,
+        f"{device.sustained:.2g}",
+        "" if device.power_w is None else f"{device.power_w:g}",
+        f"{device.memory_bytes / 2**30:g}",
+        f"{device.memory_bandwidth / 1e9:g}",
+        inside,
+        f"{device.network.bandwidth * 8 / 1e9:g}, {device.network.latency_s * 1e6:g} µs",
+        f"{device.host_memory_bytes / 2**30:g}",
+        f"{device.host_link.bandwidth / 1e9:g}, {device.host_link.name}",
+        sources,
+    ]
 
 
 def _row(option: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 from paceline.cli import commands
+from paceline.cluster.catalogue import CATALOGUE
 from paceline.cluster.cluster import Cluster
+from paceline.job.known import models
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import CODECS, RULES, CompressSpec
 
@@ -99,6 +102,20 @@ def test_every_link_leads_to_a_page_and_a_heading_of_it(page: Path) -> None:
         assert not heading or linked.suffix != ".md" or heading in headings(linked.read_text()) or "." in heading, (
             target
         )
+
+
+def test_the_generated_tables_have_every_device_and_every_known_model() -> None:
+    spec = importlib.util.spec_from_file_location("site_pages", DOCS / "site_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site_pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site_pages)
+    shown = [line.split(" | ")[0].removeprefix("| ") for line in site_pages.devices().splitlines()[2:]]
+    assert shown == list(CATALOGUE)
+    listed = site_pages.known_models()
+    assert [model.name for model in models() if f"`{model.name}`" not in listed] == []
+    texts = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    assert [marker for marker in site_pages.GENERATED if texts.count(marker) != 1] == []
 
 
 def test_every_rule_and_codec_has_its_place() -> None:

@@ -11,55 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.catalogue import CATALOGUE, HOP, Accelerator, at_power
+from paceline.cluster.catalogue import CATALOGUE, Accelerator, at_power
 from paceline.cluster.named import INSTANCES, accelerator, known
 from paceline.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "reference" / "hardware.md"
-PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
-HEAD = (
-    f"| name | generation | {' | '.join(PRECISIONS)} | sustained | power, W | memory, GiB | its GB/s | "
-    "in a host, GB/s | between hosts, Gbit/s | host memory, GiB | to it, GB/s | sources |\n"
-    f"|{'---|' * (len(PRECISIONS) + 11)}"
-)
-
-
-def row(device: Accelerator) -> str:
-    """As docs/reference/hardware.md has it."""
-    peaks = [f"{device.peak_flops[p] / 1e12:.5g}" if p in device.peak_flops else "" for p in PRECISIONS]
-    link = device.inside
-    inside = (
-        f"{link.bandwidth / 1e9:g}, {link.name}, {link.latency_s * 1e6:g} µs, {device.per_host} devices"
-        + (f", {device.machine} to a machine" if device.machine else "")
-        + (f", a torus of {device.torus} dimensions" if device.torus else "")
-    )
-    between = f"{device.network.bandwidth * 8 / 1e9:g}, {device.network.latency_s * 1e6:g} µs"
-    sources = "; ".join(
-        text if key == "all" else f"{key}: {text.removeprefix(f'{key}: ')}"
-        for key, text in device.sources.items()
-        if text != HOP
-    )
-    cells = (
-        device.name,
-        device.generation,
-        *peaks,
-        f"{device.sustained:.2g}",
-        "" if device.power_w is None else f"{device.power_w:g}",
-        f"{device.memory_bytes / 2**30:g}",
-        f"{device.memory_bandwidth / 1e9:g}",
-        inside,
-        between,
-        f"{device.host_memory_bytes / 2**30:g}",
-        f"{device.host_link.bandwidth / 1e9:g}, {device.host_link.name}",
-        sources,
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_table_in_the_documentation_is_the_catalogue() -> None:
-    table = "\n".join([HEAD, *map(row, CATALOGUE.values())])
-    assert table in DOCUMENT.read_text(), f"docs/reference/hardware.md is behind; its table is\n{table}"
 
 
 @pytest.mark.parametrize(

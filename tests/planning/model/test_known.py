@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 
 import pytest
 
@@ -148,31 +147,6 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         JobError, match=r'no dimensions of a model "lama-3.1-8b" are known. Did you mean "llama-3.1-8b"'
     ):
         job(name="lama-3.1-8b", seq=4096)
-
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
-
-
-def row(family: str) -> str:
-    """As docs/reference/models.md has it."""
-    own = [model for model in models() if model.family == family]
-    sources = "; ".join(dict.fromkeys(part for model in own for part in model.source.split("; ")))
-    return f"| {family} | {', '.join(f'`{model.name}`' for model in own)} | {sources} |"
-
-
-def test_the_page_of_known_models_is_that_of_the_catalogue() -> None:
-    rows = "\n".join(row(family) for family in sorted({model.family for model in models()}))
-    assert rows in DOCUMENT.read_text(), f"docs/reference/models.md is behind; its rows are\n{rows}"
-
-
-def image_row(source: str) -> str:
-    own = [model.name for model in IMAGE_MODELS if model.source == source]
-    return f"| {', '.join(f'`{name}`' for name in own)} | {source} |"
-
-
-def test_the_page_of_known_models_has_the_image_models() -> None:
-    rows = "\n".join(image_row(source) for source in dict.fromkeys(model.source for model in IMAGE_MODELS))
-    assert rows in DOCUMENT.read_text(), f"docs/reference/models.md is behind; its rows are\n{rows}"
 
 
 def built(name: str) -> ModelTrace:
