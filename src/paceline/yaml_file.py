@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, JsonValue
@@ -44,6 +44,24 @@ def read_yaml(file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions
     return _parse(_read_text(file, kind), file, kind)
 
 
+def parse_value(text: str) -> Any:
+    """Read one YAML value: a scalar, a list or a map.
+
+    Raises:
+        ValueError: the text is not YAML; says what is wrong.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is not None and (repeated := next(_repeated_keys(root, set()), None)):
+            raise ValueError(f'it has the key "{repeated[0].value}" twice')
+        return None if root is None else loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(error.problem or error.context) from None
+    except yaml.YAMLError as error:  # a character that YAML does not allow
+        raise ValueError(" ".join(str(error).split())) from None
+
+
 def to_yaml(values: dict[str, Any], *, flow: bool = False) -> str:
     """Plain values as YAML that `read_yaml` reads back to equal ones.
 
@@ -54,6 +72,13 @@ def to_yaml(values: dict[str, Any], *, flow: bool = False) -> str:
     return text
 
 
+class Positions(Protocol):
+    """Finds the place of a key, for messages."""
+
+    def place(self, path: KeyPath) -> tuple[int, str]:
+        """Line of a key (0 without one), and its place as text."""
+
+
 @dataclass(frozen=True)
 class YamlPositions:
     """Finds the line of a key in a parsed YAML file."""
@@ -61,7 +86,7 @@ class YamlPositions:
     file: Path
     root: yaml.MappingNode
 
-    def place(self, path: tuple[str | int, ...]) -> tuple[int, str]:
+    def place(self, path: KeyPath) -> tuple[int, str]:
         """Position of the deepest existing key on `path`: `(line, "examples/digits.yaml, line 7")`; line 0 for none."""
         line = 0
         node: yaml.Node = self.root
@@ -114,8 +139,11 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
             found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             wanted = f"a {kind.name} is a group of keys with values, such as {kind.example}"
             raise kind.error(f"{file}, line {_line(root)}: {wanted}, not {found}")
-        if repeated := "\n".join(f"{file}, {finding}" for finding in _repeated_keys(root, set())):
-            raise kind.error(repeated)
+        if repeated := [
+            f'{file}, line {_line(key)}: the key "{key.value}" is there already, in line {_line(first)}'
+            for key, first in _repeated_keys(root, set())
+        ]:
+            raise kind.error("\n".join(repeated))
         return loader.construct_document(root), YamlPositions(file, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -125,8 +153,11 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         raise kind.error(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[str]:
-    """YAML forbids a key twice; PyYAML keeps the last one without a word."""
+def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+    """Each key that is there twice, with the first of them.
+
+    YAML forbids a key twice; PyYAML keeps the last one without a word.
+    """
     if id(node) in seen:  # an alias of what was looked at already
         return
     seen.add(id(node))
@@ -134,10 +165,10 @@ def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[str]:
         for item in node.value:
             yield from _repeated_keys(item, seen)
     elif isinstance(node, yaml.MappingNode):
-        first: dict[str, yaml.Node] = {}
+        first: dict[str, yaml.ScalarNode] = {}
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
-                yield f'line {_line(key)}: the key "{key.value}" is there already, in line {_line(first[key.value])}'
+                yield key, first[key.value]
             yield from _repeated_keys(value, seen)
 
 
@@ -163,7 +194,7 @@ _Located: TypeAlias = tuple[KeyPath, type[BaseModel] | None, ErrorDetails]
 def explain(
     errors: Sequence[ErrorDetails],
     spec: type[BaseModel],
-    positions: YamlPositions | None = None,
+    positions: Positions | None = None,
     *,
     name: str,
     hints: Mapping[str, str] = {},
@@ -272,7 +303,7 @@ def _finding(details: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None
     if kind == "union_tag_not_found":
         kinds = [
             tag
-            for part in _specs(about.spec.model_fields[str(path[-1])].annotation)
+            for part in specs_of(about.spec.model_fields[str(path[-1])].annotation)
             for tag in get_args(part.model_fields["kind"].annotation)
         ]
         return f'{about.dotted(path)} needs the key "kind". {nearest("", kinds)}'
@@ -299,7 +330,7 @@ def _sections_with(key: str, spec: type[BaseModel]) -> list[str]:
     return [
         name
         for name, field in spec.model_fields.items()
-        if any(key in part.model_fields for part in _specs(field.annotation))
+        if any(key in part.model_fields for part in specs_of(field.annotation))
     ]
 
 
@@ -367,7 +398,13 @@ def _below(annotation: Any, part: str | int) -> tuple[type[BaseModel] | None, An
     return None, values[-1] if values and get_origin(annotation) is not Literal else None
 
 
-def _specs(annotation: Any) -> list[type[BaseModel]]:
+def annotation_below(annotation: Any, part: str | int) -> Any:
+    """Annotation of the value under a key or index; None if unknown."""
+    return next((found for member in _step(annotation).members if (found := _below(member, part)[1])), None)
+
+
+def specs_of(annotation: Any) -> list[type[BaseModel]]:
+    """The pydantic models that a value with this annotation may be."""
     return [m for m in _step(annotation).members if _is_spec(m)]
 
 

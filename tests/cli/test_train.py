@@ -109,6 +109,10 @@ def test_a_run_is_never_mixed_with_another(job: Path, tmp_path: Path) -> None:
     )
     assert run.job.stop.steps == 6, "the run keeps its own job"
 
+    write_job(job)
+    error = refused(job, "--set", "optimizer.lr=0.2", "--run", "first", "--resume", folder=tmp_path)
+    assert "optimizer.lr was 0.1, is 0.2" in error
+
 
 def test_a_port_in_use_is_named_with_who_uses_it(job: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
@@ -122,7 +126,8 @@ def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_s
     job: Path, tmp_path: Path
 ) -> None:
     """Piped output is plain lines; a failed start does not hide the run to be resumed."""
-    first = paceline("train", job, "--plan", "dp=1", folder=tmp_path)
+    words = ("train", job, "--plan", "dp=1", "--set", "optimizer.lr=3e-2")
+    first = paceline(*words, folder=tmp_path)
     assert first.code == 0
     assert first.says(
         "stopped      steps: 6 done",
@@ -135,9 +140,10 @@ def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_s
     assert "\x1b" not in first.out + first.err
     [run] = (tmp_path / "runs").iterdir()
     before = losses(run), checkpoints(run)
+    assert Run(run).job == Job.load(job, set={"optimizer.lr": 0.03}), "the run records the overridden job"
 
     Run.create(tmp_path / "runs" / "small-29991231-235959", Job.load(job), discover(), Plan())
-    again = paceline("train", job, "--plan", "dp=1", "--resume", folder=tmp_path)
+    again = paceline(*words, "--resume", folder=tmp_path)
     assert again.code == 0
     assert again.says("resumed at step 6", "stopped      steps: 6 done", f"runs/{run.name}")
     assert (losses(run), checkpoints(run)) == before

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import ClusterFile, Hosts, JobFile, start_on
+from paceline.cli.command import ClusterFile, Hosts, JobFile, SetKeys, load_job, start_on
 from paceline.errors import BatchError, PlanError
 from paceline.units import count, size
 
@@ -31,6 +31,7 @@ def command(
     plan: Annotated[
         str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')
     ] = None,
+    changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
     every: Annotated[
@@ -62,13 +63,12 @@ def command(
         warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.command import to_run_on
     from paceline.console import Console
-    from paceline.job.job import Job
 
     if (plan is None) == (every is None):
         raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
     if dry and plan is None:
         raise typer.BadParameter("--dry runs one plan: name it with --plan", param_hint="--dry")
-    console, what = Console(soft_wrap=True, highlight=False), Job.load(job)
+    console, what = Console(soft_wrap=True, highlight=False), load_job(job, changes)
     where = to_run_on(cluster)
     if plan == "auto":
         plan = _chosen(what, where, console)

@@ -20,6 +20,7 @@ from paceline.extensions import ExtensionPoint
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
+    from paceline.job.job import Job
 
 
 PANELS = ("Train", "Measure", "Plan", "Operate", "Federate")
@@ -95,6 +96,14 @@ P = ParamSpec("P")
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
+SetKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the job, e.g. optimizer.lr=3e-4 or 'stop={epochs: 2}'; may be repeated.",
+    ),
+]
 ClusterFile = Annotated[
     str | None,
     typer.Option(
@@ -119,13 +128,25 @@ def not_at_a_url(file: Path) -> Path:
     return file
 
 
-def job_file(named: str) -> str:
-    """The job file as named, or that of a run taken over."""
-    from paceline.elastic.hosts.hosts import current_hosts
+def load_job(named: str, changes: list[str] | None = None) -> Job:
+    """Load a job with its overridden keys.
 
-    hosts = current_hosts()
-    file = hosts.takeover.job_file if hosts and hosts.takeover else None
-    return named if file is None else str(file)
+    A run that is taken over from a lost host keeps the job that it recorded, overrides included.
+
+    Raises:
+        JobError: the file, or an override, is wrong.
+        StorageError: there is nothing at the URL, or it cannot be read.
+    """
+    from paceline.cluster.launch_engines import own_engine
+    from paceline.job.job import Job
+
+    if own_engine().hosts() is not None:  # most often there is one host, and then nothing more is imported
+        from paceline.elastic.hosts.hosts import current_hosts
+
+        hosts = current_hosts()
+        if hosts and hosts.takeover and hosts.takeover.job_file:
+            return Job.load(hosts.takeover.job_file)
+    return Job.load(named, set=changes or ())
 
 
 def start_on(hosts: str | None, cluster: str | None = None) -> None:

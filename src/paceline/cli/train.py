@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.command import EXIT_CODES, ClusterFile, Hosts, JobFile, job_file, start_on
+from paceline.cli.command import EXIT_CODES, ClusterFile, Hosts, JobFile, SetKeys, load_job, start_on
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
@@ -17,6 +17,7 @@ def command(
     plan: Annotated[
         str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')
     ] = "auto",
+    changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
     run: Annotated[
@@ -42,17 +43,15 @@ def command(
 ) -> None:
     """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
     start_on(hosts, cluster)
-    from paceline.cluster.launch_engines import is_rank, own_engine
+    from paceline.cluster.launch_engines import is_rank
     from paceline.elastic.forkserver import warm_up
     from paceline.rank_environment import own_rank
 
     if not is_rank():
         warm_up()  # it imports torch while this process imports what is left and reads the job
-    from paceline.job.job import Job
-
     try:
         # A mistake in the file is told before all else is imported.
-        what = Job.load(job if own_engine().hosts() is None else job_file(job))
+        what = load_job(job, changes)
         from paceline.cli.command import to_run_on
         from paceline.run.train import train
 

@@ -62,6 +62,13 @@ class _Data(Spec):
     collate: str | None = None  # import path of a function that makes a batch of a list of samples
     collate_held_out: str | None = None  # the same for the validation set; None: `collate`
 
+    @classmethod
+    def long_form(cls, value: Any) -> Any:
+        """Replace an import path, or the name of a kind, by its keys."""
+        if not isinstance(value, str):
+            return value
+        return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
+
     @field_validator(*_PATHS, mode="after", check_fields=False)
     @classmethod
     def _resolve(cls, value: Any, info: ValidationInfo) -> Any:
@@ -222,15 +229,9 @@ class Synthetic(_Data):
     vocab: int | None = Field(default=None, ge=2)
 
 
-def _expand_short_form(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
-
-
 DataSpec = Annotated[
     Annotated[Digits | Cifar10 | Images | Text | Arrays | Custom | Synthetic, Field(discriminator="kind")],
-    BeforeValidator(_expand_short_form),
+    BeforeValidator(_Data.long_form),
 ]
 
 

@@ -23,6 +23,7 @@ from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
 from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.overrides import Overrides, override
 from paceline.job.partition import PartitionSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import SpikeSpec, StopSpec
@@ -196,14 +197,18 @@ class Job(Spec):
         return {DATA_VERSIONS: json.dumps({**versions, self.model.weights: version})}
 
     @classmethod
-    def load(cls, file: str | Path) -> Job:
+    def load(cls, file: str | Path, *, set: Overrides = ()) -> Job:
         """Read a job from a YAML file or from the URL of one.
 
         Relative paths start at the file's own folder; in a job of an object store, at the current one.
 
+        Args:
+            set: keys to override before the job is checked: `{"optimizer.lr": 3e-4}`, or texts as after `--set`:
+                `["optimizer.lr=3e-4"]`.
+
         Raises:
-            JobError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
-                misspelled one.
+            JobError: the file cannot be read, or a key or value is wrong. Names the line or the override, and the
+                nearest key for a misspelled one.
             StorageError: there is nothing at the URL, or it cannot be read.
         """
         from paceline.yaml_file import FileKind, read_yaml
@@ -215,8 +220,23 @@ class Job(Spec):
 
             url = checked_url(file)
             file, base = fetched(url), Path.cwd() if local_path(url) is None else None
-        values, positions = read_yaml(file := Path(file), kind)
+        values, in_file = read_yaml(file := Path(file), kind)
+        values, positions = override(values, set, with_sections(cls), in_file)
         return cls.model_validate(values, context={"base": base or file.parent.resolve(), "positions": positions})
+
+    def replace(self, changes: Overrides) -> Job:
+        """Return a copy of this job with some keys set to other values.
+
+        Args:
+            changes: values by dotted keys, as `load` takes them: `{"optimizer.lr": 3e-4, "stop.epochs": 2}`. Relative
+                paths start at the current directory.
+
+        Raises:
+            JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
+        """
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        values, positions = override(values, changes, with_sections(type(self)))
+        return type(self).model_validate(values, context={"positions": positions})
 
     def to_yaml(self) -> str:
         """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""

@@ -37,6 +37,11 @@ class Spec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, value: Any) -> Any:
+        return cls.long_form(value)
+
+    @classmethod
+    def long_form(cls, value: Any) -> Any:
+        """Replace a bare string by its keys; return other values unchanged."""
         return {cls.short: value} if cls.short and isinstance(value, str) else value
 
 

@@ -1,0 +1,145 @@
+"""Overrides of a job's keys: `optimizer.lr=3e-4`, as `--set` and `Job.load(…, set=…)` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel
+
+from paceline.errors import JobError
+from paceline.job.spec import Spec
+from paceline.yaml_file import KeyPath, Positions, annotation_below, parse_value, specs_of
+
+# `KEY=VALUE` texts as on the command line, or values by their dotted keys
+Overrides: TypeAlias = Mapping[str, Any] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class OverriddenPositions:
+    """Places of keys where some were overridden.
+
+    Attributes:
+        labels: by the path of an override: its place as text, e.g. `--set optimizer.lr`.
+        file: places of the other keys; None if they come from no file.
+    """
+
+    labels: Mapping[KeyPath, str]
+    file: Positions | None = None
+
+    def place(self, path: KeyPath) -> tuple[int, str]:
+        """Place of the override of a key or its parts.
+
+        A key without one has its place in the file.
+        """
+        above = [label for own, label in self.labels.items() if path[: len(own)] == own]
+        below = [label for own, label in self.labels.items() if path and own[: len(path)] == path]
+        if found := above[-1:] or below:
+            return 0, ", ".join(found)
+        return self.file.place(path) if self.file else (0, "")
+
+
+def override(
+    values: Mapping[str, Any], changes: Overrides, spec: type[BaseModel], positions: Positions | None = None
+) -> tuple[dict[str, Any], OverriddenPositions]:
+    """Set keys of a job that is still plain values.
+
+    A part in its short form takes keys as in its long form: `optimizer: adamw` with `optimizer.lr=0.1` is
+    `{name: adamw, lr: 0.1}`.
+
+    Args:
+        values: the job, as read from a file; left as they are.
+        changes: `["optimizer.lr=3e-4"]`, whose values are YAML, or `{"optimizer.lr": 3e-4}`.
+        spec: class of the whole job.
+        positions: places of the keys in `values`.
+
+    Returns:
+        The changed values, and the places of their keys for messages.
+
+    Raises:
+        JobError: a change is not KEY=VALUE, is not YAML, leads through something without such a key, or undoes
+            an earlier one. Names every one.
+    """
+    if isinstance(changes, str):
+        changes = [changes]
+    changed = deepcopy(dict(values))
+    labels: dict[KeyPath, str] = {}
+    wrong = []
+    for change in changes.items() if isinstance(changes, Mapping) else changes:
+        try:
+            label, key, value = _parsed(change)
+            path = _set(changed, key, value, spec, label)
+            if path in labels:
+                raise JobError(f"{label}: this key is set twice. Leave one of them out")
+            if undone := [other for own, other in labels.items() if own[: len(path)] == path]:
+                raise JobError(f"{label}: this replaces {', '.join(undone)}. Leave one of them out")
+            labels[path] = label
+        except JobError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise JobError("\n".join(wrong))
+    return changed, OverriddenPositions(labels, positions)
+
+
+def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
+    """Label for messages, dotted key and value of a change."""
+    if not isinstance(change, str):
+        key, value = change
+        return f"set {key}", key, value
+    key, equals, text = change.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise JobError(f"--set {change}: name a key of the job and its value as KEY=VALUE, e.g. optimizer.lr=3e-4")
+    if not text.strip():
+        raise JobError(f'--set {key}: there is no value after "="; write null for none, or "" for an empty text')
+    try:
+        return f"--set {key}", key, parse_value(text)
+    except ValueError as error:
+        raise JobError(f"--set {key}: {text!r} is not a YAML value: {error}") from None
+
+
+def _set(values: dict[str, Any], key: str, value: Any, spec: type[BaseModel], label: str) -> KeyPath:
+    """Set the value of a dotted key in place; return the key's path."""
+    *above, last = key.split(".")
+    container: Any = values
+    annotation: Any = spec
+    path: list[str | int] = []
+    for part in above:
+        place = _place_in(container, part, path, label)
+        annotation = annotation_below(annotation, place)
+        below = container.get(place) if isinstance(container, dict) else container[place]
+        if below is None:
+            below = {}
+        elif isinstance(below, str):
+            below = _long_form(below, annotation)
+        container[place] = container = below
+        path.append(place)
+    place = _place_in(container, last, path, label)
+    container[place] = value
+    return (*path, place)
+
+
+def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) -> str | int:
+    """The key or index in a container that a part of a dotted key names."""
+    if not part:
+        raise JobError(f"{label}: a key has no empty part; keys are joined by single dots, e.g. optimizer.lr")
+    if isinstance(container, dict):
+        return part
+    where = ".".join(map(str, path))
+    if not isinstance(container, list):
+        raise JobError(f"{label}: {where} is {container!r}, which has no keys")
+    if not (part.isascii() and part.isdecimal()):
+        raise JobError(f"{label}: {where} is a list; name an entry by its number, e.g. {where}.0")
+    if int(part) >= len(container):
+        raise JobError(
+            f"{label}: {where} has no entry {part}; it has {len(container)}, counted from 0. To add one, set the "
+            "whole list"
+        )
+    return int(part)
+
+
+def _long_form(text: str, annotation: Any) -> Any:
+    specs = [spec for spec in specs_of(annotation) if issubclass(spec, Spec)]
+    return specs[0].long_form(text) if specs else text
