@@ -1,6 +1,6 @@
 """Seeded chaos runs over jobs, plans and transports: how many held every promise.
 
-    python benchmarks/chaos_runs.py [--json] [--runs N] [--results FILE] [--cases NAMES] [--first SEED] [--at-once N]
+    python benchmarks/chaos_runs.py [--json] [--runs N] [--out FILE] [--cases NAMES] [--first SEED] [--at-once N]
 
 Each run is one `paceline chaos` with a seed of its own: a job of a few hundred short steps, on ranks of this machine or
 (as root) on emulated hosts, under faults of the kinds that its case names. Two go side by side. What came of each is
@@ -118,13 +118,15 @@ def main() -> None:
     """Run what is still to be run, and print what came of all."""
     parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=300, help="in all, those of the file among them")
-    parser.add_argument("--results", type=Path, default=Path("chaos-runs.jsonl"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("chaos-runs.jsonl"), help="results; a file that exists goes on"
+    )
     parser.add_argument("--cases", default=",".join(CASES), help="in turn")
     parser.add_argument("--first", type=int, default=1, help="seed")
     parser.add_argument("--at-once", type=int, default=2, help="runs side by side")
     asked = parser.parse_args()
     names = [name for name in asked.cases.split(",") if os.geteuid() == 0 or not CASES[name].hosts]
-    results = Results(asked.results.absolute())
+    results = Results(asked.out.absolute())
     results.read()
     done = {(line["case"], line["seed"]) for line in results.lines}
     wanted = [(names[i % len(names)], asked.first + i) for i in range(asked.runs)]
@@ -166,7 +168,7 @@ def run(name: str, seed: int, folder: Path, broken: Path) -> dict[str, Any]:
         "--count",
         str(case.faults),
     ]
-    words += ["--hosts", str(case.hosts)] if case.hosts else []
+    words += ["--emulate", str(case.hosts)] if case.hosts else []
     words += [
         "--count",
         str(case.faults),
@@ -174,7 +176,7 @@ def run(name: str, seed: int, folder: Path, broken: Path) -> dict[str, Any]:
         str(seed),
         "--tries",
         "0",
-        "--folder",
+        "--out",
         str(place / "runs"),
         "--json",
     ]

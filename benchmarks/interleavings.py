@@ -1,11 +1,11 @@
 """Random interleavings of losses, messages and steps, played against the recovery protocol in virtual time.
 
-    python benchmarks/interleavings.py [--json] [--millions N] [--minutes N] [--seed N] [--processes N] [--results FILE]
+    python benchmarks/interleavings.py [--json] [--millions N] [--minutes N] [--seed N] [--processes N] [--out FILE]
 
 Each plays 30 to 300 random events, most often few, in a world of 1 to 4 replicas, of 1 to 3 processes each
 (`membership_world.py`), then lets the processes settle. After each event all ranks of one step must have the same
 model, made of every step once; no step may be lost that a living replica took; in the end all that can train do.
-Figures, of this start and of those before it that `--results` knows, while the protocol is the same:
+Figures, of this start and of those before it that `--out` knows, while the protocol is the same:
 - `interleavings`: how many were played, `events` and `events_per_second` of all processes together.
 - `violations`: how many broke a promise. Each is shown with its seed, and `--seed` plays that one again.
 """
@@ -47,7 +47,7 @@ def main() -> None:
     if options.seed is not None:
         print(f"seed {options.seed}: {play(options.seed)} events, all promises held")
         return
-    so_far = Played.read(options.results)
+    so_far = Played.read(options.out)
     seconds_before, began = so_far.seconds, time.monotonic()
     wanted = round(options.millions * 1e6) - so_far.interleavings
     for number, of_them, wrong in found(so_far.interleavings, wanted, options.minutes, options.processes):
@@ -55,7 +55,7 @@ def main() -> None:
         so_far.events += of_them
         so_far.violations += [seed for seed, _ in wrong]
         so_far.seconds = seconds_before + time.monotonic() - began
-        so_far.write(options.results)
+        so_far.write(options.out)
         for seed, what in wrong[: max(0, SHOWN - len(so_far.violations) + len(wrong))]:
             print(f"seed {seed}: {what}", flush=True)
         if so_far.interleavings % 100_000 < PACKAGE:
@@ -168,7 +168,7 @@ def _options() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--millions", type=float, default=10.0, help="of interleavings; 10 unless told")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="that it takes at most")
-    parser.add_argument("--results", type=Path, help="a file to go on from, as an earlier start has left it")
+    parser.add_argument("--out", type=Path, help="a file to go on from, as an earlier start has left it")
     parser.add_argument("--seed", type=int, help="play one alone")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """A long run under faults: do its memory, processes, descriptors, threads and files grow?
 
-    python benchmarks/long_run.py [--json] [--minutes N] [--hosts N] [--seed N] [--folder DIR]
+    python benchmarks/long_run.py [--json] [--minutes N] [--emulate N] [--seed N] [--out DIR]
 
 A job of short steps that wait for their data trains for 30 minutes as four replicas on this machine, or (as root) on
 emulated hosts. A fault comes every 10 s: ranks, hosts and links, by `paceline chaos`, but never the command itself,
@@ -48,13 +48,15 @@ def main() -> None:
     """Run, and show what came of it."""
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the run, where nothing happens")
-    parser.add_argument("--hosts", type=int, default=0, help="emulated ones, a replica each; needs root")
+    parser.add_argument(
+        "--emulate", type=int, default=0, help="number of emulated hosts, one replica on each; needs root"
+    )
     parser.add_argument("--seed", type=int, default=1, help="draws the faults")
-    parser.add_argument("--folder", type=Path, help="where runs are kept; a temporary one otherwise")
+    parser.add_argument("--out", type=Path, help="directory of the runs (default: a temporary one)")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         begin = time.monotonic()
-        found = run(asked.minutes, asked.hosts, asked.seed, asked.folder or Path(temporary))
+        found = run(asked.minutes, asked.emulate, asked.seed, asked.out or Path(temporary))
         minutes = (time.monotonic() - begin) / 60
     show(found, Console(highlight=False, markup=False))
     print(f"{minutes:.1f} minutes with undisturbed runs; {environment_line()}")

@@ -3,7 +3,7 @@
 Step time and peak memory, all predicted before any is measured.
 
     python benchmarks/planner_local.py [--json] [--only MODEL] [--quick] [--detail]
-                                       [--plot FILE.html] [--save FILE] [--load FILE]
+                                       [--out FILE.html]
 
 Four models under plans for one worker, two, and two emulated hosts (needs root): dp, fsdp, tp and pp, microbatches,
 remat, precision, transports. Each job is calibrated once, which takes some seconds; then all plans are predicted; then
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="MODEL", choices=list(JOBS), help=f"one of {', '.join(JOBS)}")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--detail", action="store_true", help="predicted and measured parts of each step")
-    parser.add_argument("--plot", metavar="FILE.html", type=Path, help="write a picture of predicted against measured")
+    parser.add_argument("--out", metavar="FILE.html", type=Path, help="write a picture of predicted against measured")
     parser.add_argument("--save", metavar="FILE.json", type=Path, help="keep what was calibrated and measured")
     parser.add_argument("--load", metavar="FILE.json", type=Path, help="predict what was measured then")
     arguments = parser.parse_args()
@@ -128,8 +128,8 @@ def main() -> None:
     found = figures(done) | {"calibration_s": calibration_s}
     print("\n".join(f"{name:22} {value:.4g}" for name, value in found.items()))
     print(environment_line())
-    if arguments.plot:
-        plot(done, arguments.plot)
+    if arguments.out:
+        plot(done, arguments.out)
     if arguments.json:
         print_figures({name: round(value, 5) for name, value in found.items()})
 

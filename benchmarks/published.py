@@ -2,7 +2,7 @@
 
 How far off, and how good is its choice?
 
-    python benchmarks/published.py [--tables DIR] [--plot FILE] [--rows] [--json]
+    python benchmarks/published.py [--tables DIR] [--out FILE] [--rows] [--json]
 
 Every usable row of every table counts, and is predicted twice. *Calibrated*: corrected as `paceline plan
 --calibrate-on` does, by the tenth of the table's rows that are set aside for that and not scored: a factor for its
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     aside = set_aside(rows)
     predicted = predict(rows, aside)
     _print(predicted, skipped, [row for row in rows if row.place in aside], options.rows)
-    if options.plot:
-        _plot(options.plot, predicted)
-        print(f"\npredicted against measured: {options.plot}")
+    if options.out:
+        _plot(options.out, predicted)
+        print(f"\npredicted against measured: {options.out}")
     if options.json:
         found = figures(predicted, skipped)
         print(json.dumps({"figures": found, "environment": {"machine": environment_line()}}, default=float))
@@ -160,7 +160,7 @@ def _memory_gib(row: Row, ours: Prediction) -> float:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--tables", type=Path, default=TABLES, help="a folder of tables (*.csv) in the same columns")
-    parser.add_argument("--plot", type=Path, help="write the picture predicted against measured there (an HTML page)")
+    parser.add_argument("--out", type=Path, help="write the picture predicted against measured there (an HTML page)")
     parser.add_argument("--rows", action="store_true", help="print every row")
     return parser.parse_args(arguments)
 

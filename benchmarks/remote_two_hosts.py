@@ -151,7 +151,7 @@ def remote_modules(key: Path, steps: int) -> tuple[list[float], list[float]]:
     with Emulation(Emulate(hosts=2)) as emulation, ExitStack() as held:
         first, second = emulation.hosts
         where = f"{second.address}:{PORT}"
-        serve = ["-m", "paceline", "serve", f"{FILE}:Second", "--at", where, "--key", str(key)]
+        serve = ["-m", "paceline", "serve", f"{FILE}:Second", "--listen", where, "--key", str(key)]
         command = ["nsenter", f"--net={second.namespace}", sys.executable, *serve]
         server = held.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
         held.callback(server.terminate)

@@ -3,7 +3,7 @@
 Paceline's sync rules beside PyTorch's DistributedDataParallel (DDP), on emulated hosts.
 
     python benchmarks/slow_network.py [--json] [--rates 25mbit,100mbit,1gbit,loopback] [--rules "bf16;int8;…"]
-                                      [--page FILE.html]
+                                      [--out FILE.html]
 
 A GPT of 3.3 million parameters learns real text byte by byte (Python's language reference, which comes with Python). 4
 hosts with one rank of one thread each, 4 x 128 bytes a rank and step, AdamW at one learning rate for all. Needs root;
@@ -107,7 +107,7 @@ def main() -> None:
         "--rates", default=",".join(RATES), help="of the links, each way; loopback is this machine as it is"
     )
     parser.add_argument("--rules", default=";".join(RULES), help=f"which: {'; '.join(RULES)}")
-    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write the tables as a page with pictures")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="write the tables as a page with pictures")
     arguments = parser.parse_args()
     rates, rules = arguments.rates.split(","), arguments.rules.split(";")
     if unknown := [rule for rule in rules if rule not in RULES]:
@@ -116,8 +116,8 @@ def main() -> None:
         found = Comparison.made(Path(folder), rates, rules)
     print("\n".join(found.lines()))
     print(environment_line())
-    if arguments.page is not None:
-        print(f"page: {write_rules_page(found.page(), arguments.page)}")
+    if arguments.out is not None:
+        print(f"page: {write_rules_page(found.page(), arguments.out)}")
     if arguments.json:
         print_figures({k: round(v, 4) for k, v in found.figures().items()})
 

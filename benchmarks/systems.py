@@ -1,7 +1,7 @@
 """Every system of the field on the same works, on one host and on emulated hosts.
 
     python benchmarks/systems.py [--json] [--works cnn,gpt] [--settings one-host,1gbit] [--systems all] [--repeat 3]
-                                 [--keep DIR]
+                                 [--out DIR]
 
 Each comparison is `paceline bench --systems`: the same job, weights, order of batches, threads and precision; losses
 are compared with those of one process before anything is timed; runs are interleaved. paceline trains by the plan that
@@ -95,10 +95,10 @@ def main() -> None:
     parser.add_argument("--settings", default=",".join(SETTINGS), help="in these settings alone")
     parser.add_argument("--systems", default="", help="these systems instead of those of the setting")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--keep", type=Path, help="folder for the pages")
+    parser.add_argument("--out", type=Path, help="folder for the pages")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="paceline-systems-") as scratch:
-        found = dict(comparisons(arguments, arguments.keep or Path(scratch)))
+        found = dict(comparisons(arguments, arguments.out or Path(scratch)))
     print(environment_line())
     if arguments.json:
         print_figures(figures(found))

@@ -10,4 +10,4 @@ def hello(name: str) -> None:
     typer.echo(f"Hello, {name}.")
 
 
-COMMAND = Command(hello, "Operate", example="paceline hello Ada")
+COMMAND = Command(hello, "Applications", example="paceline hello Ada")

@@ -18,7 +18,7 @@ def serving(names: Sequence[str], what: Sequence[str]) -> Iterator[None]:
     """Start a process for each name that serves these import paths, and connect to it."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         for name in names:
-            command = [sys.executable, "-m", "paceline", "serve", *what, "--at", str(Path(folder) / name)]
+            command = [sys.executable, "-m", "paceline", "serve", *what, "--listen", str(Path(folder) / name)]
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
             stack.callback(process.wait)
             stack.callback(process.terminate)

@@ -13,17 +13,10 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
     from paceline.run.record.run import Run
 
-_SIMULATE = "Example: paceline federate simulate examples/federated.yaml --clients 1000"
-_DEPLOY = "Example: paceline federate deploy examples/federated.yaml app --superlink 192.168.1.20:8000"
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+_SIMULATE = "paceline federate simulate examples/federated.yaml --clients 1000"
+_DEPLOY = "paceline federate deploy examples/federated.yaml app --superlink 192.168.1.20:8000"
 
 
-@app.callback(epilog=_SIMULATE)
-def about() -> None:
-    """Train a job with clients that keep their data to themselves."""
-
-
-@app.command("simulate", epilog=_SIMULATE)
 def simulate(
     job: JobFile,
     clients: Annotated[
@@ -57,7 +50,6 @@ def simulate(
         raise typer.Exit(EXIT_CODES.get(end["reason"], 1))
 
 
-@app.command("deploy", epilog=_DEPLOY)
 def deploy(
     job: JobFile,
     folder: Annotated[Path, typer.Argument(metavar="APP", help="New folder for the Flower app.")],
@@ -150,4 +142,9 @@ def summary(run: Run) -> str:
     return "\n".join(lines)
 
 
-COMMAND = Command(app, "Federate")
+COMMAND = Command(
+    "Train a job with clients that keep their data to themselves.",
+    "Applications",
+    _SIMULATE,
+    commands={"simulate": Command(simulate, example=_SIMULATE), "deploy": Command(deploy, example=_DEPLOY)},
+)

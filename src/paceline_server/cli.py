@@ -1,4 +1,4 @@
-"""`paceline serve IMPORT_PATH… --at ADDRESS:PORT|PATH`"""
+"""`paceline serve IMPORT_PATH… --listen ADDRESS:PORT|PATH`"""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def command(
     what: Annotated[
         list[str], typer.Argument(metavar="WHAT…", help="What clients may use: pkg.mod:name or file.py:name.")
     ],
-    at: Annotated[str, typer.Option("--at", metavar="WHERE", help="ADDRESS:PORT, or the path of a new Unix socket.")],
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="WHERE", help="ADDRESS:PORT, or the path of a new Unix socket.")
+    ],
     key: Annotated[
         Path | None,
         typer.Option(
@@ -38,7 +40,7 @@ def command(
     from paceline_server.client import place_of
     from paceline_server.modules.serve import serve
 
-    place = place_of(at)
+    place = place_of(listen)
     run_key = None
     if not isinstance(place, Path):
         run_key = read_key(key) if key else own_key() or read_key(default_key_file())
@@ -50,4 +52,4 @@ def command(
         typer.echo(f"connections closed because they did not prove the run's key: {serving.unauthenticated}")
 
 
-COMMAND = Command(command, "Operate", "paceline serve ranking.py:Table --at 10.0.0.2:7000 --key run.key")
+COMMAND = Command(command, "Applications", "paceline serve ranking.py:Table --listen 10.0.0.2:7000 --key run.key")

@@ -29,7 +29,7 @@ def test_some_thousand_interleavings_break_no_promise() -> None:
 @pytest.mark.slow
 def test_a_later_start_goes_on_where_the_one_before_has_ended(tmp_path: Path) -> None:
     results = tmp_path / "played.json"
-    command = [sys.executable, str(BENCHMARK), "--processes", "2", "--results", str(results), "--millions"]
+    command = [sys.executable, str(BENCHMARK), "--processes", "2", "--out", str(results), "--millions"]
     subprocess.run([*command, "0.004"], capture_output=True, check=True)
     before = json.loads(results.read_text())
     subprocess.run([*command, "0.008"], capture_output=True, check=True)

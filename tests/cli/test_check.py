@@ -1,4 +1,4 @@
-"""`paceline check --dry`.
+"""`paceline check --dry-run`.
 
 Any machine says of ranks that are not there what each would hold, or why the plan cannot run.
 """
@@ -21,7 +21,7 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
     data = {"kind": "synthetic", "samples": 256, "shape": [16], "vocab": 64, "held_out": 0}
     file = write_job(tmp_path / "job.yaml", model=model, data=data, optimizer="adamw", global_batch=128)
 
-    outcome = paceline("check", file, "--dry", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path)
+    outcome = paceline("check", file, "--dry-run", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.says(
         "blocks.*.attention.query_key_value (2 of them): column", "parameters  gradients  optimizer", "sent: tp"
@@ -35,7 +35,7 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
         last,
     ), last
 
-    outcome = paceline("check", file, "--dry", "--plan", "dp=16 fsdp=8 tp=3", folder=tmp_path)
+    outcome = paceline("check", file, "--dry-run", "--plan", "dp=16 fsdp=8 tp=3", folder=tmp_path)
     assert outcome.code == 1
     assert outcome.says("attention heads (8) by 3", "Nearest plan that works: ", "plan dp=16 fsdp=8 tp=3 cannot run")
 
@@ -44,7 +44,7 @@ def test_a_plan_of_1024_ranks_is_run_dry_or_refused(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_a_llama_of_70_billion_parameters_is_run_dry_without_memory_for_it(tmp_path: Path) -> None:
     job = EXAMPLES / "large" / "llama_70b.yaml"
-    with started("paceline", "check", job, "--dry", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path) as process:
+    with started("paceline", "check", job, "--dry-run", "--plan", "dp=16 fsdp=8 tp=8", folder=tmp_path) as process:
         outcome = ended(process, deadline_s=1000)
     assert outcome.code == 0, outcome.err
     last = outcome.out.splitlines()[-1]
@@ -77,9 +77,9 @@ def test_ctrl_c_ends_a_check_without_a_traceback(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_wants_one_plan(tmp_path: Path) -> None:
-    outcome = paceline("check", "job.yaml", "--dry", "--all", "2", folder=tmp_path)
+    outcome = paceline("check", "job.yaml", "--dry-run", "--all", folder=tmp_path)
     assert outcome.code == 2
-    assert "--dry runs one plan" in outcome.err
+    assert "--dry-run" in outcome.err
 
 
 def test_a_plan_that_is_meant_to_differ_is_said_to_be(tmp_path: Path) -> None:
@@ -104,7 +104,9 @@ def test_a_plan_that_ranks_refuse_is_counted_as_refused_and_fails_nothing(tmp_pa
         "    return F.cross_entropy(output, target) + (output.mean(0) ** 2).sum()\n"
     )
     write_job(tmp_path / "job.yaml", loss="own.py:compared")
-    with started("paceline", "check", "job.yaml", "--all", "2", "--steps", "1", folder=tmp_path) as process:
+    with started(
+        "paceline", "check", "job.yaml", "--all", "--max-ranks", "2", "--steps", "1", folder=tmp_path
+    ) as process:
         outcome = ended(process, deadline_s=280)
     assert outcome.code == 0, outcome.out + outcome.err
     assert outcome.says("refused  dp=2: the loss compared is not the mean over its samples", "are refused")

@@ -14,10 +14,10 @@ from handmade_live import begun_run
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["mine", "--at", "0.0.0.0:8000"], "ssh -L 8000:127.0.0.1:8000"),
-        (["mine", "--at", "10.0.0.2:8000"], "not encrypted"),
-        (["mine", "--at", "page.sock"], "127.0.0.1:PORT"),
-        (["mine", "--at", "127.0.0.1:70000"], "127.0.0.1:PORT"),
+        (["mine", "--listen", "0.0.0.0:8000"], "ssh -L 8000:127.0.0.1:8000"),
+        (["mine", "--listen", "10.0.0.2:8000"], "not encrypted"),
+        (["mine", "--listen", "page.sock"], "127.0.0.1:PORT"),
+        (["mine", "--listen", "127.0.0.1:70000"], "127.0.0.1:PORT"),
         (["nothing"], "nothing is not a run directory"),
         (["s3://bucket/mine"], "only directories can be watched"),
     ],

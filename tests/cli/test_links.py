@@ -18,7 +18,7 @@ from paceline.run.links import COLLECTIVES, algorithms_of, ranks_of, transports_
 
 
 def test_every_collective_is_measured_and_checked_on_this_machine(tmp_path: Path) -> None:
-    arguments = ["--transports", "gloo,shm", "--sizes", "1KiB,1 MiB", "--plot", tmp_path / "links.html", "--json"]
+    arguments = ["--transports", "gloo,shm", "--sizes", "1KiB,1 MiB", "--out", tmp_path / "links.html", "--json"]
     shown = paceline("links", *arguments, folder=tmp_path)
     assert shown.code == 0, shown.err
     assert shown.says(

@@ -127,6 +127,7 @@ COMMANDS = (
     "report",
     "submit",
     "runs",
+    "logs",
     "scale",
     "cancel",
     "dashboard",

@@ -62,16 +62,16 @@ def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch, *, end: str = "Complete
     ("arguments", "told"),
     [
         (["--on", "slrum"], 'Did you mean "slurm"'),
-        (["--on", "slurm", "--hosts", "0"], "--hosts 0"),
+        (["--on", "slurm", "--num-hosts", "0"], "--num-hosts 0"),
         (["--on", "slurm", "--time", "1:30"], "90m, 1h30m or 2d"),
         (["--on", "sky", "--time", "1h"], "no time limit"),
-        (["--on", "slurm", "--set", "partiton=a"], 'Did you mean "partition"'),
+        (["--on", "slurm", "--scheduler-option", "partiton=a"], 'Did you mean "partition"'),
         (["--on", "slurm", "--plan", "dq=2"], "dq"),
         (["--on", "ray"], "RAY_ADDRESS"),
-        (["--on", "ray", "--set", "address=http://a:1", "--set", "cpus=two"], "whole number"),
+        (["--on", "ray", "--scheduler-option", "address=http://a:1", "--scheduler-option", "cpus=two"], "whole number"),
         (["--on", "sky"], "--run s3://bucket/run"),
-        (["--on", "sky", "--run", "s3://a/b", "--set", "spot=maybe"], "yes or no"),
-        (["--on", "kubernetes", "--dry"], "--set image"),
+        (["--on", "sky", "--run", "s3://a/b", "--scheduler-option", "spot=maybe"], "yes or no"),
+        (["--on", "kubernetes", "--dry-run"], "--scheduler-option image"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -92,8 +92,8 @@ def test_a_job_file_that_is_missing_or_wrong_is_told_before_any_scheduler_is_ask
     ("arguments", "program"),
     [
         (["--on", "slurm"], "sbatch"),
-        (["--on", "ray", "--set", "address=http://a:1"], "ray"),
-        (["--on", "kubernetes", "--run", "s3://a/b", "--set", "image=a"], "kubectl"),
+        (["--on", "ray", "--scheduler-option", "address=http://a:1"], "ray"),
+        (["--on", "kubernetes", "--run", "s3://a/b", "--scheduler-option", "image=a"], "kubectl"),
         (["--on", "sky", "--run", "s3://a/b"], "sky"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -107,7 +107,9 @@ def test_a_scheduler_that_is_not_there_is_told_with_what_to_do_and_no_key_stays(
 
 
 def test_dry_shows_the_script_and_submits_nothing(here: Path) -> None:
-    shown = paceline("submit", "job.yaml", "--on", "slurm", "--hosts", "4", "--time", "1h", "--dry", folder=here)
+    shown = paceline(
+        "submit", "job.yaml", "--on", "slurm", "--num-hosts", "4", "--time", "1h", "--dry-run", folder=here
+    )
     assert shown.code == 0
     assert shown.says(
         "#SBATCH --nodes=4", "#SBATCH --time=60", f"train {here}/job.yaml", "--resume", "scontrol requeue"
@@ -116,7 +118,17 @@ def test_dry_shows_the_script_and_submits_nothing(here: Path) -> None:
 
 
 def test_dry_shows_a_sky_task_without_a_secret(here: Path) -> None:
-    arguments = ["--hosts", "2", "--run", "s3://a/b", "--set", "accelerators=H100:8", "--set", "spot=yes", "--dry"]
+    arguments = [
+        "--num-hosts",
+        "2",
+        "--run",
+        "s3://a/b",
+        "--scheduler-option",
+        "accelerators=H100:8",
+        "--scheduler-option",
+        "spot=yes",
+        "--dry-run",
+    ]
     task = yaml.safe_load(paceline("submit", "job.yaml", "--on", "sky", *arguments, folder=here).out)
     assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": "H100:8", "use_spot": True})
     assert task["secrets"] == {"PACELINE_KEY": None}
@@ -124,15 +136,25 @@ def test_dry_shows_a_sky_task_without_a_secret(here: Path) -> None:
 
 
 def test_dry_shows_the_command_for_ray(here: Path) -> None:
-    arguments = ["--hosts", "2", "--set", "address=http://a:1", "--set", "gpus=8", "--dry"]
+    arguments = [
+        "--num-hosts",
+        "2",
+        "--scheduler-option",
+        "address=http://a:1",
+        "--scheduler-option",
+        "gpus=8",
+        "--dry-run",
+    ]
     shown = paceline("submit", "job.yaml", "--on", "ray", *arguments, folder=here)
-    assert shown.says("ray job submit --address http://a:1", "--hosts 2 --gpus 8 -- train", "RAY_JOB_STOP_WAIT_TIME_S")
+    assert shown.says(
+        "ray job submit --address http://a:1", "--num-hosts 2 --gpus 8 -- train", "RAY_JOB_STOP_WAIT_TIME_S"
+    )
 
 
 def test_a_run_on_kubernetes_is_created_followed_and_remembered(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl(here, monkeypatch, versions="batch/v1 jobset.x-k8s.io/v1alpha2")
-    options = ["--run", "s3://a/b", "--set", "image=a", "--set", "namespace=team"]
-    shown = paceline("submit", "job.yaml", "--on", "kubernetes", "--hosts", "2", *options, folder=here)
+    options = ["--run", "s3://a/b", "--scheduler-option", "image=a", "--scheduler-option", "namespace=team"]
+    shown = paceline("submit", "job.yaml", "--on", "kubernetes", "--num-hosts", "2", *options, folder=here)
     assert shown.code == 0, shown.err
     assert shown.says("submitted small-", "jobset/small-", "step 1 of 6", "is done, exit code 0, run s3://a/b")
     secret, job_set = yaml.safe_load_all((here / "created").read_text())
@@ -151,7 +173,7 @@ def test_a_run_on_kubernetes_is_created_followed_and_remembered(here: Path, monk
 
 def test_the_exit_code_is_that_of_the_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl(here, monkeypatch, end="Failed")
-    options = ["--run", "s3://a/b", "--set", "image=a"]
+    options = ["--run", "s3://a/b", "--scheduler-option", "image=a"]
     shown = paceline("submit", "job.yaml", "--on", "kubernetes", *options, folder=here)
     assert shown.code == 1
     assert shown.says("is failed")
@@ -160,7 +182,7 @@ def test_the_exit_code_is_that_of_the_run(here: Path, monkeypatch: pytest.Monkey
 
 def test_a_run_is_cancelled_by_the_label_of_all_its_objects(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl(here, monkeypatch)
-    options = ["--run", "s3://a/b", "--set", "image=a", "--detach"]
+    options = ["--run", "s3://a/b", "--scheduler-option", "image=a", "--detach"]
     assert paceline("submit", "job.yaml", "--on", "kubernetes", *options, folder=here).code == 0
     [record] = here.glob("home/submitted/*.json")
     assert paceline("cancel", record.stem, folder=here).says("was told to end", "--run s3://a/b")
@@ -170,10 +192,10 @@ def test_a_run_is_cancelled_by_the_label_of_all_its_objects(here: Path, monkeypa
 
 def test_a_cluster_without_the_kind_is_told_with_those_that_it_has(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl(here, monkeypatch, versions="batch/v1 jobset.x-k8s.io/v1alpha2")
-    options = ["--run", "s3://a/b", "--set", "image=a", "--set", "kind=trainjob"]
+    options = ["--run", "s3://a/b", "--scheduler-option", "image=a", "--scheduler-option", "kind=trainjob"]
     error = paceline("submit", "job.yaml", "--on", "kubernetes", *options, folder=here).error
     assert "the cluster has no trainjob" in error
-    assert "It has: jobset, job; say --set kind=jobset." in error
+    assert "It has: jobset, job; say --scheduler-option kind=jobset." in error
     assert not (here / "created").exists()
 
 
@@ -192,7 +214,7 @@ def test_records_are_private_and_what_is_none_is_left_out(here: Path) -> None:
 def test_a_run_that_is_not_known_is_told_with_the_nearest(here: Path) -> None:
     assert "Nothing was submitted" in paceline("cancel", "mine", folder=here).error
     save(Submission(name="mine-1", engine="slurm", id="7", hosts=2, job="j", run="/r", since=1.0))
-    assert 'Did you mean "mine-1"' in paceline("runs", "mine-2", folder=here).error
+    assert 'Did you mean "mine-1"' in paceline("logs", "mine-2", folder=here).error
 
 
 def test_a_scheduler_that_does_not_answer_hides_no_run(here: Path) -> None:

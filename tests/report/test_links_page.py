@@ -35,7 +35,7 @@ def measured(*, wrong: int = 0) -> list[TransportMeasurement]:
 
 def page(folder: Path, values: list[TransportMeasurement]) -> Path:
     return write_links_page(
-        values, "two hosts", "paceline links --plot links.html", {"torch": "2.13.0", "cores": 2}, folder / "links.html"
+        values, "two hosts", "paceline links --out links.html", {"torch": "2.13.0", "cores": 2}, folder / "links.html"
     )
 
 

@@ -26,7 +26,7 @@ def test_a_module_is_served_over_tls_to_those_who_have_the_key(tmp_path: Path) -
     (tmp_path / "ranking.py").write_text(RANKING)
     for name in ("run.key", "other.key"):
         assert paceline("key", name, folder=tmp_path).code == 0
-    command = ("paceline", "serve", "ranking.py:Tower", "--at", "127.0.0.1:0", "--key", "run.key")
+    command = ("paceline", "serve", "ranking.py:Tower", "--listen", "127.0.0.1:0", "--key", "run.key")
     with started(*command, folder=tmp_path, environment={"PYTHONUNBUFFERED": "1"}) as process:
         assert process.stdout is not None
         [port] = re.findall(r"serving ranking\.py:Tower at 127\.0\.0\.1:(\d+)", process.stdout.readline())
@@ -52,6 +52,6 @@ def test_a_module_is_served_over_tls_to_those_who_have_the_key(tmp_path: Path) -
 
 
 def test_an_import_path_is_needed(tmp_path: Path) -> None:
-    shown = paceline("serve", "mine", "--at", "page.sock", folder=tmp_path)
+    shown = paceline("serve", "mine", "--listen", "page.sock", folder=tmp_path)
     assert shown.code == 1
     assert "is not an import path" in shown.error

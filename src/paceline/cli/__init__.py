@@ -16,43 +16,47 @@ from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
 from paceline.torch_versions import untested
 
+# In the order of `paceline --help`, below each heading.
 Commands.known = commands_of(
     {
         "train": Command(
             train.command, "Train", 'paceline train examples/digits.yaml --plan "dp=2"', starts_ranks=True
         ),
-        "check": Command(
-            check.command, "Train", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True
-        ),
         "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
-        "watch": Command(watch.watch, "Measure", "paceline watch runs/mine runs/other"),
-        "dashboard": Command(watch.dashboard, "Measure", "paceline dashboard runs/mine runs/other"),
-        "report": Command(report.command, "Measure", "paceline report runs/mine"),
-        "why": Command(why.command, "Measure", "paceline why runs/mine --try 2"),
-        "trace": Command(trace.command, "Measure", "paceline trace runs/mine --steps 3"),
-        "links": Command(
-            links.command, "Measure", "paceline links --transports shm,tcp --sizes 1KiB,1MiB", starts_ranks=True
-        ),
+        "runs": Command(operate.runs, "Runs", "paceline runs"),
+        "logs": Command(operate.logs, "Runs", "paceline logs digits-20261123-101500"),
+        "watch": Command(watch.watch, "Runs", "paceline watch runs/mine runs/other"),
+        "dashboard": Command(watch.dashboard, "Runs", "paceline dashboard runs/mine runs/other"),
+        "report": Command(report.command, "Runs", "paceline report runs/mine"),
+        "why": Command(why.command, "Runs", "paceline why runs/mine --try 2"),
+        "trace": Command(trace.command, "Runs", "paceline trace runs/mine --steps 3"),
         "plan": Command(
             plan.command,
             "Plan",
             'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"',
             kind=PlanCommand,
         ),
-        "submit": Command(
-            operate.submit, "Operate", 'paceline submit examples/digits.yaml --on slurm --hosts 4 --plan "dp=4" --dry'
+        "check": Command(
+            check.command, "Plan", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True
         ),
-        "runs": Command(operate.runs, "Operate", "paceline runs"),
-        "cancel": Command(operate.cancel, "Operate", "paceline cancel digits-20261123-101500"),
+        "links": Command(
+            links.command, "Measure", "paceline links --transports shm,tcp --sizes 1KiB,1MiB", starts_ranks=True
+        ),
+        "doctor": Command(doctor.command, "Measure", "paceline doctor --json"),
+        "submit": Command(
+            operate.submit,
+            "Clusters",
+            'paceline submit examples/digits.yaml --on slurm --num-hosts 4 --plan "dp=4" --dry-run',
+        ),
+        "cancel": Command(operate.cancel, "Clusters", "paceline cancel digits-20261123-101500"),
         # -1 is no option
         "scale": Command(
             operate.scale,
-            "Operate",
+            "Clusters",
             "paceline scale runs/digits-20261123-101500 -1",
             settings={"ignore_unknown_options": True},
         ),
-        "key": Command(operate.key, "Operate", "paceline key"),
-        "doctor": Command(doctor.command, "Operate", "paceline doctor --json"),
+        "key": Command(operate.key, "Clusters", "paceline key"),
     }
 )
 app = typer.Typer(name="paceline", cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _NAMED = 10  # parameters, where parity fails
+_MOST_RANKS = 4  # of the plans that --all checks
 CANNOT_TELL = 3  # the exit code
 
 
@@ -34,17 +35,15 @@ def command(
     changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
-    every: Annotated[
-        int | None,
-        typer.Option(
-            "--all", metavar="RANKS", min=1, help="Check every plan of up to this many ranks that can run the job."
-        ),
+    every: Annotated[bool, typer.Option("--all", help="Check every plan that can run the job.")] = False,
+    max_ranks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="With --all: the most ranks of a plan.", show_default="4")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 5,
-    dry: Annotated[
+    steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
+    dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry", help="Start nothing: dry-run one rank of the plan without memory, for any number of ranks."
+            "--dry-run", help="Start no ranks: run one rank of the plan, of any size, on tensors without memory."
         ),
     ] = False,
 ) -> None:
@@ -57,24 +56,26 @@ def command(
     Exit code 3: undecided, as rounding or random numbers could hide a mistake.
     """
     start_on(hosts, cluster)
-    if not dry:
+    if not dry_run:
         from paceline.elastic.forkserver import warm_up
 
         warm_up()  # it imports torch while this process imports what is left and reads the job
     from paceline.cli.command import to_run_on
     from paceline.console import Console
 
-    if (plan is None) == (every is None):
-        raise typer.BadParameter('name a plan with --plan "…", or --all RANKS', param_hint="--plan")
-    if dry and plan is None:
-        raise typer.BadParameter("--dry runs one plan: name it with --plan", param_hint="--dry")
+    if (plan is not None) == every:
+        raise typer.BadParameter('name one plan with --plan "…", or check all with --all', param_hint="--plan")
+    if dry_run and plan is None:
+        raise typer.BadParameter("a dry run takes one plan: name it with --plan", param_hint="--dry-run")
+    if max_ranks is not None and not every:
+        raise typer.BadParameter("it limits --all, which is not given", param_hint="--max-ranks")
     console, what = Console(soft_wrap=True, highlight=False), load_job(job, changes)
     where = to_run_on(cluster)
     if plan == "auto":
         plan = _chosen(what, where, console)
-    if every is not None:
-        code = _all(what, where, every, steps, console)
-    elif dry:
+    if every:
+        code = _all(what, where, _MOST_RANKS if max_ranks is None else max_ranks, steps, console)
+    elif dry_run:
         code = int(not show_dry_run(what, str(plan), console))
     else:
         code = _one(what, where, str(plan), steps, console)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, get_args
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import CompletionItem, TyperCommand, TyperGroup
 
 from paceline.errors import PacelineError
 from paceline.extensions import ExtensionPoint
@@ -23,42 +24,87 @@ if TYPE_CHECKING:
     from paceline.job.job import Job
 
 
-PANELS = ("Train", "Measure", "Plan", "Operate", "Federate")
+Panel = Literal["Train", "Runs", "Plan", "Measure", "Clusters", "Applications"]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command or a group of commands.
+    """A command, or a group of commands.
 
     Attributes:
-        function: the function that typer calls, or the typer application of a group.
-        panel: heading in `paceline --help`.
+        function: the function that typer calls; for a group the sentence that `--help` begins with.
+        panel: heading in `paceline --help`; None for a command below another.
         example: a command line, shown at the end of `--help`.
         starts_ranks: True if the command may be started on every host; host 0 then runs it, and the others serve.
         kind: class of the command, if it is not typer's own.
         settings: settings of click's context.
+        commands: commands below this one, as in `paceline plan cost`.
     """
 
-    function: Callable[..., Any] | typer.Typer
-    panel: Literal["Train", "Measure", "Plan", "Operate", "Federate"]
+    function: Callable[..., Any] | str
+    panel: Panel | None = None
     example: str = ""
     starts_ranks: bool = False
     kind: type[TyperCommand] | None = None
     settings: dict[str, Any] | None = None
+    commands: Mapping[str, Command] = field(default_factory=dict)
 
     def built(self, name: str) -> Any:
         """Return the command as click runs it."""
-        if isinstance(self.function, typer.Typer):
-            found = typer.main.get_command(self.function)
-            found.name = name
-        else:
-            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            function = over_hosts(self.function) if self.starts_ranks else self.function
-            epilog = f"Example: {self.example}"
-            alone.command(name, cls=self.kind, epilog=epilog, context_settings=self.settings)(function)
-            found = typer.main.get_command(alone)
-        found.rich_help_panel = self.panel  # type: ignore[attr-defined]
+        epilog = f"Example: {self.example}"
+        below = {word: replace(command, panel=None).built(word) for word, command in self.commands.items()}
+        if isinstance(self.function, str):
+            return Group(
+                name=name,
+                commands=below,
+                help=self.function,
+                epilog=epilog,
+                no_args_is_help=True,
+                rich_help_panel=self.panel,
+            )
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        function = over_hosts(self.function) if self.starts_ranks else self.function
+        kind = self.kind or (CommandWithOthers if below else None)
+        alone.command(name, cls=kind, epilog=epilog, context_settings=self.settings)(function)
+        found: Any = typer.main.get_command(alone)
+        found.rich_help_panel = self.panel
+        if below:
+            found.commands = below
         return found
+
+
+class Group(TyperGroup):
+    """Group of commands. A word that is none of them is an error that names them all."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command, and its arguments."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            known = ", ".join(f"{ctx.command_path} {name}" for name in self.commands)
+            ctx.fail(f"{args[0]!r} is not a command of {ctx.command_path}. The commands are: {known}.")
+        return super().resolve_command(ctx, args)
+
+
+class CommandWithOthers(TyperCommand):
+    """Command that also has commands below it: `paceline plan JOB` beside `paceline plan cost JOB`."""
+
+    commands: Mapping[str, Any]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help of this command, with a list of the commands below it."""
+        both = Group(
+            name=self.name,
+            commands=dict(self.commands),
+            params=self.params,
+            help=self.help,
+            epilog=self.epilog,
+            subcommand_metavar="",
+        )
+        both.format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return what may follow: a command below, or what typer itself knows."""
+        below = [CompletionItem(name) for name in self.commands if name.startswith(incomplete)]
+        return [*below, *super().shell_complete(ctx, incomplete)]
 
 
 class Commands(TyperGroup):
@@ -84,7 +130,15 @@ class Commands(TyperGroup):
         for name, command in found.items():
             if name not in self.commands:
                 self.commands[name] = command.built(name)
-        return sorted(found, key=lambda name: (PANELS.index(found[name].panel), list(found).index(name)))
+        panels = [*get_args(Panel), None]
+        return sorted(found, key=lambda name: (panels.index(found[name].panel), list(found).index(name)))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the name, the command, and its arguments; a command below another has both names."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, CommandWithOthers) and rest and rest[0] in command.commands:
+            return f"{name} {rest[0]}", command.commands[rest[0]], rest[1:]
+        return name, command, rest
 
 
 def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
@@ -93,6 +147,8 @@ def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
 
 
 P = ParamSpec("P")
+_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_COUNT = re.compile(r"\d+(\.\.\d+)?")  # of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
@@ -115,8 +171,19 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="LIST",
-        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file; 2..8: from 2 on.",
+        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file that lists them.",
         show_default="this machine",
+    ),
+]
+
+
+NumHosts = Annotated[
+    str | None,
+    typer.Option(
+        "--num-hosts",
+        metavar="N|MIN..MAX",
+        help="Number of hosts, if a launcher starts this command on each of them: 4, or 2..8 to go on with 2 to 8.",
+        show_default="as the launcher says",
     ),
 ]
 
@@ -169,6 +236,8 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         if note := own_engine().note():
             print(f"paceline: note: {note}", file=sys.stderr, flush=True)
         return
+    if _COUNT.fullmatch(hosts):
+        raise typer.BadParameter(f"it lists names of hosts; a number is --num-hosts {hosts}", param_hint="--hosts")
     place = own_engine().hosts()
     if is_rank() or place:
         engine = place.engine if place else "torchrun"
@@ -197,17 +266,18 @@ def _without_hosts(arguments: list[str]) -> list[str]:
     return kept
 
 
-def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
-    """Command that is started once per host, and runs on host 0."""
+def over_hosts(command: Callable[P, None]) -> Callable[..., None]:
+    """Command that is started once per host, and runs on host 0; adds the option --num-hosts."""
 
     @wraps(command)
-    def started(*args: P.args, **kwargs: P.kwargs) -> None:
+    def started(*args: P.args, num_hosts: str | None = None, **kwargs: P.kwargs) -> None:
         from paceline.cluster.launch_engines import is_rank, own_engine
         from paceline.elastic.failure import sigterm_as_exit
 
-        if re.fullmatch(r"\d+\.\.\d+", str(kwargs.get("hosts"))):  # started on each by something else
-            os.environ["PACELINE_HOSTS"] = str(kwargs["hosts"])
-            kwargs["hosts"] = None
+        if num_hosts is not None:
+            if not _COUNT.fullmatch(num_hosts):
+                raise typer.BadParameter(f"{num_hosts!r} is neither a number nor a range", param_hint="--num-hosts")
+            os.environ["PACELINE_HOSTS"] = num_hosts
         with nullcontext() if is_rank() else sigterm_as_exit():
             # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
             if own_engine().hosts() is None or kwargs.get("hosts") is not None:
@@ -218,6 +288,14 @@ def over_hosts(command: Callable[P, None]) -> Callable[P, None]:
             with over_hosts():
                 command(*args, **kwargs)
 
+    signature = inspect.signature(command, eval_str=True)
+    after_hosts = [*signature.parameters].index("hosts") + 1
+    parameters = [*signature.parameters.values()]
+    parameters.insert(after_hosts, inspect.Parameter("num_hosts", _BY_NAME, default=None, annotation=NumHosts))
+    started.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    started.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()} | {
+        "num_hosts": NumHosts
+    }
     return started
 
 

@@ -55,7 +55,7 @@ def command(
         typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine"),
     ] = None,
     hosts: Hosts = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
     ] = False,
@@ -91,7 +91,7 @@ def command(
             found = links.measure_links(
                 where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks")
             )
-    _report(found, where, plot, as_json=as_json)
+    _report(found, where, out, as_json=as_json)
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
@@ -111,7 +111,7 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
     return LinkResults([measured]) if own_rank() == 0 else None
 
 
-def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: bool) -> None:
+def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bool) -> None:
     """Report all results on the screen, a page and as JSON; then raise their problems."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
@@ -121,11 +121,11 @@ def _report(found: LinkResults, where: Cluster, plot: Path | None, *, as_json: b
 
     show(found, where, Console(highlight=False))
     about = environment()
-    if plot is not None and found.measured:
+    if out is not None and found.measured:
         from paceline.report.links_page import write_links_page
 
         command = shlex.join(["paceline", *sys.argv[1:]])
-        typer.echo(f"page  {write_links_page(found.measured, where.describe(), command, about, plot)}")
+        typer.echo(f"page  {write_links_page(found.measured, where.describe(), command, about, out)}")
     if as_json:
         ranks = len(found.measured[0].limit.hosts) if found.measured else 0
         links = {"cluster": where.describe(), "ranks": ranks, "not_measured": found.failures}

@@ -21,7 +21,7 @@ def submit(
         Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
     ],
     on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="slurm, ray, kubernetes or sky.")],
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 1,
+    num_hosts: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 1,
     plan: Annotated[str, typer.Option(help="How to train, as `paceline train` takes it.")] = "auto",
     run: Annotated[
         str | None,
@@ -35,10 +35,12 @@ def submit(
     options: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="An option of the scheduler's own; docs/how-to/submit.md has all."
+            "--scheduler-option",
+            metavar="NAME=VALUE",
+            help="Option of the scheduler, e.g. partition=gpu; may be repeated.",
         ),
     ] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="Show what would be submitted, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and stop.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log.")] = False,
 ) -> None:
     """Submit a job to a cluster's scheduler, and follow it to its end.
@@ -49,15 +51,15 @@ def submit(
     from paceline.elastic.submit.scheduler import Submission, save
 
     where = scheduler_named(on)
-    request = request_from(where, job, hosts, plan, run, restarts, limit, options or [])
-    if dry:
+    request = request_from(where, job, num_hosts, plan, run, restarts, limit, options or [])
+    if dry_run:
         typer.echo(where.text(request), nl=False)
         return
     submission = Submission(
         name=request.name,
         engine=where.name,
         id=where.submit(request),
-        hosts=hosts,
+        hosts=num_hosts,
         job=str(request.job),
         run=request.run,
         since=time.time(),
@@ -109,7 +111,7 @@ def follow(where: Scheduler, submission: Submission) -> None:
         state = where.follow(submission)
     except KeyboardInterrupt:
         print(
-            f"\nno longer followed; the run goes on\nfollow again  paceline runs {submission.name}\n"
+            f"\nno longer followed; the run goes on\nfollow again  paceline logs {submission.name}\n"
             f"end it        paceline cancel {submission.name}",
             file=sys.stderr,
         )
@@ -126,22 +128,26 @@ _MOST = 30
 _MOST_BYTES = 2**26  # of a run's steps that are read for its goodput
 
 
-def runs(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Follow the log of this run.")] = None,
+def logs(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, as `paceline runs` lists it.")],
 ) -> None:
+    """Follow the log of a run to its end."""
+    from paceline.elastic.submit import scheduler_named
+    from paceline.elastic.submit.scheduler import find
+
+    submission = find(name)
+    where = scheduler_named(submission.engine)
+    where.state(submission)  # a scheduler that cannot be reached fails at once
+    follow(where, submission)
+
+
+def runs() -> None:
     """List the runs that were submitted from here, the newest first: what runs where."""
     from rich.table import Table
 
     from paceline.console import Console
-    from paceline.elastic.submit import scheduler_named
-    from paceline.elastic.submit.scheduler import find, submissions
+    from paceline.elastic.submit.scheduler import submissions
 
-    if name is not None:
-        submission = find(name)
-        where = scheduler_named(submission.engine)
-        where.state(submission)  # a scheduler that cannot be reached fails at once
-        follow(where, submission)
-        return
     found = submissions()
     if not found:
         typer.echo("nothing was submitted from here; `paceline submit --help` says how")

@@ -126,8 +126,8 @@ def dashboard(
         list[str],
         typer.Argument(metavar="RUN…", help="Directories of runs, or their URLs.", show_default=False),
     ],
-    at: Annotated[
-        str | None, typer.Option("--at", metavar="127.0.0.1:PORT", help="Address.", show_default="a free port")
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="127.0.0.1:PORT", help="Address.", show_default="a free port")
     ] = None,
     opens: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
@@ -141,7 +141,7 @@ def dashboard(
     from paceline.report.live_server import LiveServer
     from paceline.run.process import stop_signals
 
-    server = LiveServer(followed(where), port_of(at))
+    server = LiveServer(followed(where), port_of(listen))
 
     def ready() -> None:
         typer.echo(f"serving {', '.join(where)} at {server.url}")
@@ -180,20 +180,21 @@ def _opened(url: str, folder: Path) -> bool:
     return browser.open(file.as_uri())
 
 
-def port_of(at: str | None) -> int:
+def port_of(listen: str | None) -> int:
     """Return the port of an address on loopback; 0 (a free port) without an address.
 
     Raises:
         RunError: the address is not of the form 127.0.0.1:PORT.
     """
-    if at is None:
+    if listen is None:
         return 0
-    host, colon, port = at.rpartition(":")
+    host, colon, port = listen.rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise RunError(f"--at {at}: give an address 127.0.0.1:PORT, or leave --at out to use a free port.")
+        raise RunError(f"--listen {listen}: give an address 127.0.0.1:PORT, or leave --listen out to use a free port.")
     if host not in ("127.0.0.1", "localhost"):
         raise RunError(
-            f"--at {at}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another machine, "
-            f"forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST) and open the printed address."
+            f"--listen {listen}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another "
+            f"machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST), and open the printed "
+            "address."
         )
     return int(port)

@@ -84,7 +84,7 @@ class Group:
 
     @property
     def is_fake(self) -> bool:
-        """True in a dry run, where one process plays a rank without others (`paceline check --dry`)."""
+        """True in a dry run, where one process plays a rank without others (`paceline check --dry-run`)."""
         return self.transport.name == "fake"
 
     @property

@@ -265,7 +265,7 @@ class Recovery(Losses):
         return (
             f"{count(hosts.there, 'host')} left, and this run goes on with {hosts.least} at least: {lost} did not come "
             f"back within {hosts_wait_s():g} s ({WAIT}), or was lost too often; the ranks were stopped. Go on with "
-            f"--resume and {hosts.least} hosts, or a smaller least (--hosts {hosts.there}..{len(hosts.links) + 1})."
+            f"--resume and {hosts.least} hosts, or a smaller least (--num-hosts {hosts.there}..{len(hosts.links) + 1})."
         )
 
     def _end_stopped(self) -> None:

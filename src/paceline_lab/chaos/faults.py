@@ -480,7 +480,7 @@ def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
 def why_not(kind: Kind, hosts: int) -> str | None:
     """Reason why a kind of fault cannot be made here, or None."""
     if kind in OF_HOSTS and hosts < 2:
-        return "it takes the links of emulated hosts: say --hosts 2 or more"
+        return "it takes the links of emulated hosts: say --emulate 2 or more"
     return _WHY_NOT.get(kind, lambda: None)()
 
 

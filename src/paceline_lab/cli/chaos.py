@@ -30,8 +30,8 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Draws the schedule of the faults.")] = 1,
     minutes: Annotated[float, typer.Option(min=0.05, help="Length of the run where nothing happens.")] = 5.0,
     ranks: Annotated[int, typer.Option(min=1, help="Replicas on this machine, a rank each.")] = 3,
-    hosts: Annotated[
-        int, typer.Option(min=0, max=250, help="Emulated hosts, a replica each, instead; needs root.")
+    emulate: Annotated[
+        int, typer.Option(min=0, max=250, help="Number of emulated hosts, with one replica on each; needs root.")
     ] = 0,
     plan: Annotated[
         str | None, typer.Option(help="How to train, instead of a replica per rank.", show_default="dp=N")
@@ -48,8 +48,8 @@ def command(
     tries: Annotated[
         int, typer.Option(min=0, help="Runs at most to find the shortest part of a failing schedule; 0 leaves it.")
     ] = 16,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", metavar="DIR", help="Where runs are kept.", show_default="chaos/JOB")
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory for the runs.", show_default="chaos/JOB")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
@@ -69,8 +69,8 @@ def command(
 
     what = Job.load(not_at_a_url(job))
     given = Schedule.read(schedule) if schedule else None
-    hosts = given.hosts if given else hosts
-    where = folder or Path("chaos") / what.name
+    hosts = given.hosts if given else emulate
+    where = out or Path("chaos") / what.name
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     session = Session(what, hosts, where, console.print)
     with sigterm_as_exit():

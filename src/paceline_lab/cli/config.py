@@ -23,20 +23,11 @@ if TYPE_CHECKING:
     from paceline_lab.configurations.systems import ConfiguredPlan
 
 _WIDE = 3  # columns of keys that were read
-
-
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-_EXPLAIN = 'Example: paceline config explain pretrain.sh --cluster "16x8xH100-SXM"'
-_WRITE = 'Example: paceline config write examples/plan/llama_70b.yaml megatron out.sh --cluster "16x8xH100-SXM"'
+_EXPLAIN = 'paceline config explain pretrain.sh --cluster "16x8xH100-SXM"'
+_WRITE = 'paceline config write examples/plan/llama_70b.yaml megatron out.sh --cluster "16x8xH100-SXM"'
 ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE", help='Where, e.g. "8xH100-SXM".')]
 
 
-@app.callback(epilog=_EXPLAIN)
-def about() -> None:
-    """Read and write configurations of Megatron-LM, NeMo, DeepSpeed, torchtitan and Accelerate."""
-
-
-@app.command("explain", epilog=_EXPLAIN)
 def explain(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration of another system.")],
     cluster: ClusterName,
@@ -64,7 +55,6 @@ def explain(
     explain_config(file, place, given, console, write, as_json=as_json, factors=factors)
 
 
-@app.command("write", epilog=_WRITE)
 def write(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
     system: Annotated[str, typer.Argument(metavar="SYSTEM", help="megatron, deepspeed, torchtitan or accelerate.")],
@@ -241,4 +231,9 @@ def _warnings(explained: ConfiguredPlan, console: Console) -> None:
         print_inset(console, Text("  ".join(one.unknown), style="yellow"))
 
 
-COMMAND = Command(app, "Plan")
+COMMAND = Command(
+    "Read and write configurations of Megatron-LM, NeMo, DeepSpeed, torchtitan and Accelerate.",
+    "Plan",
+    _EXPLAIN,
+    commands={"explain": Command(explain, example=_EXPLAIN), "write": Command(write, example=_WRITE)},
+)

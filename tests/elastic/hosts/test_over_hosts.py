@@ -362,5 +362,5 @@ def test_a_host_is_released_from_a_run_that_goes_on_and_is_taken_in_again(tmp_pa
 
 
 def test_a_least_number_of_hosts_is_an_option_of_the_command_that_each_host_is_started_with(tmp_path: Path) -> None:
-    outcome = in_a_process("train", write_job(tmp_path / "job.yaml"), "--hosts", "2..8", folder=tmp_path)
+    outcome = in_a_process("train", write_job(tmp_path / "job.yaml"), "--num-hosts", "2..8", folder=tmp_path)
     assert "PACELINE_HOST_NUMBER is not set" in outcome.error

@@ -128,7 +128,7 @@ def test_a_preempted_run_starts_again_and_is_not_counted(request_: Request) -> N
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"options": {"claim": "shared"}}, "--set image"),
+        ({"options": {"claim": "shared"}}, "--scheduler-option image"),
         ({"options": {"image": "a"}}, "a pod's own disk is lost"),
         ({"options": {"image": "a", "claim": "b"}, "run": "/elsewhere/a"}, "a pod's own disk is lost"),
         ({"options": {"image": "a", "claim": "b", "kind": "pod"}}, "there are trainjob, jobset, job"),
@@ -153,5 +153,5 @@ def test_containers_of_another_user_than_root_get_the_secret_by_their_group(kind
 
 @pytest.mark.parametrize("user", ["0", "root", "-1", "99999999999", "1e3"])
 def test_a_user_that_is_no_number_is_refused(user: str, request_: Request) -> None:
-    with pytest.raises(LaunchError, match="--set user"):
+    with pytest.raises(LaunchError, match="--scheduler-option user"):
         manifests("job", replace(request_, options=ALL | {"user": user}), "KEY")

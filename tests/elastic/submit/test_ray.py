@@ -27,7 +27,17 @@ def ray(tmp_path: Path) -> Iterator[RayCluster]:
 
 
 def submit(ray: RayCluster, here: Path, environment: Mapping[str, str], *more: str) -> subprocess.Popen[str]:
-    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", f"python={ENGINES / 'python'}", *more)
+    options = (
+        "--num-hosts",
+        "2",
+        "--plan",
+        "dp=2",
+        "--run",
+        "run",
+        "--scheduler-option",
+        f"python={ENGINES / 'python'}",
+        *more,
+    )
     return subprocess.Popen(
         [*ray.inside(0), BIN / "paceline", "submit", "job.yaml", "--on", "ray", *options],
         cwd=here,
@@ -76,7 +86,7 @@ def test_a_cancelled_run_has_saved_and_goes_on_with_a_key_that_ray_never_carried
 
     write_job(tmp_path / "job.yaml", **job, stop={"steps": end["step"] + 5})
     write_key(RunKey.make(), tmp_path / "run.key")
-    with submit(ray, tmp_path, os.environ, "--set", f"key={tmp_path / 'run.key'}") as followed:
+    with submit(ray, tmp_path, os.environ, "--scheduler-option", f"key={tmp_path / 'run.key'}") as followed:
         shown, _ = followed.communicate(timeout=600)
     assert followed.returncode == 0, shown
     assert "in plaintext" not in shown

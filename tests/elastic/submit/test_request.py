@@ -34,7 +34,7 @@ def test_a_name_is_one_of_a_pod_whatever_the_job_is_called(job_name: str) -> Non
 
 @pytest.mark.parametrize("count", [0, -1, 10**6])
 def test_a_number_of_hosts_that_cannot_be_is_refused(count: int) -> None:
-    with pytest.raises(LaunchError, match=f"--hosts {count}"):
+    with pytest.raises(LaunchError, match=f"--num-hosts {count}"):
         must_be_hosts(count)
 
 

@@ -58,7 +58,7 @@ def undisturbed(job: Path, plan: str) -> dict[int, float]:
 
 def test_a_submitted_run_ends_with_the_losses_of_one_process(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
-    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", "cpus-per-task=1")
+    options = ("--num-hosts", "2", "--plan", "dp=2", "--run", "run", "--scheduler-option", "cpus-per-task=1")
     variables = environment(slurm, tmp_path)
     shown = in_a_process("submit", job, "--on", "slurm", *options, folder=tmp_path, **variables)
     assert shown.says("is done, exit code 0")
@@ -71,8 +71,8 @@ def test_a_submitted_run_ends_with_the_losses_of_one_process(slurm: SlurmCluster
 def test_a_run_that_is_interrupted_twice_has_the_losses_of_an_undisturbed_one(
     slurm: SlurmCluster, job: Path, tmp_path: Path
 ) -> None:
-    two = ("--hosts", "2", "--plan", "dp=2 balance=off")
-    arguments = ("submit", job, "--on", "slurm", *two, "--run", "run", "--set", "cpus-per-task=2")
+    two = ("--num-hosts", "2", "--plan", "dp=2 balance=off")
+    arguments = ("submit", job, "--on", "slurm", *two, "--run", "run", "--scheduler-option", "cpus-per-task=2")
     variables = environment(slurm, tmp_path)
     with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
         run = tmp_path / "run"
@@ -98,7 +98,7 @@ def wait_for_resume(count: int, run: Path, process: subprocess.Popen[str]) -> No
 @pytest.mark.slow
 def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmCluster, tmp_path: Path) -> None:
     job = write_late_job(tmp_path)
-    options = ("--hosts", "2", "--plan", "dp=2", "--run", "run", "--set", "cpus-per-task=2")
+    options = ("--num-hosts", "2", "--plan", "dp=2", "--run", "run", "--scheduler-option", "cpus-per-task=2")
     variables = environment(slurm, tmp_path)
     with started("paceline", "submit", job, "--on", "slurm", *options, folder=tmp_path, environment=variables) as shown:
         wait_for((tmp_path / "importing").exists, shown)
@@ -115,7 +115,7 @@ def test_a_run_that_is_warned_before_its_first_step_starts_anew(slurm: SlurmClus
 @pytest.mark.slow
 def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmCluster, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", model="nowhere:Model")
-    arguments = ("submit", "job.yaml", "--on", "slurm", "--set", "cpus-per-task=1")
+    arguments = ("submit", "job.yaml", "--on", "slurm", "--scheduler-option", "cpus-per-task=1")
     shown = in_a_process(*arguments, folder=tmp_path, **environment(slurm, tmp_path))
     assert shown.code == 1
     assert shown.says("nowhere", "is failed", "exit code 1")
@@ -125,7 +125,18 @@ def test_a_failed_run_ends_with_its_code_and_is_not_queued_again(slurm: SlurmClu
 @pytest.mark.slow
 def test_a_cancelled_run_has_saved(slurm: SlurmCluster, job: Path, tmp_path: Path) -> None:
     write_job(job, data={"kind": "synthetic", "samples": 4_800, "held_out": 0}, stop={"steps": 1_000_000})
-    arguments = ("submit", job, "--on", "slurm", "--plan", "dp=1", "--run", "run", "--set", "cpus-per-task=2")
+    arguments = (
+        "submit",
+        job,
+        "--on",
+        "slurm",
+        "--plan",
+        "dp=1",
+        "--run",
+        "run",
+        "--scheduler-option",
+        "cpus-per-task=2",
+    )
     variables = environment(slurm, tmp_path)
     with started("paceline", *arguments, folder=tmp_path, environment=variables) as followed:
         wait_for_step(20, tmp_path / "run", followed)

@@ -50,7 +50,7 @@ def test_cores_of_a_node_instead_of_all_of_it() -> None:
 
 @pytest.mark.parametrize("value", ["a b", "a'b", "$(id)", "a;b", '"'])
 def test_a_value_that_a_directive_cannot_hold_is_refused(value: str) -> None:
-    with pytest.raises(LaunchError, match="--set partition"):
+    with pytest.raises(LaunchError, match="--scheduler-option partition"):
         directives(options={"partition": value})
 
 

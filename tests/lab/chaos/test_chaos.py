@@ -71,7 +71,7 @@ def test_a_full_disk_and_changed_bits_and_little_memory_break_no_promise(tmp_pat
 @pytest.mark.needs_root
 @pytest.mark.needs_iproute2
 def test_links_of_emulated_hosts_are_cut_and_hosts_parted(tmp_path: Path) -> None:
-    outcome = chaos(job_in(tmp_path), "--hosts", 3, "--faults", "cut,partition,slow", "--steps", 200, "--count", 3)
+    outcome = chaos(job_in(tmp_path), "--emulate", 3, "--faults", "cut,partition,slow", "--steps", 200, "--count", 3)
     assert outcome.says("held    the run ends", "held    losses are those of an undisturbed run")
 
 

@@ -48,7 +48,8 @@ class Kubernetes(Scheduler):
             except LaunchError:
                 kind = "trainjob"
                 print(
-                    "note: no cluster answers, so this is for one with TrainJobs; --set kind=… says another",
+                    "note: no cluster answers, so this is for one with TrainJobs; "
+                    "--scheduler-option kind=… names another kind",
                     file=sys.stderr,
                 )
         return as_yaml(manifests(_known(kind), request, _KEY_SHOWN))
@@ -64,7 +65,11 @@ class Kubernetes(Scheduler):
             return there[0]
         if wanted in there:
             return str(wanted)
-        have = f"It has: {', '.join(there)}; say --set kind={there[0]}." if there else "It has none of the other kinds."
+        have = (
+            f"It has: {', '.join(there)}; say --scheduler-option kind={there[0]}."
+            if there
+            else "It has none of the other kinds."
+        )
         raise LaunchError(
             f"the cluster has no {wanted or 'job'} (no {KINDS[wanted or 'job']} in `kubectl api-versions`). {have}"
         )
@@ -105,7 +110,7 @@ class Kubernetes(Scheduler):
 
 def _known(kind: str) -> str:
     if kind not in KINDS:
-        raise LaunchError(f"--set kind={kind[:40]}: there are {', '.join(KINDS)}")
+        raise LaunchError(f"--scheduler-option kind={kind[:40]}: there are {', '.join(KINDS)}")
     return kind
 
 
@@ -146,11 +151,11 @@ def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
         LaunchError: an option is missing, or the run's directory would be lost with its pod.
     """
     if "image" not in request.options:
-        raise LaunchError("say which image has paceline and your code: --set image=REGISTRY/NAME:TAG")
+        raise LaunchError("say which image has paceline and your code: --scheduler-option image=REGISTRY/NAME:TAG")
     if not request.run_is_url and not ("claim" in request.options and request.run.startswith(f"{RUNS}/")):
         raise LaunchError(
             f"--run {request.run}: a pod's own disk is lost with it. Name a store (--run s3://bucket/run), or a claim "
-            f"of a volume that all pods may write to (--set claim=NAME --run {RUNS}/NAME)."
+            f"of a volume that all pods may write to (--scheduler-option claim=NAME --run {RUNS}/NAME)."
         )
     secret = {
         "apiVersion": "v1",
@@ -307,7 +312,7 @@ def _user(request: Request) -> Manifest:
     if (text := request.options.get("user")) is None:
         return {}
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:11]) < 2**31):
-        raise LaunchError(f"--set user={text[:40]}: the number of a user other than root, e.g. 1000")
+        raise LaunchError(f"--scheduler-option user={text[:40]}: the number of a user other than root, e.g. 1000")
     number = int(text)
     ours = {"runAsUser": number, "runAsGroup": number, "fsGroup": number, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"securityContext": {"runAsNonRoot": True, **ours}}

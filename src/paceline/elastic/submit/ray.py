@@ -1,7 +1,7 @@
 """Ray: a job on a running cluster, and its driver with an actor per host.
 
-`python -m paceline.elastic.submit.ray --hosts 2 -- train job.yaml …` is the driver inside the job. When a host is lost,
-the other hosts end. All start again from the newest checkpoint once there are enough hosts.
+`python -m paceline.elastic.submit.ray --num-hosts 2 -- train job.yaml …` is the driver inside the job.
+When a host is lost, the other hosts end. All start again from the newest checkpoint once there are enough hosts.
 """
 
 from __future__ import annotations
@@ -62,17 +62,19 @@ class Ray(Scheduler):
             request.options.get("python", "python"),
             "-m",
             "paceline.elastic.submit.ray",
-            "--hosts",
+            "--num-hosts",
             str(request.hosts),
         ]
         for name in ("cpus", "gpus"):
             if (count := request.options.get(name)) is not None:
                 if not (count.isascii() and count.isdecimal()):
-                    raise LaunchError(f"--set {name}={count[:40]}: a whole number")
+                    raise LaunchError(f"--scheduler-option {name}={count[:40]}: a whole number")
                 driver += [f"--{name}", count]
         if (key := request.options.get("key")) is not None:
             if not key.startswith("/"):
-                raise LaunchError(f"--set key={key[:80]}: the whole path of the file on every host, from / on")
+                raise LaunchError(
+                    f"--scheduler-option key={key[:80]}: the whole path of the file on every host, from / on"
+                )
             driver += ["--key", key]
         environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "RAY_DEDUP_LOGS": "0"}}
         options = ["--submission-id", request.name, "--no-wait", "--runtime-env-json", json.dumps(environment)]
@@ -111,7 +113,7 @@ def _address(given: str | None) -> list[str]:
         return ["--address", given]
     if not any(os.environ.get(name) for name in _ADDRESS):
         raise LaunchError(
-            "say which Ray cluster: --set address=http://HEAD:8265, or RAY_ADDRESS. paceline starts none; "
+            "say which Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline starts none; "
             "`ray start --head` does."
         )
     return []
@@ -129,7 +131,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == [_BECOME]:
         _become(arguments[1:])
     parser = argparse.ArgumentParser(prog="paceline.elastic.submit.ray")
-    parser.add_argument("--hosts", type=int, required=True)
+    parser.add_argument("--num-hosts", type=int, required=True)
     parser.add_argument("--cpus", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--key", help="file of the run's key on every host; without it Ray carries a new key to them")
@@ -138,10 +140,10 @@ def main(arguments: list[str]) -> int:
     import ray
 
     ray.init(address="auto")  # the cluster that this job is in; none is started
-    if wanted.hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
+    if wanted.num_hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
         _say(
-            "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; --set "
-            "key=FILE names a key that every host has already."
+            "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; "
+            "--scheduler-option key=FILE names a key that every host has already."
         )
     try:
         with StopSignals() as stop:
@@ -156,7 +158,7 @@ def main(arguments: list[str]) -> int:
 def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int:
     resources = {"CPU": wanted.cpus} | ({"GPU": wanted.gpus} if wanted.gpus else {})
     for _ in range(_MOST_LOST):
-        with _actors(wanted.hosts, resources, stop) as actors:
+        with _actors(wanted.num_hosts, resources, stop) as actors:
             codes = _run(actors, wanted, stop)
         if stop.first or None not in codes:
             return next((code for code in codes if code), 0)

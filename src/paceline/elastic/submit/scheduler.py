@@ -1,4 +1,4 @@
-"""Scheduler: what `paceline submit`, `runs` and `cancel` ask of Slurm, Ray, Kubernetes and SkyPilot."""
+"""Scheduler: what `paceline submit`, `runs`, `logs` and `cancel` ask of Slurm, Ray, Kubernetes and SkyPilot."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Scheduler:
     """A cluster's scheduler, asked by its own commands."""
 
     name: ClassVar[str]
-    options: ClassVar[Mapping[str, str]]  # those of `--set`, each with what it is
+    options: ClassVar[Mapping[str, str]]  # those of `--scheduler-option`, each with what it is
     limits_time: ClassVar[bool] = False  # whether it takes --time
 
     def text(self, request: Request) -> str:
@@ -161,7 +161,7 @@ class Request:
         name: of the submission; letters, digits and hyphens, as the names of pods are.
         run: the run's directory or URL, where it is seen by the hosts.
         time_s: time after which the scheduler ends it, where it has such a limit.
-        options: the scheduler's own options, from `--set`.
+        options: the scheduler's own options, from `--scheduler-option`.
     """
 
     job: Path
@@ -193,7 +193,7 @@ def name_for(job_name: str) -> str:
 def must_be_hosts(count: int) -> None:
     """Raise LaunchError where a number of hosts is none."""
     if not 1 <= count <= MOST_HOSTS:
-        raise LaunchError(f"--hosts {count}: a run is on 1 host to {MOST_HOSTS:,}")
+        raise LaunchError(f"--num-hosts {count}: a run is on 1 host to {MOST_HOSTS:,}")
 
 
 def time_from(text: str) -> int:
@@ -211,7 +211,7 @@ def time_from(text: str) -> int:
 
 
 def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> dict[str, str]:
-    """The options of `--set NAME=VALUE`.
+    """The options of `--scheduler-option NAME=VALUE`.
 
     Raises:
         LaunchError: one is not such a pair, is unknown to the scheduler, is given twice, or has a value with control
@@ -221,13 +221,17 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not value:
-            raise LaunchError(f'--set "{pair[:80]}" is not NAME=VALUE')
+            raise LaunchError(f'--scheduler-option "{pair[:80]}" is not NAME=VALUE')
         if name not in known:
-            raise LaunchError(f'--set {pair[:80]}: {scheduler} has no option "{name[:40]}". {nearest(name, known)}')
+            raise LaunchError(
+                f'--scheduler-option {pair[:80]}: {scheduler} has no option "{name[:40]}". {nearest(name, known)}'
+            )
         if name in found:
-            raise LaunchError(f"--set {name} is given twice")
+            raise LaunchError(f"--scheduler-option {name} is given twice")
         if not value.isprintable():
-            raise LaunchError(f"--set {name}: the value has a line break or another character that cannot be shown")
+            raise LaunchError(
+                f"--scheduler-option {name}: the value has a line break or another character that cannot be shown"
+            )
         found[name] = value
     return found
 
@@ -243,7 +247,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         engine: name of the scheduler.
         id: the scheduler's own.
         since: when it was submitted, in seconds since 1970.
-        options: of `--set`.
+        options: of `--scheduler-option`.
         phase: how it ended; empty until that was seen.
     """
 

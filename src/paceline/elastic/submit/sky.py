@@ -77,7 +77,7 @@ class Sky(Scheduler):
         if image := found.pop("image", None):
             found["image_id"] = image
         if (spot := found.pop("spot", "no")) not in ("yes", "no"):
-            raise LaunchError(f"--set spot={spot}: yes or no")
+            raise LaunchError(f"--scheduler-option spot={spot}: yes or no")
         return found | ({"use_spot": True} if spot == "yes" else {})
 
     def submit(self, request: Request) -> str:

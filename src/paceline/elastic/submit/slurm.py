@@ -110,7 +110,7 @@ class Slurm(Scheduler):
             if (value := request.options.get(name)) is None:
                 continue
             if not _VALUE.fullmatch(value):
-                raise LaunchError(f'--set {name}="{value[:80]}": Slurm takes no such value')
+                raise LaunchError(f'--scheduler-option {name}="{value[:80]}": Slurm takes no such value')
             given[name] = value
         flags = ["requeue"] if "cpus-per-task" in given else ["requeue", "exclusive"]
         return [f"#SBATCH --{name}={value}" for name, value in given.items()] + [f"#SBATCH --{flag}" for flag in flags]
