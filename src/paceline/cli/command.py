@@ -267,7 +267,7 @@ def _without_hosts(arguments: list[str]) -> list[str]:
 
 
 def over_hosts(command: Callable[P, None]) -> Callable[..., None]:
-    """Command that is started once per host, and runs on host 0; adds the option --num-hosts."""
+    """Run a command that is started on every host on host 0; add --num-hosts."""
 
     @wraps(command)
     def started(*args: P.args, num_hosts: str | None = None, **kwargs: P.kwargs) -> None:
