@@ -119,7 +119,7 @@ def compared(job: Job, own: Plan, other: Plan, folder: Path) -> Interval:
 
 def trained(job: Job, plan: Plan | str, folder: Path) -> Run:
     """Train a job without output on the screen."""
-    return train(job, None, plan, run=folder, console=Console(file=io.StringIO()))
+    return train(job, plan, run=folder, console=Console(file=io.StringIO()))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from paceline.comm.backend import joined
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
-from paceline.planning.check.check_plan import auto_plan
+from paceline.planning.check.plan_errors import auto_plan
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.search.space import legal_plans
 from paceline.planning.shortlist import KNOBS

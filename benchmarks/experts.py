@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py [--rows NAME …] [--json]
 
-Of each row of `experts/plans.csv`: is the published plan legal (`check_plan`), does it fit the memory, what would it
+Of each row of `experts/plans.csv`: is the published plan legal (`plan_errors`), does it fit the memory, what would it
 take by the cost model against what was published, and how does the plan that `search` finds for the same job on the
 same machines compare? That comparison is of plans alone: both are predicted as paceline's software would run them, and
 the words are those of `paceline plan`. Where a plan has no key for a part of the published one, its legality is that of
@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from experts_rows import Expert, as_numbers, experts
 from measure import parser_of
 from paceline.errors import PacelineError
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.machines import machines
-from paceline.planning.predict import Layouts
+from paceline.planning.prediction import Layouts
 from paceline.planning.search.result import Candidate, SearchResult, why_it_loses
 from paceline.planning.search.search import search
 from paceline.planning.tables.layouts import Skipped
@@ -108,7 +108,7 @@ class Verdict:
 
 def judge(expert: Expert) -> Verdict:
     """Check, predict and search for one published run."""
-    as_published = estimate(expert.row.layout)
+    as_published = predict_layout(expert.row.layout)
     theirs, found, problems = None, None, []
     try:
         theirs = _theirs(expert)
@@ -134,7 +134,7 @@ def _theirs(expert: Expert) -> Candidate:
     """The published plan as our software would run it."""
     said = Layouts(expert.job, machines(expert.cluster)).of(expert.plan)
     layout = as_numbers(expert, said)
-    return Candidate(expert.plan, layout, estimate(layout))
+    return Candidate(expert.plan, layout, predict_layout(layout))
 
 
 def _first(error: PacelineError) -> str:

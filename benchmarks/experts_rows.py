@@ -15,7 +15,7 @@ import yaml
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import PacelineError
 from paceline.job.job import Job, Precision
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.cost.layout import Layout
 from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.tables.layouts import Row, Skipped, read
@@ -47,11 +47,11 @@ class Expert:
 
     @property
     def reasons(self) -> list[str]:
-        """Reasons against the plan: those of `check_plan`, and stages that the model has too few layers for."""
+        """Reasons against the plan: those of `plan_errors`, and stages that the model has too few layers for."""
         layout, blocks = self.row.layout, len(self.row.layout.trace.blocks)
         stages = layout.pp * layout.chunks
         few = [f"{stages} stages of {blocks} blocks"] if stages > blocks else []
-        return [*check_plan(self.plan, self.job, self.cluster), *few]
+        return [*plan_errors(self.job, self.plan, cluster=self.cluster), *few]
 
 
 def experts(table: Path = TABLE, names: Iterable[str] = ()) -> tuple[list[Expert], list[Skipped]]:

@@ -153,7 +153,9 @@ class LoopChecks:
     def _train(self, job: str, plan: str, name: str, changes: Mapping[str, Any], *, resume: bool = False) -> Run:
         path = self.folder / (name if resume else f"{name}-{len(list(self.folder.iterdir()))}")
         quiet = Console(file=io.StringIO())
-        run = train(Job(**{**_jobs()[job], **changes}), discover(), plan, run=path, resume=resume, console=quiet)
+        run = train(
+            Job(**{**_jobs()[job], **changes}), plan, cluster=discover(), run=path, resume=resume, console=quiet
+        )
         if run.reason in ("SIGINT", "SIGTERM"):
             raise KeyboardInterrupt
         return run

@@ -94,7 +94,7 @@ class SpeedRow:
         ratio: step time of PyTorch / ours over neighbouring blocks; more than 1: ours is faster.
         tokens: of a sample; 0 for images.
         peak_share: the prediction's MFU times its step time: MFU = this / step time. None where no peak is known.
-        predicted_step_s, predicted_memory_bytes: by `paceline.predict`, before anything was measured.
+        predicted_step_s, predicted_memory_bytes: by `paceline.estimate`, before anything was measured.
         about: difference of the losses, or why there is no figure.
     """
 

@@ -19,9 +19,9 @@ from paceline.elastic.place import on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks, warm_up_for
 from paceline.errors import PacelineError
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
-from paceline.planning.predict import predict
+from paceline.planning.prediction import estimate
 from paceline.run.record.run import Run
 from paceline.stats import median_interval
 
@@ -147,7 +147,7 @@ def _job(model: Any, data: dict[str, Any], batch: int, lr: float) -> dict[str, A
 def measured(case: SpeedCase, seconds: float) -> SpeedRow:
     """Predict, then measure for so many seconds beside the start. Raises what starting the ranks raises."""
     cluster, row = discover(), case.row
-    if reasons := check_plan(case.plan, case.job, cluster):
+    if reasons := plan_errors(case.job, case.plan, cluster=cluster):
         return replace(row, verdict="refused", about=" ".join(reasons))
     row = _predicted(case, row)
     warm_up_for(case.job, case.plan)
@@ -167,7 +167,7 @@ def measured(case: SpeedCase, seconds: float) -> SpeedRow:
 def _predicted(case: SpeedCase, row: SpeedRow) -> SpeedRow:
     """The row with its prediction, or with the reason why there is none."""
     try:
-        prediction = predict(case.job, discover(), case.plan)
+        prediction = estimate(case.job, case.plan, cluster=discover())
     except PacelineError as error:
         return replace(row, prediction_note=str(error))
     return replace(

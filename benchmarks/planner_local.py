@@ -45,7 +45,7 @@ from paceline.errors import ClusterError, PacelineError
 from paceline.planning.calibrate import Calibration
 from paceline.planning.cost.layout import Prediction
 from paceline.planning.plan import Plan
-from paceline.planning.predict import modelled
+from paceline.planning.prediction import modelled
 from paceline.run.record.run import Run
 from paceline.run.tuning.calibrate import calibrate
 from planner_local_cases import GIGABIT, JOBS, Case, cases, cluster_at, job_of, precisions_of

@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from measure import environment_line, parser_of
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout, Prediction
 from paceline.planning.machines import adjustment
 from published_fit import cold_seconds
@@ -88,7 +88,7 @@ def _plot(file: Path, predicted: Sequence[Predicted]) -> None:
 
 def predict(rows: Sequence[Row], aside: set[tuple[str, int]]) -> list[Predicted]:
     """Predictions of the rows that are not set aside, table by table."""
-    ours = {row.place: estimate(row.layout) for row in rows}
+    ours = {row.place: predict_layout(row.layout) for row in rows}
     cold = cold_seconds([row for row in rows if row.seconds])
     found = []
     for table in dict.fromkeys(row.table for row in rows):
@@ -147,7 +147,7 @@ def figures(predicted: Sequence[Predicted], skipped: Sequence[Skipped]) -> dict[
 
 
 def _seconds(layout: Layout) -> float:
-    return estimate(layout).step_time_s
+    return predict_layout(layout).step_time_s
 
 
 def _memory_gib(row: Row, ours: Prediction) -> float:

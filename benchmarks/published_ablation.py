@@ -23,7 +23,7 @@ from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
 from paceline.planning.cost import estimate as state_traffic
 from paceline.planning.cost import layout as traffic
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.machines import adjustment
 from paceline.planning.tables.layouts import Row
@@ -207,7 +207,7 @@ def errors(
     rows: Sequence[Row], aside: set[tuple[str, int]], changed: Callable[[Layout], Layout] = lambda layout: layout
 ) -> Errors:
     """Errors of the rows that are not set aside, with the factor of those that are."""
-    seconds = {row.place: estimate(changed(row.layout)).step_time_s for row in rows}
+    seconds = {row.place: predict_layout(changed(row.layout)).step_time_s for row in rows}
     by_row = {}
     for table in dict.fromkeys(row.table for row in rows):
         own = [row for row in rows if row.table == table]

@@ -32,7 +32,7 @@ from paceline.planning.cost import compute as attention
 from paceline.planning.cost import compute as products
 from paceline.planning.cost import constants as fitted
 from paceline.planning.cost import layout as traffic
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.frameworks import FRAMEWORKS
 from paceline.planning.cost.layout import Layout
 from paceline.planning.tables.layouts import Row, read
@@ -192,7 +192,7 @@ def _robust(errors: np.ndarray) -> np.ndarray:
 def predicted(rows: Sequence[Row], values: Mapping[str, float]) -> list[tuple[Row, float]]:
     """Step time of each row with some values."""
     with_constants(values)
-    return [(row, estimate(changed(row.layout, values)).step_time_s) for row in rows]
+    return [(row, predict_layout(changed(row.layout, values)).step_time_s) for row in rows]
 
 
 def changed(layout: Layout, values: Mapping[str, float]) -> Layout:

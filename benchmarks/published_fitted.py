@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.planning import shortlist as alike
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.machines import adjustment
 from paceline.planning.tables.layouts import Row
 from published_fit import free_of, in_use, predicted
@@ -65,7 +65,9 @@ def left_out(rows: Sequence[Row]) -> float:
     """Mean error of rows, each predicted by the others of its table."""
     errors: list[float] = []
     for table in dict.fromkeys(row.table for row in rows):
-        found = adjustment([row for row in rows if row.table == table], lambda layout: estimate(layout).step_time_s)
+        found = adjustment(
+            [row for row in rows if row.table == table], lambda layout: predict_layout(layout).step_time_s
+        )
         errors += np.abs(np.expm1(found.errors)).tolist()
     return float(np.mean(errors))
 

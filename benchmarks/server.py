@@ -155,7 +155,7 @@ class Trials:
     def _trained(self, job: Job, plan: str, cluster: Cluster | None = None) -> Any:
         self._number += 1
         quiet = Console(file=StringIO())
-        return paceline.train(job, cluster, plan, run=self.folder / f"run-{self._number}", console=quiet)
+        return paceline.train(job, plan, cluster=cluster, run=self.folder / f"run-{self._number}", console=quiet)
 
 
 def _job(steps: int) -> Job:

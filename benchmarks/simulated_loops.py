@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.run.own_loop.loop import OwnLoop
+from paceline.run.own_loop.engine import Engine
 from simulated_cases import STEPS
 from simulated_works import CLASSES, Points
 
-Trained = tuple[OwnLoop, list[float]]
+Trained = tuple[Engine, list[float]]
 
 
 def _network(outputs: int = CLASSES, inputs: int = 6) -> nn.Module:
@@ -35,7 +35,9 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 def steps_of_the_engine(plan: str) -> Trained:
     """`engine.step` and `engine.evaluate`."""
     model = _network()
-    engine = paceline.setup(model, _sgd(model), nn.functional.cross_entropy, _loader(), plan=plan, clip_norm=0.1)
+    engine = paceline.setup(
+        model, _sgd(model), loss=nn.functional.cross_entropy, loader=_loader(), plan=plan, clip_norm=0.1
+    )
     losses = [engine.step(batch).loss for _, batch in zip(range(STEPS), _endless(engine), strict=False)]
     engine.loader.close()
     return engine, losses
@@ -47,8 +49,8 @@ def fp16_with_a_loss_scale(plan: str) -> Trained:
     engine = paceline.setup(
         model,
         _sgd(model),
-        lambda output, target: 2**6 * F.cross_entropy(output, target),
-        _loader(),
+        loss=lambda output, target: 2**6 * F.cross_entropy(output, target),
+        loader=_loader(),
         plan=plan,
         precision="fp16",
     )
@@ -111,7 +113,7 @@ def saved_and_loaded(plan: str) -> Trained:
 def _half(plan: str, folder: Path | None) -> Trained:
     model = _network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    engine = paceline.setup(model, optimizer, nn.functional.cross_entropy, _loader(), plan=plan)
+    engine = paceline.setup(model, optimizer, loss=nn.functional.cross_entropy, loader=_loader(), plan=plan)
     if folder is not None:
         engine.load(folder)
     losses = [engine.step(batch).loss for _, batch in zip(range(STEPS // 2), _endless(engine), strict=False)]
@@ -119,6 +121,6 @@ def _half(plan: str, folder: Path | None) -> Trained:
     return engine, losses
 
 
-def _endless(engine: OwnLoop) -> Any:
+def _endless(engine: Engine) -> Any:
     while True:
         yield from engine.loader

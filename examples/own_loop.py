@@ -26,7 +26,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(data, batch_size=64, shuffle=True)  # 64 samples a step, over all ranks together
 
-    engine = paceline.setup(model, optimizer, cross_entropy, loader)
+    engine = paceline.setup(model, optimizer, loss=cross_entropy, loader=loader)
     for epoch in range(5):
         # each: forward, backward, reduction over the ranks, update
         results = [engine.step(batch) for batch in engine.loader]

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.cluster.discover import discover
 from paceline.comm import Group
 from paceline.comm.backend import joined
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.record.run import Run
@@ -190,10 +190,10 @@ def facts(run: Run, rank: int = 0) -> list[tuple[Any, ...]]:
     return [tuple(step[key] for key in keys) for step in run.steps(rank)]
 
 
-RUNNING: WeakKeyDictionary[Engine, Iterator[Any]] = WeakKeyDictionary()
+RUNNING: WeakKeyDictionary[RankEngine, Iterator[Any]] = WeakKeyDictionary()
 
 
-def train_on(engine: Engine, steps: int) -> list[float]:
+def train_on(engine: RankEngine, steps: int) -> list[float]:
     """Losses of the next steps, in epochs that go on from call to call and begin anew after a state was loaded."""
     losses: list[float] = []
     while len(losses) < steps:

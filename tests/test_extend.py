@@ -220,7 +220,7 @@ import dataclasses, os
 import psutil
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.planning.predict import predict
+from paceline.planning.prediction import predict
 from paceline.run.links import transports_of
 from paceline.run.tuning import calibrate as module
 from paceline.run.tuning.calibrate import calibrate
@@ -300,7 +300,7 @@ from paceline.run.trackers import tracker
 data = DataLoader(TensorDataset(torch.randn(12, 3), torch.randn(12, 1)), batch_size=4)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-engine = paceline.setup(model, optimizer, torch.nn.functional.mse_loss, data, on_step=[tracker("csv", file="steps.csv")])
+engine = paceline.setup(model, optimizer, loss=torch.nn.functional.mse_loss, loader=data, on_step=[tracker("csv", file="steps.csv")])
 for batch in engine.loader:
     engine.step(batch)
 for name, settings in (("csv", {"path": "x"}), ("cvs", {})):

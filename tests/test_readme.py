@@ -30,7 +30,7 @@ from paceline.job.spec import SECTIONS
 from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES, _METRICS
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline_federated.section import ClientsSpec, FederateSpec, SecureSpec, SimulateSpec
 
@@ -169,7 +169,7 @@ def test_what_is_printed_in_the_readme_is_on_a_page_that_explains_it() -> None:
     ]
     assert refusal in PLANS
     [plan] = re.findall(r'--plan "([^"]+)"', refusal)
-    reasons = check_plan(Plan.parse(plan), Job.load(ROOT / "examples" / "gpt_text.yaml"), discover())
+    reasons = plan_errors(Job.load(ROOT / "examples" / "gpt_text.yaml"), Plan.parse(plan), cluster=discover())
     assert [reason for reason in reasons if reason not in refusal] == []
     assert len(reasons) >= 3
 

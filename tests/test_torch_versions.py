@@ -65,4 +65,4 @@ def test_setup_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_versions, "version", lambda name: "2.99.0")
     model = nn.Linear(2, 1)
     with pytest.warns(UserWarning, match=r"2\.99\.0"):
-        paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()).close()
+        paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.MSELoss()).close()

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.cluster.cluster import cluster_from
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def test_every_plan_of_the_tutorial_can_run_its_job() -> None:
     assert len(planned) > 5
     for words in planned:
         job, plan = Job.load(ROOT / words[2]), Plan.parse(words[words.index("--plan") + 1])
-        assert check_plan(plan, job, cluster_from(f"{max(plan.ranks, 2)}xcpu")) == [], words
+        assert plan_errors(job, plan, cluster=cluster_from(f"{max(plan.ranks, 2)}xcpu")) == [], words
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ def main(folder: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = CosineAnnealingLR(optimizer, T_max=3)
 
-    engine = paceline.setup(model, optimizer, F.cross_entropy, DataLoader(train, batch_size=64, shuffle=True))
+    engine = paceline.setup(
+        model, optimizer, loss=F.cross_entropy, loader=DataLoader(train, batch_size=64, shuffle=True)
+    )
     # after setup: from the weights that all ranks agree on
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     validation = DataLoader(held_out, batch_size=64)

@@ -19,7 +19,7 @@ import published_fit as fits
 import published_rows as rows
 import published_score as scores
 from paceline.planning.cost import constants
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Interval
 from paceline.planning.tables.cells import number
 
@@ -135,16 +135,16 @@ def test_a_tenth_of_each_table_is_set_aside_and_not_scored() -> None:
 
 def test_cold_predictions_leave_what_is_fitted_as_it_was() -> None:
     every, _ = rows.read([rows.TABLES / "megatron_sc21_table1.csv"])
-    before, shipped = [estimate(row.layout).step_time_s for row in every], fits.in_use()
+    before, shipped = [predict_layout(row.layout).step_time_s for row in every], fits.in_use()
     cold = fits.cold_seconds(every)
-    assert [estimate(row.layout).step_time_s for row in every] == before
+    assert [predict_layout(row.layout).step_time_s for row in every] == before
     assert fits.in_use() == shipped
     assert [cold[row.place] for row in every] != before
 
 
 def test_the_fit_finds_what_rows_were_made_with() -> None:
     every, _ = rows.read([rows.TABLES / "megatron_sc21_table1.csv"])
-    slowed = [replace(row, seconds=1.15 * estimate(row.layout).step_time_s) for row in every]
+    slowed = [replace(row, seconds=1.15 * predict_layout(row.layout).step_time_s) for row in every]
     values = fits.composed(fits.fit(slowed, rounds=6))
     name = f"{every[0].layout.framework.name}:derating"
     errors = [s / (row.seconds or 0.0) - 1 for row, s in fits.predicted(slowed, values)]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.cluster import Cluster, cluster_from
-from paceline.cluster.discover import discover, environment, to_run_on
+from paceline.cluster.discover import discover, environment
 from paceline.cluster.machine import cores_by_physical
 from paceline.errors import ClusterError
+from paceline.planning.arguments import cluster_to_run_on
 
 
 def test_this_machine_has_what_the_kernel_lets_us_use() -> None:
@@ -124,7 +125,7 @@ def test_the_record_names_the_commit_and_whether_files_differ_from_it(
 
 def test_nothing_runs_on_a_cluster_that_is_only_a_name() -> None:
     with pytest.raises(ClusterError, match="can be planned for"):
-        to_run_on(cluster_from("2x8xH100-SXM"))
+        cluster_to_run_on(cluster_from("2x8xH100-SXM"))
 
 
 def test_a_host_may_be_used_with_a_part_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 import paceline
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import DataError, LoaderProcessError
 from ranks import RankError, Ranks
 
@@ -48,10 +48,12 @@ def numbered(samples: int = SAMPLES) -> TensorDataset:
     return TensorDataset(numbers.unsqueeze(1), torch.arange(samples) % 3)
 
 
-def engine_of(loader: DataLoader[Any], **options: Any) -> Engine:
+def engine_of(loader: DataLoader[Any], **options: Any) -> RankEngine:
     torch.manual_seed(1)
     model = nn.Linear(1, 3)
-    return paceline.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4), F.cross_entropy, loader, **options)
+    return paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=1e-4), loss=F.cross_entropy, loader=loader, **options
+    )
 
 
 def rows(batch: Any) -> list[int]:

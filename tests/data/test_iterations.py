@@ -126,7 +126,7 @@ def loaders(kind: str) -> list[DataLoader[Any]]:
 
 def engine_on(loader: DataLoader[Any]) -> Any:
     model = nn.Linear(1, 2)
-    return paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+    return paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
 
 
 def dealt(kind: str, names: list[str]) -> dict[str, Batches]:
@@ -197,7 +197,7 @@ def by_single_samples() -> list[tuple[int, float]]:
     nn.init.zeros_(model.bias)
     data = TensorDataset(torch.arange(1.0, 6).unsqueeze(1), torch.ones(5, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    engine = paceline.setup(model, optimizer, F.mse_loss, DataLoader(data, batch_size=1))
+    engine = paceline.setup(model, optimizer, loss=F.mse_loss, loader=DataLoader(data, batch_size=1))
     assert len(engine.loader) == 5
     return [(result.samples, round(result.loss, 6)) for result in map(engine.step, engine.loader)]
 

@@ -76,7 +76,7 @@ def losses(kind: str, workers: int = 0) -> list[float]:
     model, dataset = network(), DamagedStream() if kind == "stream" else Damaged()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = F.cross_entropy if kind == "step" else None
-    engine = paceline.setup(model, optimizer, loss, loader(dataset, workers))
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader(dataset, workers))
     found = []
     for batch in engine.loader:
         if kind == "step":

@@ -41,7 +41,7 @@ def loader(**options: Any) -> DataLoader[Any]:
 def train_and_lose_a_worker() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader())
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader())
     for step, batch in enumerate(engine.loader):
         if step == 3 and os.environ["RANK"] == "1":
             # While this rank waits for the other one, which torch's own handler of SIGCHLD would interrupt.

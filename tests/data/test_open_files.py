@@ -114,8 +114,8 @@ def losses_of_a_loop(plan: str) -> list[float]:
     engine = paceline.setup(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        F.cross_entropy,
-        DataLoader(data, batch_size=6, num_workers=2),
+        loss=F.cross_entropy,
+        loader=DataLoader(data, batch_size=6, num_workers=2),
         plan=plan,
     )
     losses = []

@@ -42,7 +42,7 @@ def data() -> DataLoader[Any]:
 def engine(plan: str) -> Any:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return paceline.setup(model, optimizer, nn.functional.cross_entropy, data(), plan=plan)
+    return paceline.setup(model, optimizer, loss=nn.functional.cross_entropy, loader=data(), plan=plan)
 
 
 def waits_in_steps(plan: str) -> dict[str, int]:
@@ -112,7 +112,9 @@ def with_buffers() -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = paceline.setup(model, optimizer, nn.functional.cross_entropy, data(), plan="fsdp=2", batch_norm="sync")
+    made = paceline.setup(
+        model, optimizer, loss=nn.functional.cross_entropy, loader=data(), plan="fsdp=2", batch_norm="sync"
+    )
     found = [made.step(batch).loss for batch in made.loader][:6]
     made.close()
     return found

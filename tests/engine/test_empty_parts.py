@@ -85,7 +85,7 @@ def train(plan: str, loss: Any, model: Callable[[], nn.Module] = gpt, data: Any 
     trained = model() if precision != "fp32" else model().double()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(Padded() if data is None else data, batch_size=BATCH)
-    engine = paceline.setup(trained, optimizer, loss, loader, plan=plan)
+    engine = paceline.setup(trained, optimizer, loss=loss, loader=loader, plan=plan)
     found = [engine.step(batch).loss for _ in range(2) for batch in engine.loader]
     engine.close()
     return found

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.data.samples import held_out_batches
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import DataError, NonFiniteError, PlanError, SyncError
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.split.layout import hooked_parameters
@@ -43,12 +43,14 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, CLASSES))
 
 
-def engine_for(model: nn.Module, *, nan_at: int | None = None, loss: Any = F.cross_entropy, **settings: Any) -> Engine:
+def engine_for(
+    model: nn.Module, *, nan_at: int | None = None, loss: Any = F.cross_entropy, **settings: Any
+) -> RankEngine:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return paceline.setup(model, optimizer, loss, DataLoader(data(nan_at), batch_size=BATCH), **settings)
+    return paceline.setup(model, optimizer, loss=loss, loader=DataLoader(data(nan_at), batch_size=BATCH), **settings)
 
 
-def state_of(engine: Engine) -> dict[str, Any]:
+def state_of(engine: RankEngine) -> dict[str, Any]:
     """Weights, buffers and optimizer state, copied."""
     return copy.deepcopy({"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()})
 
@@ -175,7 +177,7 @@ def test_a_transformed_batch_is_taken() -> None:
 def test_a_batch_without_a_target_is_refused() -> None:
     model = nn.Linear(FEATURES, CLASSES)
     alone = DataLoader(TensorDataset(torch.zeros(SAMPLES, FEATURES)), batch_size=BATCH)
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, alone)
+    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=alone)
     with pytest.raises(DataError, match="this one has a single part"):
         engine.step(next(iter(engine.loader)))
 
@@ -226,7 +228,7 @@ def trained_on_whole_batches() -> tuple[list[float], list[Tensor]]:
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = DataLoader(data(), batch_size=13, shuffle=True)
-    engine = paceline.setup(model, optimizer, SpreadOut(), loader, precision="fp64", clip_norm=0.2)
+    engine = paceline.setup(model, optimizer, loss=SpreadOut(), loader=loader, precision="fp64", clip_norm=0.2)
     losses = [engine.step(batch).loss for _ in range(3) for batch in engine.loader]
     return losses, [p.detach() for p in model.parameters()]
 
@@ -248,7 +250,9 @@ def test_a_loss_over_the_whole_batch_refuses_microbatches() -> None:
 def sync_batch_norm_on_too_little(replicas: int) -> None:
     model = network()
     loader = DataLoader(TensorDataset(torch.zeros(9, FEATURES), torch.zeros(9, dtype=torch.long)), batch_size=8)
-    paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader, batch_norm="sync")
+    paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader, batch_norm="sync"
+    )
 
 
 def test_synchronised_batch_norm_refuses_a_batch_that_leaves_a_replica_without_samples(ranks: Ranks) -> None:
@@ -335,8 +339,8 @@ def test_channels_last_changes_the_layout_and_not_the_result() -> None:
         engine = paceline.setup(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            F.cross_entropy,
-            DataLoader(images, batch_size=BATCH),
+            loss=F.cross_entropy,
+            loader=DataLoader(images, batch_size=BATCH),
             plan=plan,
         )
         found = [engine.step(batch).loss for batch in engine.loader]

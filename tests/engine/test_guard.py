@@ -207,7 +207,9 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 def train(model: nn.Module, **settings: Any) -> Any:
     data = TensorDataset(torch.ones(STEPS, 1), torch.full((STEPS, 1), 100.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine = paceline.setup(model, optimizer, mean, DataLoader(data, batch_size=1), precision="fp16", **settings)
+    engine = paceline.setup(
+        model, optimizer, loss=mean, loader=DataLoader(data, batch_size=1), precision="fp16", **settings
+    )
     return [engine.step(batch) for batch in engine.loader]
 
 

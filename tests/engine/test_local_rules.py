@@ -16,7 +16,7 @@ import paceline
 from model_families import family_job
 from paceline.comm.backend import joined
 from paceline.data.samples import held_out_batches
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.loss import LossSpec, build_metrics
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built, seed_all
@@ -180,7 +180,9 @@ def measured() -> dict[str, Any]:
     seed_all(0)
     model, loss = with_dropout(), LossSpec(name="cross_entropy").build()
     loader = DataLoader(Points(), batch_size=8)
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, loader, plan="dp=2 sync=local:4")
+    engine = paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, loader=loader, plan="dp=2 sync=local:4"
+    )
     for batch, _ in zip(engine.loader, range(6), strict=False):
         assert engine.step(batch).agreed == (engine.step_count % 4 == 0)
     held_out, before = Points(11), [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
@@ -207,7 +209,12 @@ def joined_in_every_step(batch_norm: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Points(), batch_size=7)
     paceline.setup(
-        model, optimizer, nn.functional.cross_entropy, loader, plan="dp=2 sync=local:4", batch_norm=batch_norm
+        model,
+        optimizer,
+        loss=nn.functional.cross_entropy,
+        loader=loader,
+        plan="dp=2 sync=local:4",
+        batch_norm=batch_norm,
     )
 
 
@@ -238,7 +245,7 @@ def by_step(folder: Path, text: str, steps: int) -> list[tuple[str, str, float, 
         return found  # type: ignore[return-value]
 
 
-def digest(engine: Engine) -> str:
+def digest(engine: RankEngine) -> str:
     held: list[Tensor] = [p.detach().contiguous() for p in engine.named_parameters().values()]
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in held)).hexdigest()
 
@@ -292,7 +299,7 @@ def test_a_divided_model_on_one_rank_has_the_loss_of_a_whole_one(plan: str) -> N
         inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
         loader: DataLoader[Any] = DataLoader(TensorDataset(inputs, inputs.argmax(dim=1)), batch_size=8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = paceline.setup(model, optimizer, nn.functional.cross_entropy, loader, plan=plan)
+        engine = paceline.setup(model, optimizer, loss=nn.functional.cross_entropy, loader=loader, plan=plan)
         found = [engine.step(batch).loss for batch in engine.loader]
         engine.close()
         return found

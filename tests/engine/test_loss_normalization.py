@@ -60,7 +60,7 @@ def losses(
     trained = model()
     dataset = data if data is not None else TensorDataset(*padded())
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
-    engine = paceline.setup(trained, optimizer, loss, DataLoader(dataset, batch_size=BATCH), plan=plan)
+    engine = paceline.setup(trained, optimizer, loss=loss, loader=DataLoader(dataset, batch_size=BATCH), plan=plan)
     found: list[float] = []
     while len(found) < steps:
         found += [engine.step(batch).loss for batch in engine.loader]
@@ -241,7 +241,7 @@ def refusal(plan: str) -> str:
         model = PerToken()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         data = DataLoader(TensorDataset(*padded()), batch_size=2, drop_last=True)
-        engine = paceline.setup(model, optimizer, by_mask, data, plan=plan)
+        engine = paceline.setup(model, optimizer, loss=by_mask, loader=data, plan=plan)
         for batch in engine.loader:
             engine.step(batch)
     except PlanError as error:
@@ -408,7 +408,9 @@ def trained_and_measured(plan: str) -> list[float]:
     torch.manual_seed(4)
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine = paceline.setup(model, optimizer, of_the_model, DataLoader(Padded(), batch_size=BATCH), plan=plan)
+    engine = paceline.setup(
+        model, optimizer, loss=of_the_model, loader=DataLoader(Padded(), batch_size=BATCH), plan=plan
+    )
     found = [engine.step(batch).loss for batch in engine.loader]
     measured: Any = engine.evaluate(DataLoader(Padded(), batch_size=BATCH))
     engine.close()

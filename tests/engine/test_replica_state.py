@@ -75,7 +75,9 @@ def trained(
     engine = None
     try:
         loader = DataLoader(data, batch_size=8)
-        engine = paceline.setup(model, stepping, F.cross_entropy, loader, plan=plan, precision="fp64", **settings)
+        engine = paceline.setup(
+            model, stepping, loss=F.cross_entropy, loader=loader, plan=plan, precision="fp64", **settings
+        )
         losses = [engine.step(batch).loss for batch, _ in zip(engine.loader, range(steps), strict=False)]
     except PacelineError as error:
         return {"said": str(error)}
@@ -117,7 +119,7 @@ def exported(plan: str, folder: str) -> dict[str, dict[str, Tensor]]:
     train, held_out = TensorDataset(words[:8], classes[:8]), TensorDataset(words[8:], classes[8:])
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
     loader = DataLoader(train, batch_size=4)
-    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=plan, precision="fp64")
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader, plan=plan, precision="fp64")
     try:
         for batch in engine.loader:
             engine.step(batch)
@@ -239,7 +241,7 @@ def test_state_that_is_the_same_on_every_rank_or_known_to_be_its_own_is_no_error
 
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(JobError, match="there are same"):
-        paceline.setup(Words(), torch.optim.SGD(Words().parameters()), F.cross_entropy, None, buffers="mine")
+        paceline.setup(Words(), torch.optim.SGD(Words().parameters()), loss=F.cross_entropy, buffers="mine")
 
 
 # (update with a comparison, rank, bit, False: of a weight, before it; True: of the optimizer's state, after it)

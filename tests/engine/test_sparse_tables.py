@@ -66,7 +66,13 @@ def set_up(plan: str, optimizer: str, settings: dict[str, Any], **model: Any) ->
     made = Fields(**model).double()
     stepping = getattr(torch.optim, optimizer)(made.parameters(), **{"lr": 0.3} | settings)
     engine = paceline.setup(
-        made, stepping, F.cross_entropy, DataLoader(data(), BATCH), plan=plan, precision="fp64", clip_norm=0.5
+        made,
+        stepping,
+        loss=F.cross_entropy,
+        loader=DataLoader(data(), BATCH),
+        plan=plan,
+        precision="fp64",
+        clip_norm=0.5,
     )
     try:
         yield engine
@@ -153,7 +159,12 @@ def trained_unusual(plan: str, sparse: bool) -> list[tuple[float, float]]:
     model = Unusual(sparse=sparse).double()
     loader = DataLoader(data(), BATCH)
     engine = paceline.setup(
-        model, torch.optim.SGD(model.parameters(), 0.3), F.cross_entropy, loader, plan=plan, precision="fp64"
+        model,
+        torch.optim.SGD(model.parameters(), 0.3),
+        loss=F.cross_entropy,
+        loader=loader,
+        plan=plan,
+        precision="fp64",
     )
     try:
         results = [engine.step(batch) for batch, _ in zip(engine.loader, range(4), strict=False)]
@@ -205,7 +216,7 @@ def own_loop(folder: str, epochs: range) -> list[float]:
     torch.manual_seed(1)
     model = Fields()
     optimizers = optimizers_of(model)
-    engine = paceline.setup(model, optimizers, None, DataLoader(data(), BATCH))
+    engine = paceline.setup(model, optimizers, loader=DataLoader(data(), BATCH))
     losses = []
     try:
         if epochs[0]:

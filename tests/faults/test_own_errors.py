@@ -65,7 +65,7 @@ def loop(arguments):
     model = Faulty()
     loader = DataLoader(TensorDataset(torch.randn(48, 6), torch.arange(48) % 3), batch_size=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = paceline.setup(model, optimizer, loss, loader, plan=arguments[0])
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader, plan=arguments[0])
     for _ in range(3):
         for batch in engine.loader:
             engine.step(batch)

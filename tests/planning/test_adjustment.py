@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from handmade_search import candidate, cluster, job
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.explain.advice import Case
 from paceline.planning.explain.explain import explain
@@ -26,7 +26,7 @@ from paceline.planning.machines import (
     own_adjustment,
     student_quantile,
 )
-from paceline.planning.predict import predict
+from paceline.planning.prediction import estimate
 from paceline.planning.search.result import SearchResult
 from paceline.planning.search.search import plan, search
 from paceline.planning.shortlist import COMMON, OWN, alike
@@ -162,7 +162,7 @@ def test_predictions_are_multiplied_and_the_ranking_stays(plain: SearchResult) -
         assert then.prediction.throughput == pytest.approx(one.prediction.throughput / factor)
         assert then.prediction.memory_bytes == one.prediction.memory_bytes
         assert then.why == one.why
-    single = predict(job(), where, plain.best[0].plan, factors)
+    single = estimate(job(), plain.best[0].plan, cluster=where, calibration=factors)
     assert single.step_time_s == pytest.approx(slowed.best[0].prediction.step_time_s)
     assert single.interval is not None
     assert single.step_time_s in single.interval
@@ -171,7 +171,7 @@ def test_predictions_are_multiplied_and_the_ranking_stays(plain: SearchResult) -
 
 def test_the_plan_that_is_returned_is_one_of_the_equal_ones(plain: SearchResult) -> None:
     times = {one.plan: one.prediction.step_time_s for one in plain.best}
-    assert times[plan(job(), cluster())] <= equal_ratio() * plain.best[0].prediction.step_time_s
+    assert times[plan(job(), cluster=cluster())] <= equal_ratio() * plain.best[0].prediction.step_time_s
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_measured_runs_put_the_plans_found_in_their_order(plain: SearchResult) -
     runs = [one for one in plain.best for _ in range(4)]
     ratios = [1.0 if one in small else 1.4 for one in runs]
     measured = rows([(one.layout, ratio * one.prediction.step_time_s) for one, ratio in zip(runs, ratios, strict=True)])
-    factors = adjustment(measured, lambda layout: estimate(layout).step_time_s)
+    factors = adjustment(measured, lambda layout: predict_layout(layout).step_time_s)
     told = search(job(), cluster(), top=10, calibration=factors).best
     assert told[0].plan in [one.plan for one in small]
     others = [one.prediction.step_time_s for one in told[1:]]

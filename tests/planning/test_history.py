@@ -22,7 +22,7 @@ from paceline.planning import history
 from paceline.planning.cost.layout import Prediction
 from paceline.planning.history import Pair, corrected, correction, kind_of, pairs, remember
 from paceline.planning.plan import Plan
-from paceline.planning.predict import layout_of, modelled, predict
+from paceline.planning.prediction import estimate, layout_of, modelled
 from planner_jobs import job_on_digits
 
 HERE = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34, cpu="some CPU"),))
@@ -184,9 +184,9 @@ SYNTHETIC = Job.model_validate(
 def test_the_reader_with_most_samples_sets_the_pace_and_only_samples_that_are_there_count() -> None:
     plan = Plan(dp=4)
     assert layout_of(SYNTHETIC, CLUSTER, plan).samples == 8
-    found = predict(SYNTHETIC, CLUSTER, plan)
+    found = estimate(SYNTHETIC, plan, cluster=CLUSTER)
     assert found.throughput * found.step_time_s == pytest.approx(30)
-    full = predict(SYNTHETIC.model_copy(update={"global_batch": 32}), CLUSTER, plan)
+    full = estimate(SYNTHETIC.model_copy(update={"global_batch": 32}), plan, cluster=CLUSTER)
     assert found.step_time_s == pytest.approx(full.step_time_s)
     assert found.mfu is not None
     assert full.mfu is not None
@@ -194,7 +194,7 @@ def test_the_reader_with_most_samples_sets_the_pace_and_only_samples_that_are_th
 
 
 def test_a_run_costs_its_steps_on_all_devices_it_uses() -> None:
-    found = predict(SYNTHETIC, CLUSTER, "dp=2")
+    found = estimate(SYNTHETIC, "dp=2", cluster=CLUSTER)
     assert found.cost_per_run == pytest.approx(found.step_time_s * 1000 / 3600 * 2 * 3)
 
 
@@ -231,10 +231,10 @@ def test_more_servers_share_what_replicas_push_and_a_staleness_waits_for_less() 
 
 def test_what_was_measured_before_corrects_the_next_prediction_once() -> None:
     plan = Plan(dp=2)
-    before = predict(SYNTHETIC, CLUSTER, plan)
+    before = estimate(SYNTHETIC, plan, cluster=CLUSTER)
     for _ in range(20):
         assert remember(pair_of("dp=2", 2.0, SYNTHETIC, CLUSTER, before.step_time_s), CLUSTER)
-    after = predict(SYNTHETIC, CLUSTER, plan)
+    after = estimate(SYNTHETIC, plan, cluster=CLUSTER)
     assert 1.7 < after.step_time_s / before.step_time_s < 2
     assert sum(after.breakdown.values()) == pytest.approx(after.step_time_s)
     assert any("20 such plans of 20 on this hardware" in note for note in after.notes)

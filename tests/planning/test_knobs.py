@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Emulate, Host
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import auto_plan, check_plan
+from paceline.planning.check.plan_errors import auto_plan, plan_errors
 from paceline.planning.plan import Plan
-from paceline.planning.predict import modelled
+from paceline.planning.prediction import modelled
 from paceline.planning.shortlist import (
     BUDGET_S,
     LEAST_ROUNDS,
@@ -170,7 +170,7 @@ def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(
         plan = knob.on(default)
         assert plan != default
         assert plan.ranks <= cluster.devices, "ranks never share a core unasked"
-        assert knob.untried or check_plan(plan, work, cluster) == []
+        assert knob.untried or plan_errors(work, plan, cluster=cluster) == []
         assert knob.hint or plan.precision_for(work) == work.precision
 
 

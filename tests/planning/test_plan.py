@@ -248,16 +248,16 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.planning.check.check_plan import auto_plan
+from paceline.planning.check.plan_errors import auto_plan
 from paceline.planning import shortlist as knobs
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.check.check_plan import warnings_about
+from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.check.plan_errors import warnings_about
 cluster = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34),))
 job = Job(model="gpt", data="digits", loss="cross_entropy", optimizer="sgd", global_batch=8, stop={"steps": 1})
 auto_plan(job, cluster)
-found = check_plan(Plan.parse("dp=2 microbatches=4 threads=4"), job, cluster), warnings_about(
+found = plan_errors(job, "dp=2 microbatches=4 threads=4", cluster=cluster), warnings_about(
     Plan.parse("dp=2 microbatches=4"), job, cluster)
-refused = check_plan(Plan.parse("dp=16 fused=on schedule=gpipe cut=blocks.1"), job, cluster)
+refused = plan_errors(job, "dp=16 fused=on schedule=gpipe cut=blocks.1", cluster=cluster)
 assert found == ([], []) and refused[-1] == "Nearest plan that works: dp=8 fused=on.", (found, refused)
 print("torch" in sys.modules)
 """

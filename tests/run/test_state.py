@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError, JobError
 from paceline.state.checkpoint import restore, snapshot
 from paceline.state.rank_state import numpy_state, python_state, random_tensors, restore_random
@@ -58,16 +58,19 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, groups: int = 1) -> Engine:
+def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, groups: int = 1) -> RankEngine:
     model = model or Tied()
     parameters = list(model.parameters())
     grouped = [{"params": parameters[i::groups]} for i in range(groups)]
     return paceline.setup(
-        model, OPTIMIZERS[optimizer](grouped), F.cross_entropy, DataLoader(Points(), batch_size=8, shuffle=True)
+        model,
+        OPTIMIZERS[optimizer](grouped),
+        loss=F.cross_entropy,
+        loader=DataLoader(Points(), batch_size=8, shuffle=True),
     )
 
 
-def save(engine: Engine, folder: Path, values: dict[str, Any] | None = None) -> None:
+def save(engine: RankEngine, folder: Path, values: dict[str, Any] | None = None) -> None:
     group = engine.group
     checkpointer = Checkpointer(
         folder, rank=group.rank, world=group.size, keep=1, deadline_s=30, report=lambda *_: None
@@ -84,7 +87,7 @@ def loaded(folder: Path, rank: int = 0, world: int = 1) -> Loaded:
     return found
 
 
-def everything(engine: Engine) -> dict[str, Any]:
+def everything(engine: RankEngine) -> dict[str, Any]:
     return copy.deepcopy({"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()["state"]})
 
 
@@ -214,10 +217,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
         restore(engine_of(model=model), loaded(tmp_path))
 
 
-def of_the_head_alone() -> Engine:
+def of_the_head_alone() -> RankEngine:
     model = Tied()
     optimizer = torch.optim.AdamW(model.head.parameters())
-    return paceline.setup(model, optimizer, F.cross_entropy, DataLoader(Points(), batch_size=8))
+    return paceline.setup(model, optimizer, loss=F.cross_entropy, loader=DataLoader(Points(), batch_size=8))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +231,7 @@ def of_the_head_alone() -> Engine:
     ],
 )
 def test_a_checkpoint_of_another_optimizer_is_refused(
-    tmp_path: Path, groups: int, other: Callable[[], Engine], said: str
+    tmp_path: Path, groups: int, other: Callable[[], RankEngine], said: str
 ) -> None:
     first = engine_of(groups=groups)
     train(first, 1)
@@ -272,8 +275,8 @@ def losses(plan: str, norm: type[nn.Module] = nn.BatchNorm1d, batch_norm: str = 
     engine = paceline.setup(
         model,
         optimizer,
-        F.cross_entropy,
-        DataLoader(data, batch_size=8),
+        loss=F.cross_entropy,
+        loader=DataLoader(data, batch_size=8),
         plan=plan,
         precision="fp64",
         batch_norm=batch_norm,

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import paceline
 from paceline.data.whole import cut, digest_of, rows_of
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import DataError
 from ranks import RankError, Ranks
 
@@ -96,9 +96,11 @@ class Model(nn.Module):
         return self.layer(input)  # type: ignore[no-any-return]
 
 
-def engine_of(loader: DataLoader[Any], **options: Any) -> Engine:
+def engine_of(loader: DataLoader[Any], **options: Any) -> RankEngine:
     model = Model()
-    return paceline.setup(model, torch.optim.SGD(model.parameters(), lr=1e-4), F.cross_entropy, loader, **options)
+    return paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=1e-4), loss=F.cross_entropy, loader=loader, **options
+    )
 
 
 def loader_with(kind: str) -> DataLoader[Any]:

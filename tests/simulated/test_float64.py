@@ -29,7 +29,7 @@ def trained(plan: str, loss: Callable[[Tensor, Tensor], Tensor] = mean_squares) 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = paceline.setup(model, optimizer, loss, loader(), plan=plan)
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader(), plan=plan)
     losses = [engine.step(batch).loss for batch in engine.loader]
     return losses, engine.evaluate(loader())["loss"]
 

@@ -65,7 +65,7 @@ def own_loop(
         F.cross_entropy(model(inputs[:4]), target[:4]).backward()
         optimizer.step()
     loader = DataLoader(TensorDataset(inputs, target), batch_size=BATCH)
-    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=plan, precision="fp64")
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader, plan=plan, precision="fp64")
     found: dict[str, Any] = {"losses": [], "norms": []}
     while len(found["losses"]) < steps:
         for batch in engine.loader:
@@ -116,7 +116,12 @@ def from_other_seeds(plan: str) -> dict[str, Any]:
     model = Layers().double()
     data = DataLoader(TensorDataset(torch.randn(8, FEATURES).double(), torch.zeros(8, dtype=torch.long)), batch_size=4)
     engine = paceline.setup(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), F.cross_entropy, data, plan=plan, precision="fp64"
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loss=F.cross_entropy,
+        loader=data,
+        plan=plan,
+        precision="fp64",
     )
     parts = engine.parts or {}
     found = {n: (p.detach().clone(), parts[n].layout) for n, p in engine.named_parameters().items()}
@@ -154,14 +159,16 @@ def test_parameters_of_no_part_of_the_model_cannot_be_divided() -> None:
     with pytest.raises(
         PlanError, match=r"divides the model's parameters, and the optimizer holds others: optimizer\.0"
     ):
-        paceline.setup(model, optimizer, F.cross_entropy, data, plan="remat=block")
+        paceline.setup(model, optimizer, loss=F.cross_entropy, loader=data, plan="remat=block")
 
 
 def test_degrees_for_other_ranks_than_were_started_are_refused() -> None:
     model = Layers()
     data = DataLoader(TensorDataset(torch.randn(8, FEATURES), torch.zeros(8, dtype=torch.long)), batch_size=4)
     with pytest.raises(PlanError, match="needs 4 ranks, but 1 were started"):
-        paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, plan="fsdp=2 tp=2")
+        paceline.setup(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=data, plan="fsdp=2 tp=2"
+        )
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def trained(plan: str, block: type[nn.Module] = Observed) -> tuple[list[float], 
     inputs = torch.randn(ROWS * STEPS, WIDTH, generator=drawn, dtype=torch.float64)
     loader = DataLoader(TensorDataset(inputs, torch.arange(len(inputs)) % 2), batch_size=ROWS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=plan)
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader, plan=plan)
     losses = [engine.step(batch).loss for batch in engine.loader]
     buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
     calls = [module.calls for module in engine.model.modules() if isinstance(module, Observed)]

@@ -101,7 +101,9 @@ def train(plan: str, kind: str, penalty: Penalty, where: str) -> list[float]:
         return whole
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = paceline.setup(model, optimizer, None if where == "loop" else loss, batches(), plan=plan, precision="fp64")
+    engine = paceline.setup(
+        model, optimizer, loss=None if where == "loop" else loss, loader=batches(), plan=plan, precision="fp64"
+    )
     losses = []
     for batch in engine.loader:
         if where == "loop":
@@ -197,7 +199,7 @@ def in_loops(plan: str, way: str) -> list[float] | str:
         return whole
 
     given = twice if way == "the loss calls the model" else None
-    engine = paceline.setup(model, optimizer, given, batches(), plan=plan, precision="fp64")
+    engine = paceline.setup(model, optimizer, loss=given, loader=batches(), plan=plan, precision="fp64")
     losses = []
     try:
         if way == "a measure":

@@ -581,7 +581,7 @@ def divided(names: list[str], plan: str, microbatches: int) -> dict[str, str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         data = DataLoader(TensorDataset(*batches()), batch_size=ROWS)
         try:
-            engine = paceline.setup(model, optimizer, F.mse_loss, data, plan=plan, precision="fp64")
+            engine = paceline.setup(model, optimizer, loss=F.mse_loss, loader=data, plan=plan, precision="fp64")
         except PlanError as error:
             found[name] = str(error)
             continue
@@ -696,7 +696,7 @@ def normed_alike() -> list[str]:
     F.mse_loss(whole(x[:2]), y[:2]).backward()
     optimizer.step()
     engine = paceline.setup(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, data, plan=FSDP, precision="fp64"
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.mse_loss, loader=data, plan=FSDP, precision="fp64"
     )
     for batch in engine.loader:
         engine.step(batch)

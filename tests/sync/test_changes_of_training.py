@@ -31,7 +31,7 @@ def train(rule: str, change: str, by_step: bool) -> list[Tensor]:
     first.requires_grad_(change != "unfrozen")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     loss = F.cross_entropy if by_step else None
-    engine = paceline.setup(model, optimizer, loss, data(), plan=f"dp=2 sync={rule}")
+    engine = paceline.setup(model, optimizer, loss=loss, loader=data(), plan=f"dp=2 sync={rule}")
     for i, batch in enumerate(engine.loader):
         if i == CHANGED_AFTER:
             first.requires_grad_(change != "frozen")

@@ -26,7 +26,7 @@ def trained(
     loader = DataLoader(TensorDataset(inputs, torch.arange(60) % 5), batch_size=20, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
     engine = paceline.setup(
-        model, optimizer, F.cross_entropy, loader, plan=f"dp={replicas} precision={precision} sync={sync}"
+        model, optimizer, loss=F.cross_entropy, loader=loader, plan=f"dp={replicas} precision={precision} sync={sync}"
     )
     losses = [engine.step(batch).loss for _ in range(epochs) for batch in engine.loader]
     engine.close()

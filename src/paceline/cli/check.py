@@ -84,16 +84,16 @@ def command(
 
 
 def _chosen(job: Job, cluster: Cluster | None, console: Console) -> str:
-    from paceline.cluster.discover import to_run_on
+    from paceline.planning.arguments import cluster_to_run_on
     from paceline.run.tuning.auto import choose
 
-    return str(choose(job, to_run_on(cluster), lambda line: console.print(line, markup=False)).plan)
+    return str(choose(job, cluster_to_run_on(cluster), lambda line: console.print(line, markup=False)).plan)
 
 
 def _one(job: Job, cluster: Cluster | None, text: str, steps: int, console: Console) -> int:
     from paceline.run.parity.check import check
 
-    parity = check(job, text, cluster, steps=steps)
+    parity = check(job, text, cluster=cluster, steps=steps)
     _show(parity, console)
     return {"holds": 0, "differs": 1, "cannot tell": CANNOT_TELL}[parity.verdict]
 

@@ -248,10 +248,10 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
 
 
 def _be_allowed_to_emulate(cluster: str) -> None:
-    from paceline.cluster.cluster import cluster_from
     from paceline.cluster.network import become_root_of_own_namespace
+    from paceline.planning.arguments import cluster_of
 
-    if cluster_from(cluster).emulate is not None:
+    if cluster_of(cluster).emulate is not None:
         become_root_of_own_namespace()
 
 
@@ -306,10 +306,9 @@ def to_run_on(text: str | None) -> Cluster | None:
         ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
             run; or there are several hosts already.
     """
-    from paceline.cluster.cluster import cluster_from
-    from paceline.cluster.discover import to_run_on as checked
     from paceline.elastic.hosts.hosts import current_hosts
     from paceline.errors import ClusterError
+    from paceline.planning.arguments import cluster_to_run_on
 
     hosts = current_hosts()
     if text is None:
@@ -319,4 +318,4 @@ def to_run_on(text: str | None) -> Cluster | None:
             f"--cluster {text}: the command was started on {len(hosts.cluster.hosts)} hosts, which are the cluster. "
             "Leave the option out, or start the command once."
         )
-    return checked(cluster_from(text))
+    return cluster_to_run_on(text)

@@ -185,10 +185,9 @@ def _explained(
 
 def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
     """The cluster, and True if it can be measured: this machine, or emulated on it."""
-    from paceline.cluster.cluster import cluster_from
-    from paceline.cluster.discover import discover
+    from paceline.planning import arguments
 
-    where = cluster_from(text) if text is not None else discover()
+    where = arguments.cluster_of(text)
     given = {"price_per_hour": price, "failures_per_host_day": failures}
     where = where.model_copy(update={key: value for key, value in given.items() if value is not None})
     return where, text is None or where.emulate is not None
@@ -205,7 +204,7 @@ def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: C
         return None
     with Console(stderr=True).status("predicting the measured runs"):
         lines: list[str] = []
-        found = calibrate_on(paths, cluster, lines.append)
+        found = calibrate_on(paths, cluster=cluster, say=lines.append)
     for line in lines:
         console.print(Text(line, style="dim"))
     return found

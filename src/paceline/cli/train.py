@@ -55,7 +55,7 @@ def command(
         from paceline.cli.command import to_run_on
         from paceline.run.train import train
 
-        record = train(what, to_run_on(cluster), plan, run=run, resume=resume, restarts=restarts, port=port)
+        record = train(what, plan, cluster=to_run_on(cluster), run=run, resume=resume, restarts=restarts, port=port)
     except Exception as error:
         if is_rank():
             from paceline.run.process import fail

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.machine import find_gpus, host_with, this_host
 from paceline.device import DEVICE_VARIABLE, VISIBLE
-from paceline.errors import ClusterError
 
 _PACKAGES = ("paceline", "torch", "numpy")
 _VARIABLES = re.compile(  # what changes speed or results; nothing that may hold a secret
@@ -31,22 +30,6 @@ def discover() -> Cluster:
         ClusterError: there is a driver of GPUs, but it does not work, or PACELINE_HOST_DEVICES are not there.
     """
     return Cluster(name="this machine", hosts=(this_host(),))
-
-
-def to_run_on(cluster: Cluster | None) -> Cluster:
-    """The cluster, or this machine where none is named.
-
-    Raises:
-        ClusterError: it is a name from the catalogue of hardware, where nothing can run.
-    """
-    if cluster is None:
-        return discover()
-    if cluster.only_planned:
-        raise ClusterError(
-            f"{cluster.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and "
-            "nothing can run on it. Leave the cluster out to use this machine, or name a cluster file."
-        )
-    return cluster
 
 
 def environment() -> dict[str, Any]:

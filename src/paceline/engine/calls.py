@@ -20,10 +20,10 @@ from paceline.planning.sync_info import sync_info
 from paceline.sync.batchnorm import has_batch_norm, synchronise
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import RankEngine
 
 
-def made_ready(engine: Engine, model: nn.Module, plan: Plan) -> nn.Module:
+def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
     """The model on this rank's device, in its precision; checks the loader's batches."""
     settings = engine.settings
     if plan.threads:
@@ -186,7 +186,7 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in found.items() if weight not in elsewhere}
 
 
-def keep_rows(engine: Engine, model: nn.Module, plan: Plan) -> set[Tensor]:
+def keep_rows(engine: RankEngine, model: nn.Module, plan: Plan) -> set[Tensor]:
     """Tables whose sparse gradients rule and optimizer take.
 
     A fused update of theirs, which takes none, is unfused.
@@ -207,7 +207,7 @@ def keep_rows(engine: Engine, model: nn.Module, plan: Plan) -> set[Tensor]:
     return kept
 
 
-def refuse_sparse_adam(engine: Engine, plan: Plan) -> None:
+def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
     """Refuse torch's SparseAdam, which steps by sparse gradients alone, where its parameters get dense ones."""
     for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
         held = {p for group in optimizer.param_groups for p in group["params"]}

@@ -99,8 +99,8 @@ class StepResult:
         return self.problem is not None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-class Engine:
-    """Runs the steps of one rank. Made by `paceline.setup`.
+class RankEngine:
+    """Runs the steps of one rank; `paceline.Engine` adds what loops of users need.
 
     Attributes:
         model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's

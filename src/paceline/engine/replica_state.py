@@ -26,7 +26,7 @@ from paceline.sync.batchnorm import is_synchronised
 from paceline.sync.rule import broadcast_tensors
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import RankEngine
 
 
 _AXES = tuple(axis for axis in AXES if axis != "pp")
@@ -47,7 +47,7 @@ class ReplicaState:
         corruption: heals the odd one out of three or more, and knows which it was.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankEngine) -> None:
         self.engine = engine
         self.max_norm = MaxNorm(engine)
         self.corruption = Corruption(engine)
@@ -240,7 +240,7 @@ class MaxNorm:
     the same way, so that a checkpoint or an export after it holds the rows that one process would hold.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankEngine) -> None:
         self.group = engine.group
         alone = engine.local_steps or engine.split is not None or self.group.size == 1
         self.tables = [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
@@ -303,7 +303,7 @@ class Corruption:
         times: the process that was healed, for each time in the run.
     """
 
-    engine: Engine
+    engine: RankEngine
     found: list[dict[str, Any]] = field(default_factory=list)
     members: Sequence[int] | None = None
     times: list[int] = field(default_factory=list)

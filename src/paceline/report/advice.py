@@ -12,12 +12,12 @@ from paceline import units
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError, PlanError, RunError
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Prediction
 from paceline.planning.explain.advice import INEXACT, WORTH
 from paceline.planning.plan import DEGREES, Plan, on_devices, spelled_out
-from paceline.planning.predict import modelled
+from paceline.planning.prediction import modelled
 from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED, knobs
 from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord, typical_parts
@@ -294,7 +294,7 @@ def _plain(plan: Plan) -> Plan:
 def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[str, float] | str:
     """Predicted parts of a plan, or the reason why there are none."""
     run = model.run.run
-    if reasons := check_plan(plan, job or run.job, run.cluster):
+    if reasons := plan_errors(job or run.job, plan, cluster=run.cluster):
         return reasons[0]
     try:
         return model.parts_of(plan, job)

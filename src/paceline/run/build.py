@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.device import DEVICE_VARIABLE, has_pinned_memory
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
@@ -55,7 +55,7 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
 
 def begin_engine(
     job: Job, plan: Plan, data: DataSets, group: Group, build: Callable[[], nn.Module | DeferredModel] | None = None
-) -> Engine:
+) -> RankEngine:
     """This rank's engine for a job that begins: `build_engine`, with a model built here.
 
     It is built after the loader processes are started, so it is not in their memory.
@@ -82,7 +82,7 @@ def build_engine(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     goes_on: bool = False,
-) -> Engine:
+) -> RankEngine:
     """This rank's engine for a job: its model part, optimizer, loss and data share.
 
     Args:
@@ -105,7 +105,7 @@ def _engine(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     goes_on: bool = False,
-) -> Engine:
+) -> RankEngine:
     loss = job.loss.build()
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
     settings = Settings(
@@ -127,12 +127,12 @@ def _engine(
         if source is not None:
             load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
         optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
-        return Engine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
+        return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         _load_whole(model, source)
     optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
-    return Engine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
+    return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
 
 
 def load_published(job: Job, model: nn.Module) -> None:
@@ -185,7 +185,7 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
     return Loader(data.train, partition, num_workers=workers, pin_memory=has_pinned_memory(mesh.world.device))
 
 
-def predicted_state_bytes(job: Job, engine: Engine) -> int:
+def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
     """Predicted bytes of this rank's parameters, gradients and optimizer state.
 
     The recorder's lines have the measured ones.

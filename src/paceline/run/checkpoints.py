@@ -11,7 +11,7 @@ from typing import Any
 from paceline.comm import Group
 from paceline.data.loader import changed_data
 from paceline.elastic.hosts.files import fetch
-from paceline.engine.engine import Engine, StepResult
+from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.meter import CHECKPOINT
 from paceline.engine.reduction import StepSignals
 from paceline.errors import CheckpointError, DataError, NonFiniteError
@@ -182,7 +182,9 @@ class Checkpoints:
         rejected: steps whose batch a rewind leaves out.
     """
 
-    def __init__(self, run: Run, engine: Engine, data: DataSets, stop: StopRule, group: Group, events: Events) -> None:
+    def __init__(
+        self, run: Run, engine: RankEngine, data: DataSets, stop: StopRule, group: Group, events: Events
+    ) -> None:
         self.run, self.engine, self.data, self.stop, self.group, self.events = run, engine, data, stop, group, events
         job = run.job
         self.writer = Checkpointer(

@@ -11,7 +11,7 @@ from paceline.comm import Group
 from paceline.data.loader import Position
 from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.elastic.membership import StepBoundary
-from paceline.engine.engine import Engine, StepResult
+from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import NonFiniteError, PlanError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
@@ -45,7 +45,9 @@ class Loop:
         leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
     """
 
-    def __init__(self, run: Run, engine: Engine, data: DataSets, group: Group, *, board: Board | None = None) -> None:
+    def __init__(
+        self, run: Run, engine: RankEngine, data: DataSets, group: Group, *, board: Board | None = None
+    ) -> None:
         """Create a loop. All loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
@@ -421,7 +423,7 @@ class Evaluations:
     """
 
     def __init__(
-        self, job: Job, engine: Engine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
+        self, job: Job, engine: RankEngine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
     ) -> None:
         self.job, self.engine, self.stop, self.events = job, engine, stop, events
         self.metrics = build_metrics(job.metrics, engine.loss)

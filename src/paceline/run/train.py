@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import to_run_on
 from paceline.cluster.emulate import LinkBytes
 from paceline.cluster.launch_engines import HOST_DEVICES, is_rank
 from paceline.console import Console as SafeConsole
@@ -31,7 +30,8 @@ from paceline.elastic.run_on_ranks import warm_up_for
 from paceline.errors import LaunchError, PlanError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan, warnings_about
+from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_of, plan_or_auto
+from paceline.planning.check.plan_errors import plan_errors, warnings_about
 from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
@@ -51,10 +51,10 @@ RUNS = Path("runs")  # under the current directory, where no other is named
 
 
 def train(
-    job: Job | str | Path,
-    cluster: Cluster | None = None,
-    plan: Plan | str = "auto",
+    job: AnyJob,
+    plan: AnyPlan = "auto",
     *,
+    cluster: AnyCluster | None = None,
     run: str | Path | None = None,
     resume: bool = False,
     port: int | None = None,
@@ -63,40 +63,47 @@ def train(
 ) -> Run:
     """Train a job until its stop rule ends it, and return the record.
 
-    Alone, the ranks of the plan are started on this machine, or on hosts emulated on it, and watched. Called by every
-    rank of a torchrun, those ranks are used.
+    Without a launcher, the plan's ranks are started on this machine, or on hosts emulated on it, and watched. If
+    torchrun started the ranks, every rank calls this function.
 
     Args:
-        job: a `Job`, or the YAML file of one.
-        cluster: where to train; None is this machine.
-        plan: a `Plan`, its text, or `"auto"`: the fastest of those that are predicted to be, found by measuring them
-            for a few seconds where the run is long enough for that, or at an earlier start; under torchrun, one replica
-            per rank, and a run that is resumed keeps its own.
-        run: directory of the run, or its URL in an object store (`s3://bucket/name`), to which a working directory here
-            is uploaded while it trains; None makes `runs/<job>-<time>` in the current directory.
-        resume: go on with `run`, or with the newest run of the job where `run` is None; starts anew where there is
-            none.
-        port: of the rendezvous between hosts, on the first one; on one machine, of torch's own store, where
-            accelerators need that. None takes a free one.
-        restarts: how often in an hour a run that failed is started again from its newest checkpoint.
+        job: a `Job`, its YAML file, or the file's URL.
+        plan: a `Plan`, its text, or `"auto"`. `auto` takes the fastest of the plans that are predicted to be fast. It
+            measures them for a few seconds if the run is long enough, or uses measurements of an earlier start. Under
+            torchrun, `auto` is one replica per rank; a resumed run keeps its plan.
+        cluster: a `Cluster`, or the YAML file of one; None is this machine. A name from the catalogue of hardware can
+            only be planned for.
+        run: directory of the run, or its URL in an object store (`s3://bucket/name`), to which a working directory on
+            this machine is uploaded during training. None makes `runs/<job>-<time>` in the current directory.
+        resume: continue `run`, or the job's newest run if `run` is None; start a new run if there is none.
+        port: port of the rendezvous on the first host; None takes a free one.
+        restarts: how often in an hour a failed run is started again from its newest checkpoint.
         console: where progress is shown; None is stderr.
 
+    Returns:
+        The record of the run, complete once the stop rule has ended it.
+
     Raises:
-        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed; the text says which and
-            what to do.
+        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed. The message says which,
+            and what to do.
+
+    Example:
+        >>> run = paceline.train("job.yaml", "dp=2")
+        >>> run.reason
+        'steps: 100 done'
     """
     if is_our_rank():
         raise LaunchError(
             'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.'
         )
     with over_hosts():
-        return _train(job, cluster, plan, run, console, resume=resume, port=port, restarts=restarts)
+        return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts)
 
 
 def _train(
-    job: Job | str | Path,
-    cluster: Cluster | None,
-    plan: Plan | str,
+    job: AnyJob,
+    plan: AnyPlan,
+    cluster: AnyCluster | None,
     run: str | Path | None,
     console: Console | None,
     *,
@@ -109,21 +116,21 @@ def _train(
     hosts = current_hosts()
     if (takeover := hosts.takeover if hosts else None) is not None:
         run, resume, job = takeover.run, True, takeover.job_file or job
-    job = job if isinstance(job, Job) else Job.load(job)
+    job, asked = job_of(job), plan_or_auto(plan) or "auto"
     job.model.must_be_at_hand()
     check_trackers(job)
     job.fetch()
     must_agree(job)
-    cluster = to_run_on(cluster) if hosts is None or cluster else hosts.cluster
+    cluster = hosts.cluster if hosts and cluster is None else cluster_to_run_on(cluster)
     if is_rank():
         defer_compiler()
-        return _train_as_rank(job, cluster, plan, run=run, resume=resume)
+        return _train_as_rank(job, cluster, asked, run=run, resume=resume)
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     with ExitStack() as held:
         remote = _remote(run, partial(_note, console), held, resume=resume)
         where = remote.path if remote else run
         record = _train_here(
-            job, cluster, plan, where, console, resume=resume, port=port, restarts=restarts, remote=remote
+            job, cluster, asked, where, console, resume=resume, port=port, restarts=restarts, remote=remote
         )
         record.url = remote.url if remote else None
         return record
@@ -142,7 +149,7 @@ def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) 
 def _train_here(
     job: Job,
     cluster: Cluster,
-    plan: Plan | str,
+    plan: AnyPlan,
     run: str | Path | None,
     console: Console,
     *,
@@ -198,7 +205,7 @@ def _train_here(
 def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
     """A plan with as many of its replicas as fit; None where none does."""
     fewer = (replace(plan, dp=dp) for dp in range(plan.dp, 0, -1))
-    return next((p for p in fewer if p.ranks <= cluster.devices and not check_plan(p, job, cluster)), None)
+    return next((p for p in fewer if p.ranks <= cluster.devices and not plan_errors(job, p, cluster=cluster)), None)
 
 
 def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
@@ -297,7 +304,7 @@ def _kept_ranks(hosts: Hosts | None) -> NextGeneration | None:
 
 
 def choice_of(
-    job: Job, cluster: Cluster, plan: Plan | str, before: Run | None = None, say: Say | None = None
+    job: Job, cluster: Cluster, plan: AnyPlan, before: Run | None = None, say: Say | None = None
 ) -> AutoChoice:
     """The plan as asked; for `auto` that of the resumed run, else a new choice.
 
@@ -306,10 +313,10 @@ def choice_of(
     """
     if plan == "auto":
         kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
-        fits = kept is not None and kept.ranks <= cluster.devices and not check_plan(kept, job, cluster)
+        fits = kept is not None and kept.ranks <= cluster.devices and not plan_errors(job, kept, cluster=cluster)
         return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
-    chosen = Plan.parse(plan) if isinstance(plan, str) else plan
-    reasons = check_plan(chosen, job, cluster)
+    chosen = plan_of(plan)
+    reasons = plan_errors(job, chosen, cluster=cluster)
     if reasons:
         raise PlanError("\n".join(reasons))
     return AutoChoice(chosen)
@@ -356,11 +363,10 @@ def new_directory(job: Job) -> Path:
     raise RunError(f"there are 99 runs named {name} in {RUNS.resolve()}; name a directory with --run")
 
 
-def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | Path | None, resume: bool) -> Run:
+def _train_as_rank(job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path | None, resume: bool) -> Run:
     from paceline.comm.backend import joined
     from paceline.run.recovery.run import train_in
 
-    plan = Plan.parse(plan) if isinstance(plan, str) and plan != "auto" else plan
     transport = plan.transport if isinstance(plan, Plan) else "auto"
     with joined(deadline_s=job.deadline_s, transport=transport) as group, ExitStack() as held:
         record = Run(_agreed_run(group, job, cluster, plan, held, run=run, resume=resume))
@@ -371,7 +377,7 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: Plan | str, *, run: str | P
 
 
 def _agreed_run(
-    group: Group, job: Job, cluster: Cluster, plan: Plan | str, held: ExitStack, *, run: str | Path | None, resume: bool
+    group: Group, job: Job, cluster: Cluster, plan: AnyPlan, held: ExitStack, *, run: str | Path | None, resume: bool
 ) -> str:
     """Path of the run directory, made or found, and locked, by rank 0.
 
@@ -381,7 +387,7 @@ def _agreed_run(
     if group.rank == 0:
         try:
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
-            if reasons := check_plan(chosen, job, cluster, group.size):
+            if reasons := plan_errors(job, chosen, cluster=cluster, world=group.size):
                 raise PlanError("\n".join(reasons))
             refuse_what_cannot_divide(job, chosen, cluster, group.size)
             say = partial(print, file=sys.stderr, flush=True)

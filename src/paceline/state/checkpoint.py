@@ -28,10 +28,10 @@ from paceline.state.shard import DTYPES, MeshCoordinate
 from paceline.state.writer import Snapshot
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import RankEngine
 
 
-def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
+def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
     """The engine's state as named tensors and JSON values; every rank calls it.
 
     Replicas with local parameters share the agreed ones, and the optimizer state of the first replica.
@@ -76,7 +76,7 @@ def snapshot(engine: Engine, values: dict[str, Any]) -> Snapshot:
     )
 
 
-def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
+def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
     """Load a checkpoint of any plan into the engine; returns the loop's values.
 
     Every rank calls it. Random states, and local state of replicas with local steps, return only on the
@@ -117,7 +117,7 @@ def restore(engine: Engine, loaded: Loaded, report: Report = lambda *_: None) ->
     return loop
 
 
-def _agreed_parameters(engine: Engine, share: ModelShare) -> tuple[dict[str, Tensor], dict[str, Part]]:
+def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str, Tensor], dict[str, Part]]:
     """Parameters that all replicas agree on, and this rank's part of each.
 
     Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
@@ -148,7 +148,7 @@ class ModelShare:
     aliases: dict[str, str]
 
     @classmethod
-    def of(cls, engine: Engine) -> ModelShare:
+    def of(cls, engine: RankEngine) -> ModelShare:
         """The share of an engine's rank."""
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         coordinate = (
@@ -188,7 +188,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     )
 
 
-def _check_same_model(engine: Engine, share: ModelShare, loaded: Loaded) -> None:
+def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> None:
     wanted = share.shapes()
     if share.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
@@ -270,7 +270,7 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
 
 
 def _own_tensors(
-    engine: Engine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
+    engine: RankEngine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
 ) -> dict[str, Tensor]:
     """This rank's tensors as a snapshot holds them; empty where rule, mesh or parameters differ."""
     rank = engine.group.rank
@@ -283,7 +283,7 @@ def _own_tensors(
     return loaded.of_rank(rank)
 
 
-def _restore_rule(engine: Engine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
+def _restore_rule(engine: RankEngine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
     """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
@@ -314,12 +314,12 @@ def _own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) 
     return found
 
 
-def _sync(engine: Engine) -> str:
+def _sync(engine: RankEngine) -> str:
     compress = f" compress={engine.plan.compress}" if engine.plan.compress != "none" else ""
     return f"sync={engine.plan.sync}{compress}"
 
 
-def _other_rule(engine: Engine, loaded: Loaded) -> str | None:
+def _other_rule(engine: RankEngine, loaded: Loaded) -> str | None:
     saved: str = loaded.values.get("sync", "sync=allreduce")
     return saved if saved != _sync(engine) else None
 

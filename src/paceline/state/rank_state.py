@@ -23,7 +23,7 @@ from paceline.state.manifest import plain
 from paceline.state.shard import CODES, DTYPES
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import RankEngine
 
 _ALIGNED = 16  # bytes
 _HOW_TO_STEP = ("params", "fused", "foreach")  # settings of an optimizer that belong to the current plan
@@ -51,7 +51,7 @@ class RankState:
     memory: Tensor | None = None
 
     @classmethod
-    def of(cls, engine: Engine, loop: Mapping[str, Any] | None = None) -> RankState:
+    def of(cls, engine: RankEngine, loop: Mapping[str, Any] | None = None) -> RankState:
         """Collect the state of an engine between two steps.
 
         Its tensors are the engine's own, not copies.
@@ -126,7 +126,7 @@ class RankState:
         """Type and shape of each tensor."""
         return {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in self.tensors.items()}
 
-    def restore(self, engine: Engine) -> dict[str, Any]:
+    def restore(self, engine: RankEngine) -> dict[str, Any]:
         """Load the state into an engine; returns the loop's values.
 
         The engine holds the same part of the same model as the one that the state was taken from.
@@ -177,13 +177,13 @@ class RankState:
         return optimizer_state(optimizer, parameters, state, self.values["groups"])
 
 
-def state_bytes(engine: Engine) -> int:
+def state_bytes(engine: RankEngine) -> int:
     """Memory that the weights, buffers and optimizer state of this rank take in a copy."""
     tensors = RankState.of(engine).tensors
     return sum(t.nbytes for name, t in tensors.items() if name.startswith(("model/", "buffer/", "optimizer/")))
 
 
-def persistent_buffers(engine: Engine) -> dict[str, Tensor]:
+def persistent_buffers(engine: RankEngine) -> dict[str, Tensor]:
     """Buffers that a state holds, by the names in the undivided model."""
     persistent = {id(t) for t in (*engine.model.state_dict(keep_vars=True).values(), *engine.extra.values())}
     return {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
@@ -221,7 +221,7 @@ def optimizer_state(
     return {"state": {numbers[name]: dict(s) for name, s in state.items() if name in numbers}, "param_groups": now}
 
 
-def restore_counters(engine: Engine, step: int, values: Mapping[str, Any]) -> None:
+def restore_counters(engine: RankEngine, step: int, values: Mapping[str, Any]) -> None:
     """Restore the step, the data position, and what is known of samples and losses."""
     engine.step_count = step
     engine.compute.normalization.items_per_sample = values["items_per_sample"]

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import to_run_on
 from paceline.errors import PlanError, RunError
 from paceline.files import private_folder, write_whole
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.arguments import cluster_to_run_on
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline.run.record.run import read_lines
 from paceline_lab.chaos.faults import Injected, keep_mounts_private, refuse_impossible, small_disk
@@ -168,8 +167,7 @@ class Session:
             raise PlanError("\n".join(reasons))
 
     def _reasons(self, plan: str) -> list[str]:
-        cluster = to_run_on(Cluster.load(self.cluster) if self.cluster else None)
-        return list(check_plan(Plan.parse(plan), self.job, cluster))
+        return list(plan_errors(self.job, plan, cluster=cluster_to_run_on(self.cluster or None)))
 
 
 _AGAIN = ("resume", "start")

@@ -199,7 +199,15 @@ def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured
     job, cluster, plans, repeat, steps, out, line = asked
     with kept_at(out, partial(typer.echo, err=True)) as folder:
         benchmark = Benchmark(
-            job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=folder, command=line
+            job,
+            plans,
+            cluster=cluster,
+            devices=devices,
+            repeat=repeat,
+            steps=steps,
+            weak=weak,
+            out=folder,
+            command=line,
         )
         report = benchmark.run()
         page = None if report is None else write_bench_page(report, benchmark.path)
@@ -287,7 +295,9 @@ def _simulate(
     with Console(stderr=True).status("searching the best plan for every number of devices"):
         reading = reading_speed(job)
         for name, cluster in clusters:
-            factors = factors_of(calibrate_on, cluster, partial(typer.echo, err=True)) if calibrate_on else None
+            factors = (
+                factors_of(calibrate_on, cluster=cluster, say=partial(typer.echo, err=True)) if calibrate_on else None
+            )
             simulations.append(
                 simulate(job, cluster, name, chances, weak=weak, calibration=factors, here=here, reading=reading)
             )

@@ -67,7 +67,7 @@ def write(
     from paceline.console import Console
     from paceline.job.job import Job
     from paceline.planning.plan import Plan
-    from paceline.planning.predict import layout_of
+    from paceline.planning.prediction import layout_of
     from paceline.planning.search.search import search
 
     what = Job.load(job)

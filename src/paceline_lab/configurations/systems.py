@@ -21,7 +21,7 @@ from paceline.job.job import Job
 from paceline.job.known import must_find_model
 from paceline.job.model import Dimensions
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.frameworks import (
     DDP,
     DEEPSPEED,
@@ -36,7 +36,7 @@ from paceline.planning.explain.advice import with_devices
 from paceline.planning.explain.explain import Explanation, explain
 from paceline.planning.machines import equal_ratio
 from paceline.planning.plan import Plan
-from paceline.planning.predict import Layouts, layout_of, priced
+from paceline.planning.prediction import Layouts, layout_of, priced
 from paceline.planning.search.result import Candidate, SearchResult, preferred
 from paceline.planning.search.search import search
 from paceline.planning.tables.layouts import Row
@@ -296,7 +296,7 @@ def _as_run(layout: Layout, framework: Framework, products: str) -> Layout:
 def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
     """The plan as another framework runs it, with products in the configuration's precision."""
     layout = _as_run(layout, framework, planned.products)
-    return Candidate(plan, layout, priced(estimate(layout), planned.job, cluster, plan, layout))
+    return Candidate(plan, layout, priced(predict_layout(layout), planned.job, cluster, plan, layout))
 
 
 def _best(

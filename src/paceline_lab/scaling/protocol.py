@@ -15,15 +15,14 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import environment, to_run_on
+from paceline.cluster.discover import environment
 from paceline.cluster.launch_engines import is_rank
 from paceline.console import Console as SafeConsole
 from paceline.elastic.failure import StopSignals, below, cause_and_traceback
 from paceline.errors import LaunchError, PacelineError, RunError
 from paceline.files import write_whole
-from paceline.job.job import Job
-from paceline.planning.check.check_plan import auto_plan, warnings_about
+from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of
+from paceline.planning.check.plan_errors import auto_plan, warnings_about
 from paceline.planning.plan import Plan, spelled_out
 from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
@@ -39,11 +38,11 @@ BENCHES = Path("bench")  # under the current directory, where no other is named
 
 
 def bench(
-    job: Job | str | Path,
-    cluster: Cluster | None = None,
-    plans: Sequence[Plan | str] = (),
-    devices: Sequence[int] | None = None,
+    job: AnyJob,
+    plans: Sequence[AnyPlan] | AnyPlan = (),
     *,
+    cluster: AnyCluster | None = None,
+    devices: Sequence[int] | None = None,
     repeat: int = 5,
     steps: int | None = None,
     weak: bool = True,
@@ -55,9 +54,9 @@ def bench(
     The result is kept in `out`.
 
     Args:
-        job: a `Job`, or the YAML file of one.
-        cluster: where to train; None is this machine.
-        plans: more settings, each run as `train(plan=…)` would.
+        job: a `Job`, its YAML file, or the file's URL.
+        plans: one plan or several, each a `Plan` or its text, measured besides the one that `auto` chooses.
+        cluster: a `Cluster`, or the YAML file of one; None is this machine.
         devices: how many devices to compare; None is 1 and all. One is always measured, for every speedup is against
             it.
         repeat: runs of every setting.
@@ -74,7 +73,15 @@ def bench(
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     with kept_at(out, partial(console.print, highlight=False, markup=False)) as where:
         benchmark = Benchmark(
-            job, cluster, plans, devices, repeat=repeat, steps=steps, weak=weak, out=where, console=console
+            job,
+            plans,
+            cluster=cluster,
+            devices=devices,
+            repeat=repeat,
+            steps=steps,
+            weak=weak,
+            out=where,
+            console=console,
         )
         report = benchmark.run()
     if benchmark.stopped_by:
@@ -97,11 +104,11 @@ class Benchmark:
 
     def __init__(
         self,
-        job: Job | str | Path,
-        cluster: Cluster | None = None,
-        plans: Sequence[Plan | str] = (),
-        devices: Sequence[int] | None = None,
+        job: AnyJob,
+        plans: Sequence[AnyPlan] | AnyPlan = (),
         *,
+        cluster: AnyCluster | None = None,
+        devices: Sequence[int] | None = None,
         repeat: int = 5,
         steps: int | None = None,
         weak: bool = True,
@@ -121,10 +128,10 @@ class Benchmark:
                 f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run "
                 "are its warm-up"
             )
-        self.job = job if isinstance(job, Job) else Job.load(job)
+        self.job = job_of(job)
         self.job.model.must_be_at_hand()
         self.job.fetch()
-        self.cluster = to_run_on(cluster)
+        self.cluster = cluster_to_run_on(cluster)
         self.repeat, self.steps, self.command = repeat, steps, command
         self.console = console or SafeConsole(stderr=True, soft_wrap=True)
         self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -132,7 +139,8 @@ class Benchmark:
         self.stopped_by: str | None = None
         self._took_s: dict[str, float] = {}  # the newest run of each setting, its start included
         self.directory = BenchmarkDirectory(self.path)
-        settings = partial(settings_for, self.job, self.cluster, plans=plans, devices=devices, steps=steps, weak=weak)
+        several = [plans] if isinstance(plans, Plan | str) else plans
+        settings = partial(settings_for, self.job, self.cluster, plans=several, devices=devices, steps=steps, weak=weak)
         settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
         self._say(self.cluster.describe())
         self.auto, self.knobs = self._auto()
@@ -240,8 +248,8 @@ class Benchmark:
         try:
             run = train(
                 setting.job(self.job),
-                self.cluster,
                 setting.plan,
+                cluster=self.cluster,
                 run=path,
                 console=Console(file=io.StringIO(), quiet=True),
             )

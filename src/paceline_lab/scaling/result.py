@@ -22,7 +22,8 @@ from paceline.errors import PlanError, RunError
 from paceline.files import read_text
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.arguments import plan_of
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan, on_devices, spelled_out
 from paceline.report.advice import named
 from paceline.run.dry_run import refuse_what_cannot_divide
@@ -268,7 +269,7 @@ def settings_for(
 def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int] | None) -> list[int]:
     if devices is None:
         every = cluster.devices
-        most = every if not check_plan(on_devices(base, every, cluster), job, cluster) else base.ranks
+        most = every if not plan_errors(job, on_devices(base, every, cluster), cluster=cluster) else base.ranks
         return sorted({1, most})
     if not devices:
         raise PlanError("no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2")
@@ -279,7 +280,7 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
     """A plan as `paceline train` runs it. Without GPUs, its number of devices is its total number of threads."""
-    parsed = spelled_out(Plan.parse(plan) if isinstance(plan, str) else plan, cluster)
+    parsed = spelled_out(plan_of(plan), cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))
     return Setting(
@@ -289,7 +290,7 @@ def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: in
 
 def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:
     for setting in settings:
-        yield from check_plan(setting.plan, setting.job(job), cluster)
+        yield from plan_errors(setting.job(job), setting.plan, cluster=cluster)
 
 
 def _key(devices: int) -> str:

@@ -20,7 +20,7 @@ from paceline.cluster.catalogue import Accelerator
 from paceline.errors import PacelineError, PlanError, RunError
 from paceline.job.job import Job
 from paceline.planning.cost import constants
-from paceline.planning.cost.estimate import FailureCosts, estimate
+from paceline.planning.cost.estimate import FailureCosts, predict_layout
 from paceline.planning.machines import machines, own_adjustment
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.tables.layouts import Row, row_of
@@ -70,7 +70,7 @@ class MeasuredHere:
         runs = tuple(folder / run for setting in report.settings for run in setting.runs if (folder / run).is_dir())
         try:
             rows = read_runs(runs).rows
-            factors = own_adjustment(rows, lambda layout: estimate(layout).step_time_s) if rows else None
+            factors = own_adjustment(rows, lambda layout: predict_layout(layout).step_time_s) if rows else None
             return cls(report, machines(Run(runs[0]).cluster).device.name, factors) if factors else unused
         except PacelineError:
             return unused
@@ -367,7 +367,7 @@ def held_against() -> tuple[HeldAgainst, ...]:
 def _held_against(curve: PublishedCurve) -> HeldAgainst:
     rows = curve.rows
     measured = [row.seconds or math.nan for row in rows]
-    predicted = [estimate(row.layout).step_time_s for row in rows]
+    predicted = [predict_layout(row.layout).step_time_s for row in rows]
     return HeldAgainst(
         curve,
         tuple(rows),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import environment, to_run_on
+from paceline.cluster.discover import environment
 from paceline.cluster.emulate import Emulation
 from paceline.elastic.failure import StopSignals
 from paceline.elastic.forkserver import ALLOCATOR
@@ -22,7 +22,8 @@ from paceline.errors import PacelineError, PlanError, RunError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.arguments import cluster_to_run_on
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline.run.tuning.auto import choose
 from paceline.units import seconds
@@ -109,7 +110,7 @@ class Compare:
         say: Say,
         command: str = "paceline_lab.bench",
     ) -> None:
-        self.cluster = to_run_on(cluster)
+        self.cluster = cluster_to_run_on(cluster)
         must_be_cpus_of_this_machine(self.cluster)
         self.steps, self.repeat, self.deadline_s = steps or STEPS, repeat, deadline_s
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
@@ -150,7 +151,7 @@ class Compare:
             yield Way(OURS, system, "--plan auto", {"plan": str(self.plan)})
             for number, text in enumerate(plans):
                 plan = Plan.parse(text)
-                if reasons := check_plan(plan, self.job, self.cluster):
+                if reasons := plan_errors(self.job, plan, cluster=self.cluster):
                     raise PlanError("\n".join(reasons))
                 yield Way(f"{OURS}-{number + 1}", system, text, {"plan": text}, exact=not plan.inexact)
         elif system.name == PLAIN:

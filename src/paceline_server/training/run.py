@@ -23,7 +23,7 @@ from paceline.comm.backend import joined
 from paceline.device import use
 from paceline.elastic.membership import announced
 from paceline.engine.calls import sparse_tables
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import LaunchError, ServerRefused
 from paceline.job.job import Job
 from paceline.job.partition import Partition
@@ -190,11 +190,11 @@ def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[
         yield group
 
 
-def _trained(engine: Engine) -> dict[str, nn.Parameter]:
+def _trained(engine: RankEngine) -> dict[str, nn.Parameter]:
     return {name: p for name, p in engine.named_parameters().items() if p.requires_grad}
 
 
-def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
+def _rounds(run: Run, engine: RankEngine, store: StoreClient) -> Rounds:
     """Batches of each ticket, the same for all workers."""
     job, period = run.job, SyncSpec.parse(run.plan.sync).period
     epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
@@ -203,11 +203,11 @@ def _rounds(run: Run, engine: Engine, store: StoreClient) -> Rounds:
     return Rounds(period, begin, lambda step: next_boundary(job, epoch_steps, total_steps, step))
 
 
-def _total_steps(job: Job, engine: Engine) -> int | None:
+def _total_steps(job: Job, engine: RankEngine) -> int | None:
     return job.stop.total_steps(_partition(engine).steps_per_epoch)
 
 
-def _partition(engine: Engine) -> Partition:
+def _partition(engine: RankEngine) -> Partition:
     assert isinstance(engine.loader.partition, Partition)
     return engine.loader.partition
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from paceline.engine.engine import Engine, StepResult
+from paceline.engine.engine import RankEngine, StepResult
 from paceline.errors import PlanError
 from paceline_server.parameters.client import NoMember, ServerClient
 from paceline_server.parameters.machine import Ticket
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RankEngine,
         client: ServerClient | None,
         pieces: Pieces,
         whole: Whole,

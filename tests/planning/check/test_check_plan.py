@@ -22,7 +22,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Host
 from paceline.job.job import Job
 from paceline.job.partition import Partition
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.limits import microbatches_fit
 from paceline.planning.plan import Plan
@@ -86,7 +86,7 @@ def assert_refused(plan: Plan, job: Job, cluster: Cluster, remedy: str, world: i
     ],
 )
 def test_a_plan_that_fits_has_no_reason_against_it(plan: str, work: Job, cluster: Cluster) -> None:
-    assert check_plan(Plan.parse(plan), work, cluster) == []
+    assert plan_errors(work, Plan.parse(plan), cluster=cluster) == []
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_graphs_are_refused_before_the_start_where_torch_has_none_for_the_accele
 
 def test_memory_is_shared_within_a_host_only() -> None:
     two = Cluster(hosts=tuple(Host(name=name, cores=2, memory_bytes=2**34) for name in "ab"))
-    assert check_plan(Plan.parse("dp=2 transport=shm"), job(), two) == []
+    assert plan_errors(job(), Plan.parse("dp=2 transport=shm"), cluster=two) == []
     assert_refused(Plan.parse("dp=3 transport=shm"), job(), two, "they are on 2 hosts: transport=auto.")
 
 
 def test_every_reason_is_named_at_once_and_then_one_plan_that_heeds_them_all() -> None:
     plan = Plan.parse("dp=9 microbatches=2 fused=on memory_format=channels_last transport=gloo")
-    *reasons, proposed = check_plan(plan, job(model="bert", loss="contrastive", optimizer="lars"), SERVERS)
+    *reasons, proposed = plan_errors(job(model="bert", loss="contrastive", optimizer="lars"), plan, cluster=SERVERS)
     assert len(reasons) == 6
     assert proposed == "Nearest plan that works: dp=8."
 
@@ -194,7 +194,7 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
     gpus = tuple(Device(index=i, name="T4", memory_bytes=2**34) for i in range(cores))
     cluster = Cluster(hosts=(Host(name="a", cores=cores, memory_bytes=1, gpus=gpus),))
     plan = Plan(dp=dp, microbatches=microbatches)
-    reasons = check_plan(plan, work, cluster)
+    reasons = plan_errors(work, plan, cluster=cluster)
     if not reasons:
         dealt = Partition(
             work.partition, samples=global_batch, global_batch=global_batch, seed=0, replica=0, replicas=dp
@@ -202,7 +202,7 @@ def test_what_passes_can_be_dealt_and_what_is_proposed_passes(
         assert min(dealt.shares(0)) >= microbatches
     elif reasons[-1].startswith("Nearest plan that works: "):
         proposal = reasons[-1].removeprefix("Nearest plan that works: ").removesuffix(".")
-        assert check_plan(Plan.parse(proposal), work, cluster) == []
+        assert plan_errors(work, Plan.parse(proposal), cluster=cluster) == []
     else:
         assert weights
 
@@ -300,8 +300,8 @@ def test_a_plan_of_1024_ranks_for_70_billion_parameters_is_checked_here() -> Non
     cluster = Cluster(hosts=tuple(Host(name=f"h{n}", cores=64, memory_bytes=2**40, gpus=gpus) for n in range(128)))
     args = {"layers": 80, "hidden": 8192, "heads": 64, "vocab": 128256, "context": 4096}
     work = tokens(model={"zoo": "gpt", "args": args}, global_batch=1024)
-    assert check_plan(Plan.parse("dp=16 fsdp=8 tp=8"), work, cluster) == []
-    said = check_plan(Plan.parse("dp=16 fsdp=8 tp=7"), work, cluster)
+    assert plan_errors(work, Plan.parse("dp=16 fsdp=8 tp=8"), cluster=cluster) == []
+    said = plan_errors(work, Plan.parse("dp=16 fsdp=8 tp=7"), cluster=cluster)
     assert said[-1] == "Nearest plan that works: dp=16 fsdp=8 tp=8."
 
 
@@ -327,7 +327,7 @@ rule_job = partial(job_on_digits, model="mlp")
     ],
 )
 def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
-    assert check_plan(Plan.parse(plan), rule_job(), CPUS) == []
+    assert plan_errors(rule_job(), Plan.parse(plan), cluster=CPUS) == []
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_a_rule_that_can_work_has_no_reason_against_it(plan: str) -> None:
 def test_a_rule_that_cannot_work_is_refused_with_what_would(
     plan: str, changes: dict[str, Any], reason: str, nearest: str | None
 ) -> None:
-    reasons = check_plan(Plan.parse(plan), rule_job(**changes), CPUS)
+    reasons = plan_errors(rule_job(**changes), Plan.parse(plan), cluster=CPUS)
     assert any(reason in r for r in reasons), reasons
     if nearest is not None:
         assert reasons[-1] == f"Nearest plan that works: {nearest}."

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Device, Host
 from paceline.errors import PlanError
-from paceline.planning.check.check_plan import auto_plan, check_plan, nearest_plan
+from paceline.planning.check.plan_errors import auto_plan, nearest_plan, plan_errors
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.plan import Plan
 from paceline.planning.search.space import legal_plans
@@ -50,7 +50,7 @@ LAPTOP = Cluster(name="this machine", hosts=(Host(name="a", cores=2, memory_byte
 )
 def test_the_plan_that_was_most_likely_meant_is_proposed(plan: str, changes: dict[str, Any], nearest: str) -> None:
     assert str(nearest_plan(Plan.parse(plan), job(**changes), SERVERS)) == nearest
-    assert check_plan(Plan.parse(plan), job(**changes), SERVERS)[-1] == f"Nearest plan that works: {nearest}."
+    assert plan_errors(job(**changes), Plan.parse(plan), cluster=SERVERS)[-1] == f"Nearest plan that works: {nearest}."
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_plan_that_works_is_its_own_nearest() -> None:
 def test_nothing_is_proposed_where_nothing_works() -> None:
     weights = {"partition": {"weights": [1] * 9}}
     assert nearest_plan(Plan(dp=9), job(**weights), SERVERS) is None
-    assert "Nearest" not in "".join(check_plan(Plan(dp=9), job(**weights), SERVERS))
+    assert "Nearest" not in "".join(plan_errors(job(**weights), Plan(dp=9), cluster=SERVERS))
 
 
 def test_a_model_too_large_for_one_rank_is_never_proposed_whole() -> None:
@@ -276,4 +276,4 @@ def test_weights_that_no_device_is_left_for_are_refused() -> None:
 @given(st.integers(1, 64), st.integers(1, 32), st.booleans())
 def test_the_plan_always_runs(number: int, global_batch: int, with_gpus: bool) -> None:
     cluster, work = gpus(number) if with_gpus else cores(number), digits_job(global_batch=global_batch)
-    assert check_plan(auto_plan(work, cluster), work, cluster) == []
+    assert plan_errors(work, auto_plan(work, cluster), cluster=cluster) == []

@@ -10,7 +10,7 @@ import pytest
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan, warnings_about
+from paceline.planning.check.plan_errors import plan_errors, warnings_about
 from paceline.planning.plan import Plan
 from planner_jobs import job_on_digits as job
 
@@ -45,7 +45,7 @@ RESNET = job(model={"zoo": "resnet50", "args": {"image_size": 32}})
     ],
 )
 def test_a_plan_without_need_for_warnings_has_none(plan: str, work: Job, cluster: Cluster) -> None:
-    assert check_plan(Plan.parse(plan), work, cluster) == []
+    assert plan_errors(work, Plan.parse(plan), cluster=cluster) == []
     assert warnings_about(Plan.parse(plan), work, cluster) == []
 
 
@@ -94,7 +94,7 @@ def test_a_plan_without_need_for_warnings_has_none(plan: str, work: Job, cluster
 def test_a_plan_that_runs_slower_or_otherwise_than_expected_is_warned_of(
     plan: str, cluster: Cluster, work: Job, advice: str
 ) -> None:
-    assert check_plan(Plan.parse(plan), work, cluster) == []
+    assert plan_errors(work, Plan.parse(plan), cluster=cluster) == []
     (warning,) = warnings_about(Plan.parse(plan), work, cluster)
     assert warning.startswith(f"plan {Plan.parse(plan)}")
     assert advice in warning

@@ -18,7 +18,7 @@ from paceline.cluster.catalogue import CATALOGUE, Accelerator
 from paceline.job.model import Dimensions
 from paceline.planning.cost import constants
 from paceline.planning.cost.compute import LOW, peak_flops, product_s
-from paceline.planning.cost.estimate import FailureCosts, estimate, failure_costs, timeline
+from paceline.planning.cost.estimate import FailureCosts, failure_costs, predict_layout, timeline
 from paceline.planning.cost.frameworks import FRAMEWORKS, Framework
 from paceline.planning.cost.layout import PARTS, Layout, Machines
 from paceline.planning.cost.stages import pipeline_s, simulate, work_of
@@ -55,7 +55,7 @@ LAYOUTS = st.builds(
 @settings(max_examples=80)
 @given(LAYOUTS)
 def test_the_parts_add_up_to_the_step_and_none_is_negative(layout: Layout) -> None:
-    found = estimate(layout)
+    found = predict_layout(layout)
     assert tuple(found.breakdown) == PARTS
     assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
     assert min(found.breakdown.values()) >= 0
@@ -65,20 +65,20 @@ def test_the_parts_add_up_to_the_step_and_none_is_negative(layout: Layout) -> No
 
 
 def test_computing_again_costs_a_forward_pass_and_saves_memory() -> None:
-    plain, again = estimate(laid_out(samples=4.0)), estimate(laid_out(samples=4.0, remat="block"))
+    plain, again = predict_layout(laid_out(samples=4.0)), predict_layout(laid_out(samples=4.0, remat="block"))
     assert 1.2 < again.step_time_s / plain.step_time_s < 1.4
     assert again.memory["activations"] < 0.3 * plain.memory["activations"]
 
 
 def test_tensor_parallelism_over_hosts_is_slower_than_inside_of_one() -> None:
-    inside = estimate(laid_out(tp=8, dp=4, microbatches=4)).step_time_s
-    across = estimate(laid_out(tp=32, microbatches=16)).step_time_s
+    inside = predict_layout(laid_out(tp=8, dp=4, microbatches=4)).step_time_s
+    across = predict_layout(laid_out(tp=32, microbatches=16)).step_time_s
     assert across > 1.5 * inside
 
 
 def test_more_microbatches_shrink_the_bubble() -> None:
     shares = [
-        (found := estimate(laid_out(pp=4, microbatches=count))).breakdown["bubble"] / found.step_time_s
+        (found := predict_layout(laid_out(pp=4, microbatches=count))).breakdown["bubble"] / found.step_time_s
         for count in (4, 16, 64)
     ]
     assert shares[0] > shares[1] > shares[2]
@@ -86,7 +86,9 @@ def test_more_microbatches_shrink_the_bubble() -> None:
 
 def test_gradients_that_travel_every_tenth_step_cost_a_tenth() -> None:
     slow = replace(MACHINES, between=replace(MACHINES.between, bandwidth=1e8))
-    often, rarely = (estimate(laid_out(machines=slow, dp=16, sync_every=every)).breakdown["dp"] for every in (1, 10))
+    often, rarely = (
+        predict_layout(laid_out(machines=slow, dp=16, sync_every=every)).breakdown["dp"] for every in (1, 10)
+    )
     assert rarely < 0.2 * often
 
 
@@ -94,21 +96,21 @@ def test_on_cores_one_rank_with_two_threads_computes_as_fast_as_two_ranks() -> N
     core = next(device for device in CATALOGUE.values() if device.kind == "cpu")
     trace = transformer(Dimensions(layers=2, hidden=256, heads=4, seq=64, vocab=512))
     machines = Machines(core, 1, 2, core.network)
-    alone = estimate(Layout(trace, machines, samples=8, threads=2))
-    two = estimate(Layout(trace, machines, dp=2, samples=4))
+    alone = predict_layout(Layout(trace, machines, samples=8, threads=2))
+    two = predict_layout(Layout(trace, machines, dp=2, samples=4))
     assert alone.breakdown["compute"] == pytest.approx(two.breakdown["compute"], rel=0.05)
 
 
 def test_copies_of_the_only_replica_are_counted_where_they_fit_and_refuse_no_plan() -> None:
     roomy = Machines(CATALOGUE["CPU"], 1, 2, CATALOGUE["CPU"].network)
     trace = transformer(Dimensions(layers=2, hidden=256, heads=4, seq=64, vocab=512))
-    held = estimate(Layout(trace, roomy, fsdp=2)).memory
+    held = predict_layout(Layout(trace, roomy, fsdp=2)).memory
     assert held["copies"] == 4 * (held["parameters"] + held["optimizer"])
     for other in (Layout(trace, roomy, dp=2), Layout(trace, roomy, dp=2, fsdp=2), Layout(trace, roomy), laid_out(tp=8)):
-        assert "copies" not in estimate(other).memory
+        assert "copies" not in predict_layout(other).memory
     just = int(sum(held.values()) - held["copies"]) + 1
     tight = replace(roomy, device=replace(roomy.device, memory_bytes=just))
-    found = estimate(Layout(trace, tight, fsdp=2))
+    found = predict_layout(Layout(trace, tight, fsdp=2))
     assert found.fits
     assert "copies" not in found.memory
 
@@ -185,7 +187,7 @@ COMPARED = ANY_LAYOUTS.filter(
 
 def compared_s(layout: Layout) -> float:
     """Seconds of a step; of a pipeline without what depends on which of two stages is the slower by a hair."""
-    found = estimate(layout)
+    found = predict_layout(layout)
     state = sum(found.breakdown[part] for part in ("fsdp", "dp", "optimizer", "other"))
     return found.step_time_s - (state if layout.pp > 1 else 0.0)
 
@@ -193,7 +195,7 @@ def compared_s(layout: Layout) -> float:
 @settings(max_examples=150, deadline=None)
 @given(ANY_LAYOUTS)
 def test_every_prediction_is_finite_and_positive(layout: Layout) -> None:
-    found = estimate(layout)
+    found = predict_layout(layout)
     assert isfinite(found.step_time_s)
     assert found.step_time_s > 0
     assert min(found.breakdown.values()) >= 0
@@ -223,7 +225,9 @@ def test_a_faster_network_is_never_slower(layout: Layout, factor: float) -> None
 @given(ANY_LAYOUTS)
 def test_twice_the_microbatches_take_longer_but_not_twice_as_long(layout: Layout) -> None:
     """What is paid once a step is shared by more samples: without that no batch would be worth accumulating."""
-    once, twice = (estimate(replace(layout, microbatches=count * layout.microbatches)).step_time_s for count in (2, 4))
+    once, twice = (
+        predict_layout(replace(layout, microbatches=count * layout.microbatches)).step_time_s for count in (2, 4)
+    )
     assert once < twice <= 2 * once * (1 + 1e-9)
 
 

@@ -14,7 +14,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.calibrate import Calibration, CalibrationPoint, Collective, PassTiming
-from paceline.planning.cost.estimate import estimate, inputs_of, step_parts, timeline
+from paceline.planning.cost.estimate import inputs_of, predict_layout, step_parts, timeline
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import here, measured_inputs
 from paceline.planning.machines import adjusted
@@ -132,11 +132,11 @@ def test_two_ranks_have_half_of_the_samples_each() -> None:
 
 def test_without_a_calibration_the_roofline_stands() -> None:
     assert measured_inputs(layout(None)) is None
-    assert estimate(layout(None)).step_time_s > 0
+    assert predict_layout(layout(None)).step_time_s > 0
 
 
 def test_an_interval_rests_on_the_measurements_where_there_are_some() -> None:
-    measured, catalogue = (adjusted(estimate(one), one).interval for one in (layout(), layout(None)))
+    measured, catalogue = (adjusted(predict_layout(one), one).interval for one in (layout(), layout(None)))
     assert measured is not None
     assert catalogue is not None
     assert "this machine" in measured.rests_on
@@ -153,7 +153,7 @@ def test_what_was_not_measured_is_not_hoped_to_be_fast() -> None:
 
 def test_computing_again_takes_time_and_less_memory() -> None:
     assert step_s(remat="block") - step_s() == pytest.approx(4 * 1e-4 * 16, rel=0.01)
-    assert estimate(layout(remat="block")).memory_bytes < estimate(layout()).memory_bytes
+    assert predict_layout(layout(remat="block")).memory_bytes < predict_layout(layout()).memory_bytes
 
 
 def test_a_slower_transport_makes_the_step_longer() -> None:
@@ -178,7 +178,7 @@ def test_a_fused_update_saves_what_was_measured() -> None:
 
 def test_the_breakdown_sums_to_the_step_and_the_memory_to_its_whole() -> None:
     for degrees in ({}, {"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2, "microbatches": 4, "samples": 4.0}):
-        found = estimate(layout(**degrees))
+        found = predict_layout(layout(**degrees))
         assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
         assert sum(found.memory.values()) == pytest.approx(found.memory_bytes, rel=1e-6)
 

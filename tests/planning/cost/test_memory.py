@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import FrameworkProfile, Layout, Machines
 from paceline.planning.cost.memory import HOLDERS, capacity_bytes, memory
 from paceline.planning.model.graph import BlockTrace, ModelTrace
@@ -285,7 +285,7 @@ def test_recomputation_of_a_part_lies_between_none_and_all(share: float, other: 
     none, every = laid_out(), laid_out(remat="block")
     kept = [memory(layout)["activations"] for layout in (every, more, less, none)]
     assert kept == pytest.approx(sorted(kept))
-    times = [estimate(layout).step_time_s for layout in (none, less, more, every)]
+    times = [predict_layout(layout).step_time_s for layout in (none, less, more, every)]
     assert times == pytest.approx(sorted(times))
 
 
@@ -295,7 +295,7 @@ def test_what_frameworks_keep_of_a_layer_lies_between_all_and_its_input() -> Non
     block, none = (laid_out(remat=remat, framework=profiles[0]) for remat in ("block", "none"))
     sizes = [memory(layout)["activations"] for layout in (block, half, products, none)]
     assert sizes == sorted(sizes)
-    times = [estimate(layout).breakdown["recompute"] for layout in (none, products, half, block)]
+    times = [predict_layout(layout).breakdown["recompute"] for layout in (none, products, half, block)]
     assert times == sorted(times)
     assert times[0] == 0 < times[1]
 
@@ -305,15 +305,15 @@ def test_activations_in_the_hosts_memory_leave_the_device_and_take_its_link() ->
     slow = replace(H100, host_link=replace(H100.host_link, bandwidth=1e9))
     here, there = laid_out(samples=2.0), laid_out(samples=2.0, offload_activations=True)
     assert memory(there)["activations"] < 0.5 * memory(here)["activations"]
-    assert estimate(there).step_time_s > estimate(here).step_time_s
+    assert predict_layout(there).step_time_s > predict_layout(here).step_time_s
     narrow = laid_out(samples=2.0, offload_activations=True, machines=replace(MACHINES, device=slow))
-    assert estimate(narrow).step_time_s > estimate(there).step_time_s + 1.0
+    assert predict_layout(narrow).step_time_s > predict_layout(there).step_time_s + 1.0
 
 
 def test_what_is_kept_whole_takes_longer_to_the_host_than_layers_inputs_do() -> None:
     slow = replace(MACHINES, device=replace(H100, host_link=replace(H100.host_link, bandwidth=1e9)))
     whole, inputs = (
-        estimate(laid_out(machines=slow, offload_activations=True, remat=remat)).breakdown["other"]
+        predict_layout(laid_out(machines=slow, offload_activations=True, remat=remat)).breakdown["other"]
         for remat in ("none", "block")
     )
     assert whole > 5 * inputs
@@ -356,10 +356,11 @@ def test_heads_exchanged_for_tokens_send_less_than_a_ring_of_keys_on_many_ranks(
     """Ulysses sends 1 / cp of the activations, a ring all of the keys, which grouped heads make small."""
     long = replace(TRACE, blocks=tuple(replace(block, keys=2 * block.boundary) for block in TRACE.blocks))
     ring, heads = (
-        estimate(laid_out(trace=long, cp=8, samples=1.0, ulysses=ulysses)).breakdown["cp"] for ulysses in (False, True)
+        predict_layout(laid_out(trace=long, cp=8, samples=1.0, ulysses=ulysses)).breakdown["cp"]
+        for ulysses in (False, True)
     )
     assert 0 < heads < ring
-    two, eight = (estimate(laid_out(trace=long, cp=cp, ulysses=True)).breakdown["cp"] for cp in (2, 8))
+    two, eight = (predict_layout(laid_out(trace=long, cp=cp, ulysses=True)).breakdown["cp"] for cp in (2, 8))
     assert eight < two
 
 

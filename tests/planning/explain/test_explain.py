@@ -20,8 +20,8 @@ from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.host import Device, Host, Link
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.cost.estimate import estimate, failure_costs
+from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.cost.estimate import failure_costs, predict_layout
 from paceline.planning.cost.layout import PARTS
 from paceline.planning.explain.advice import (
     Advice,
@@ -40,7 +40,7 @@ from paceline.planning.explain.advice import (
 from paceline.planning.explain.explain import FailureOutlook, explain, outlook, shares_of_memory, shares_of_time
 from paceline.planning.machines import machines
 from paceline.planning.plan import Plan
-from paceline.planning.predict import Layouts, layout_of, modelled
+from paceline.planning.prediction import Layouts, layout_of, modelled
 from paceline.planning.search.result import Candidate, SearchResult
 from paceline.planning.search.search import search
 from paceline.planning.search.space import Excluded
@@ -263,7 +263,7 @@ def test_rules_that_change_the_training_are_told_with_what_they_save_and_change(
     assert all(0.02 <= one.saved < 1 and one.but for one in told)
     rarer = next(one for one in told if one.what == "sync=local:8")
     assert rarer.best is not None
-    assert rarer.best.prediction.step_time_s == pytest.approx((1 - rarer.saved) * estimate(layout).step_time_s)
+    assert rarer.best.prediction.step_time_s == pytest.approx((1 - rarer.saved) * predict_layout(layout).step_time_s)
 
 
 def test_servers_are_proposed_for_a_sparse_table_whose_sums_leave_one_device_the_best(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def large_job(**changes: Any) -> Job:
 
 def asked(large_job: Job, cluster: Cluster, plan: Plan) -> tuple[Case, Candidate]:
     layout = Layouts(large_job, machines(cluster)).of(plan)
-    return Case(large_job, cluster), Candidate(plan, layout, estimate(layout))
+    return Case(large_job, cluster), Candidate(plan, layout, predict_layout(layout))
 
 
 def test_readers_get_shares_by_the_speed_of_their_devices() -> None:
@@ -456,7 +456,7 @@ def test_a_slow_host_gets_fewer_layers() -> None:
     cut, gain = cut_by_speed(*asked(named, cluster, plan))
     assert len(cut) == 1
     assert gain > 0.05
-    assert check_plan(Plan(pp=2, microbatches=16, cut=",".join(cut)), named, cluster) == []
+    assert plan_errors(named, Plan(pp=2, microbatches=16, cut=",".join(cut)), cluster=cluster) == []
 
 
 def test_shares_follow_the_slowest_rank_of_a_reader() -> None:

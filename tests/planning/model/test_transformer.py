@@ -23,7 +23,7 @@ from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 from paceline.planning.model.model_info import model_info, without_memory
 from paceline.planning.model.transformer import active_parameters, transformer
 from paceline.planning.plan import Plan
-from paceline.planning.predict import layout_of
+from paceline.planning.prediction import layout_of
 from paceline.split.layout import whole_parts
 from paceline.split.tensor_parallel import shard_tensors
 

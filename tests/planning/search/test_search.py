@@ -23,16 +23,16 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.model import Dimensions
 from paceline.job.partition import PartitionSpec
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import machines
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.model.transformer import transformer
 from paceline.planning.plan import REMATS, SCHEDULES, Plan
-from paceline.planning.predict import Layouts, predict
+from paceline.planning.prediction import Layouts, estimate
 from paceline.planning.search.result import SearchResult, equals, least, moving_parts, preferred, smallest_that_works
 from paceline.planning.search.search import BranchAndBound, Choice, plan, search
 from paceline.planning.search.space import PIPELINES, Space, divisors
@@ -119,7 +119,7 @@ clusters = st.builds(
 @given(jobs, clusters)
 def test_the_best_plan_is_that_of_looking_at_all(job: Job, cluster: Cluster) -> None:
     layouts = Layouts(job, machines(cluster))
-    predicted = [(layout, estimate(layout)) for plan in every_plan(job, cluster) for layout in [layouts.of(plan)]]
+    predicted = [(layout, predict_layout(layout)) for plan in every_plan(job, cluster) for layout in [layouts.of(plan)]]
     times = [
         prediction.step_time_s for layout, prediction in predicted if prediction.memory_bytes <= usable_bytes(layout)
     ]
@@ -147,7 +147,9 @@ def test_every_plan_that_is_proposed_may_run_and_fits(job: Job, cluster: Cluster
     for one in found.best:
         assert reasons_against(one.plan, job, cluster) == []
         assert one.prediction.fits
-        assert predict(job, cluster, one.plan).step_time_s == pytest.approx(one.prediction.step_time_s, rel=1e-9)
+        assert estimate(job, one.plan, cluster=cluster).step_time_s == pytest.approx(
+            one.prediction.step_time_s, rel=1e-9
+        )
 
 
 def degrees(plan: Plan) -> tuple[int, ...]:
@@ -250,7 +252,7 @@ def test_a_model_without_blocks_is_searched_without_pipelines_and_predicted_with
     assert found.best
     assert all(candidate.plan.pp == 1 for candidate in found.best)
     with pytest.raises(PlanError, match="no more than 1 block of the model can be predicted apart"):
-        predict(job, gpus(1, 4), "pp=2 microbatches=2")
+        estimate(job, "pp=2 microbatches=2", cluster=gpus(1, 4))
 
 
 def test_plans_within_the_error_of_predictions_are_equal() -> None:
@@ -389,7 +391,7 @@ def test_no_bound_of_time_is_above_the_prediction(job: Job, cluster: Cluster, se
     for i in Random(seed).sample(range(len(plans)), min(_TRIED, len(plans))):
         choice = plans.choice(i)
         plan = Plan(**solver.values_of(choice))
-        predicted = estimate(layouts.of(plan)).step_time_s
+        predicted = predict_layout(layouts.of(plan)).step_time_s
         assert plans.bound_s[i] <= predicted * (1 + 1e-9), str(plan)
         assert solver.least_s_of_rows[choice.row] <= predicted * (1 + 1e-9), str(plan)
 
@@ -431,10 +433,10 @@ def test_stages_that_get_as_many_layers_each_are_searched(virtual: int) -> None:
 def test_files_and_values_give_the_best_plan_that_the_search_finds_and_it_can_run(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(job().to_yaml())
     (tmp_path / "cluster.yaml").write_text(cluster().to_yaml())
-    chosen = plan(tmp_path / "job.yaml", tmp_path / "cluster.yaml")
-    assert chosen == plan(job(), cluster()) == search(job(), cluster(), top=1).best[0].plan
-    assert check_plan(chosen, job(), cluster()) == []
+    chosen = plan(tmp_path / "job.yaml", cluster=tmp_path / "cluster.yaml")
+    assert chosen == plan(job(), cluster=cluster()) == search(job(), cluster(), top=1).best[0].plan
+    assert plan_errors(job(), chosen, cluster=cluster()) == []
 
 
 def test_a_name_stands_for_a_cluster() -> None:
-    assert plan(gpt(), "2x8xH100-SXM, 400gbit").ranks <= 16
+    assert plan(gpt(), cluster="2x8xH100-SXM, 400gbit").ranks <= 16

@@ -19,7 +19,7 @@ from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.job.loss import LossSpec
 from paceline.job.zoo.models import GPT
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline.run.dry_run import kept_file, refuse_what_cannot_divide
 from paceline.run.dry_run.dry_run import dry_run_stage
@@ -85,7 +85,7 @@ def job(model: str) -> Job:
 
 
 def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_that_works() -> None:
-    assert check_plan(Plan.parse("dp=2 cp=2"), job("Recurrent"), discover()) == [], (
+    assert plan_errors(job("Recurrent"), Plan.parse("dp=2 cp=2"), cluster=discover()) == [], (
         "else it is known without dividing the model"
     )
     *reasons, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())

@@ -30,7 +30,7 @@ def points(samples: int = SAMPLES) -> TensorDataset:
 
 def engine_of(model: nn.Module, loader: DataLoader[Any] | None = None) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return paceline.setup(model, optimizer, F.cross_entropy, loader or DataLoader(points(), batch_size=8))
+    return paceline.setup(model, optimizer, loss=F.cross_entropy, loader=loader or DataLoader(points(), batch_size=8))
 
 
 def training(evaluates: bool, shuffle: bool, workers: int) -> list[float]:

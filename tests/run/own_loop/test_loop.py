@@ -144,7 +144,7 @@ def gan_by_zero_grad() -> list[float]:
 def two_optimizers_of_one_model_in_a_step() -> list[float]:
     model = network()
     matrices, vectors = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-    engine = paceline.setup(model, [SGD(matrices, lr=0.1), Adam(vectors, lr=0.1)], F.cross_entropy, data())
+    engine = paceline.setup(model, [SGD(matrices, lr=0.1), Adam(vectors, lr=0.1)], loss=F.cross_entropy, loader=data())
     return facts([engine.step(batch).loss for batch in engine.loader], *model.parameters())
 
 
@@ -153,8 +153,8 @@ def a_learned_temperature() -> list[float]:
     engine = paceline.setup(
         model,
         SGD([*model.parameters(), temperature], lr=0.2),
-        lambda out, y: F.cross_entropy(out * temperature, y),
-        data(),
+        loss=lambda out, y: F.cross_entropy(out * temperature, y),
+        loader=data(),
     )
     return facts([engine.step(batch).loss for batch in engine.loader], *model.parameters(), temperature)
 
@@ -172,7 +172,7 @@ class Head(nn.Module):
 
 def a_head_in_the_loss_module() -> list[float]:
     model, loss = network(4), Head()
-    engine = paceline.setup(model, SGD([*model.parameters(), *loss.parameters()], lr=0.2), loss, data())
+    engine = paceline.setup(model, SGD([*model.parameters(), *loss.parameters()], lr=0.2), loss=loss, loader=data())
     return facts([engine.step(batch).loss for batch in engine.loader], *model.parameters(), *loss.parameters())
 
 
@@ -208,7 +208,7 @@ def a_step_over_the_whole_batch_with_a_learned_scale() -> list[float]:
     model = network(4)
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
     loader = DataLoader(data().dataset, batch_size=12, drop_last=True)
-    engine = paceline.setup(model, SGD(model.parameters(), lr=0.2), WholeBatch(model.scale), loader)  # type: ignore[arg-type]
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.2), loss=WholeBatch(model.scale), loader=loader)  # type: ignore[arg-type]
     return facts([engine.step(batch).loss for batch in engine.loader], *model.parameters())
 
 
@@ -259,7 +259,7 @@ def layers_unfrozen_and_added_later() -> list[float]:
     model = network()
     model[0].requires_grad_(False)  # type: ignore[index]
     optimizer = SGD(model.parameters(), lr=0.2)
-    engine = paceline.setup(model, optimizer, F.cross_entropy, data(5))
+    engine = paceline.setup(model, optimizer, loss=F.cross_entropy, loader=data(5))
     losses = [engine.step(batch).loss for batch in engine.loader]
     model[0].requires_grad_(True)  # type: ignore[index]
     losses += [engine.step(batch).loss for batch in engine.loader]
@@ -474,7 +474,7 @@ def an_average_of_a_divided_model() -> None:
 
 def a_forward_pass_beside_a_pipeline() -> None:
     model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4)))
-    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, data(), plan="pp=2")
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=data(), plan="pp=2")
     engine.backward(torch.ones((), requires_grad=True))
 
 
@@ -490,7 +490,7 @@ def batches_read_ahead_without_a_word() -> None:
 
 def a_model_in_ddp() -> None:
     model = nn.parallel.DistributedDataParallel(network())
-    paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, data())
+    paceline.setup(model, SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=data())
 
 
 def a_parameter_of_two_optimizers() -> None:

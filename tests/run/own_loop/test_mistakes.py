@@ -34,7 +34,7 @@ def step(
     x = torch.randn(SAMPLES, FEATURES) if inputs is None else inputs
     y = torch.arange(SAMPLES) % CLASSES if target is None else target
     loader = DataLoader(TensorDataset(x, y, *more), batch_size=8)
-    engine = paceline.setup(model, optimizer(model.parameters(), lr=0.1), loss, loader)
+    engine = paceline.setup(model, optimizer(model.parameters(), lr=0.1), loss=loss, loader=loader)
     engine.step(next(iter(engine.loader)))
 
 
@@ -68,7 +68,9 @@ def under_divided_plans() -> list[str]:
             model = Squared()
             loader = DataLoader(TensorDataset(*tensors), batch_size=8)
             try:
-                engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader, plan=plan)
+                engine = paceline.setup(
+                    model, SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader, plan=plan
+                )
                 engine.step(next(iter(engine.loader)))
             except Exception as error:  # noqa: BLE001 - that it is paceline's own is what the test looks at
                 found.append(type(error).__name__)
@@ -89,7 +91,7 @@ def an_update_by_lbfgs() -> None:
 def text() -> None:
     model = nn.Linear(FEATURES, CLASSES)
     loader: DataLoader[Any] = DataLoader([("a word", i % CLASSES) for i in range(SAMPLES)], batch_size=8)  # type: ignore[arg-type]
-    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
     engine.step(next(iter(engine.loader)))
 
 
@@ -154,7 +156,7 @@ def second_setups() -> tuple[str, int]:
 
     def begin() -> Any:
         loader = DataLoader(TensorDataset(x, y), batch_size=8)
-        return paceline.setup(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+        return paceline.setup(model, SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
 
     first = begin()
     try:

@@ -157,7 +157,9 @@ def resumable(data: Any, folder: Path, epochs: int, *, sampled: bool = False, se
     model = network()
     sampler = SubsetRandomSampler(range(12)) if sampled else None
     loader = DataLoader(data, batch_size=6, sampler=sampler)
-    engine = paceline.setup(model, SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader, seed=seed)
+    engine = paceline.setup(
+        model, SGD(model.parameters(), lr=0.1), loss=nn.CrossEntropyLoss(), loader=loader, seed=seed
+    )
     engine.load(folder)
     began = engine.step_count
     for _ in range(epochs):
@@ -262,7 +264,11 @@ def test_a_rank_that_is_late_removes_nothing_that_others_wrote(ranks: Ranks, tmp
 def plain_engine(**settings: Any) -> Any:
     model = network()
     return paceline.setup(
-        model, SGD(model.parameters(), lr=0.1), F.cross_entropy, DataLoader(dataset(), batch_size=6), **settings
+        model,
+        SGD(model.parameters(), lr=0.1),
+        loss=F.cross_entropy,
+        loader=DataLoader(dataset(), batch_size=6),
+        **settings,
     )
 
 
@@ -374,7 +380,11 @@ def in_fp16(by: str) -> list[Any]:
     model = network()
     optimizer = SGD(model.parameters(), lr=0.1)
     engine = paceline.setup(
-        model, optimizer, lambda o, y: 64 * F.cross_entropy(o, y), DataLoader(dataset(), batch_size=6), precision="fp16"
+        model,
+        optimizer,
+        loss=lambda o, y: 64 * F.cross_entropy(o, y),
+        loader=DataLoader(dataset(), batch_size=6),
+        precision="fp16",
     )
     found = []
     for _ in range(3):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.loss import LossSpec
 from ranks import Backend, Ranks
 
@@ -103,7 +103,7 @@ def trained(
     data = DataLoader(TensorDataset(inputs, ignored(target) if ignore else target), batch_size=batch, shuffle=True)
     loss = LossSpec(name="cross_entropy").build() if ignore else F.cross_entropy
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    engine = paceline.setup(model, optimizer, loss, data, plan=plan, precision="fp64", **settings)
+    engine = paceline.setup(model, optimizer, loss=loss, loader=data, plan=plan, precision="fp64", **settings)
     losses, norms = run(engine)
     engine.close()
     return {
@@ -115,7 +115,7 @@ def trained(
     }
 
 
-def run(engine: Engine) -> tuple[list[float], list[float]]:
+def run(engine: RankEngine) -> tuple[list[float], list[float]]:
     losses: list[float] = []
     norms: list[float] = []
     while len(losses) < STEPS:
@@ -168,7 +168,9 @@ def reduced_bytes(plan: str) -> int:
     torch.manual_seed(0)
     model = plain()
     data = DataLoader(TensorDataset(torch.randn(40, FEATURES), torch.zeros(40, dtype=torch.long)), batch_size=20)
-    engine = paceline.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, plan=plan)
+    engine = paceline.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=data, plan=plan
+    )
     batches = iter(engine.loader)
     engine.step(next(batches))
     before = engine.group.bytes_reduced

@@ -37,7 +37,9 @@ def trained(replicas: int, sync: str) -> tuple[list[float], list[Tensor]]:
     inputs = torch.randn(60, 12, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(inputs, torch.arange(60) % 5), batch_size=20, shuffle=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    engine = paceline.setup(model, optimizer, F.cross_entropy, loader, plan=f"dp={replicas} precision=fp64 sync={sync}")
+    engine = paceline.setup(
+        model, optimizer, loss=F.cross_entropy, loader=loader, plan=f"dp={replicas} precision=fp64 sync={sync}"
+    )
     losses = [engine.step(batch).loss for _ in range(3) for batch in engine.loader]
     engine.close()
     return losses, [p.detach().clone() for p in model.parameters()]

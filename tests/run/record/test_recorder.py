@@ -37,7 +37,7 @@ def recorder(path: Path, board: Board | None = None) -> StepRecorder:
     (path / "steps").mkdir(parents=True, exist_ok=True)
     model = nn.Linear(FEATURES, 3)
     loader = DataLoader(Points(), batch_size=8)
-    engine = paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, loader)
+    engine = paceline.setup(model, optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, loader=loader)
     return StepRecorder(path, engine, epoch_steps=9, board=board)
 
 

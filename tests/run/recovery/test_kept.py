@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.elastic.membership import StepBoundary
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery.kept import KeptModel, KeptPart, agree_on_start
@@ -51,7 +51,7 @@ def parts_after(job: Job, plan: str, broken: Mapping[int, str]) -> list[Tensor]:
     return parts
 
 
-def train(engine: Engine, steps: int) -> None:
+def train(engine: RankEngine, steps: int) -> None:
     """Take the steps of the first generation up to this one."""
     engine.updates = engine.step_count
     engine.loader.load_state_dict(engine.loader.state_dict() | {"step": engine.step_count, "reader": None})
@@ -61,7 +61,7 @@ def train(engine: Engine, steps: int) -> None:
             return
 
 
-def breaks_off(engine: Engine, place: str) -> None:
+def breaks_off(engine: RankEngine, place: str) -> None:
     """Have the next step end as if a rank were lost: when gradients are summed, or before the update."""
 
     def is_lost(*_: object, **__: object) -> Any:
@@ -73,7 +73,7 @@ def breaks_off(engine: Engine, place: str) -> None:
         engine.guard.check = is_lost  # type: ignore[method-assign]
 
 
-def boundary(engine: Engine, kept: KeptPart) -> StepBoundary:
+def boundary(engine: RankEngine, kept: KeptPart) -> StepBoundary:
     pipeline = engine.split.pipeline if engine.split is not None else None
     return StepBoundary(
         step=engine.step_count,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError
 from paceline.state.rank_state import RankState
 from ranks import Ranks
@@ -26,18 +26,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, plan: str = "dp=1") -> Engine:
+def engine_of(optimizer: str = "adamw", model: nn.Module | None = None, plan: str = "dp=1") -> RankEngine:
     model = model or with_dropout()
     return paceline.setup(
         model,
         OPTIMIZERS[optimizer](model.parameters()),
-        F.cross_entropy,
-        DataLoader(Points(noise=0.1), batch_size=8, shuffle=True),
+        loss=F.cross_entropy,
+        loader=DataLoader(Points(noise=0.1), batch_size=8, shuffle=True),
         plan=plan,
     )
 
 
-def weights(engine: Engine) -> list[Tensor]:
+def weights(engine: RankEngine) -> list[Tensor]:
     return [p.detach().clone() for p in engine.named_parameters().values()]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.comm.backend import joined
 from paceline.elastic.membership import StepBoundary
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.run.recovery import mirror as mirrors
@@ -25,14 +25,14 @@ EVERY, STEPS, LOST = 2, 6, 1
 GIB = 2**30
 
 
-def state_of(engine: Engine) -> list[Tensor]:
+def state_of(engine: RankEngine) -> list[Tensor]:
     numbers = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return [torch.tensor(engine.step_count), *(p.detach().clone() for p in [*engine.named_parameters().values()])] + [
         number.clone() for number in numbers
     ]
 
 
-def trained(mirror: Mirror, engine: Engine, group: Group, told: list[Any]) -> dict[int, list[Tensor]]:
+def trained(mirror: Mirror, engine: RankEngine, group: Group, told: list[Any]) -> dict[int, list[Tensor]]:
     """The states at all boundaries of the first steps, with copies of some."""
     mirror.begin(engine, group, lambda event, details: told.append((event, details)))
     states = {}

@@ -20,7 +20,7 @@ data = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_s
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 logs = [tracker("noting", file="noted.jsonl"), tracker("noting", file="failed.jsonl", fails_at=3)]
-engine = paceline.setup(model, optimizer, torch.nn.functional.mse_loss, data, on_step=logs)
+engine = paceline.setup(model, optimizer, loss=torch.nn.functional.mse_loss, loader=data, on_step=logs)
 for epoch in range(1 if sys.argv[1] != "long" else 1_000_000):
     for batch in engine.loader:
         engine.step(batch)

@@ -21,7 +21,7 @@ from paceline.files import cache_folder
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from paceline.planning import history as cache
-from paceline.planning.check.check_plan import auto_plan
+from paceline.planning.check.plan_errors import auto_plan
 from paceline.planning.history import pairs
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import ONE_CORE, Forecast, Trial

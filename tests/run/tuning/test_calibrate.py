@@ -14,7 +14,7 @@ from paceline.cluster.host import Device, Host
 from paceline.errors import ClusterError
 from paceline.job.job import Job
 from paceline.planning.calibrate import CalibrationPoint, Measurements, PassTiming, cache_file
-from paceline.planning.predict import predict
+from paceline.planning.prediction import estimate
 from paceline.run.tuning import calibrate as module
 from paceline.run.tuning.calibrate import calibrate
 
@@ -109,7 +109,7 @@ def test_ranks_measure_what_a_prediction_needs() -> None:
     assert {timing.samples for timing in found.timings} == {2, 4, 8, 16}
     assert all(timing.seconds > 0 for timing in found.timings)
     assert found.baseline_bytes > 5 * 10**7
-    prediction = predict(JOB, discover(), "dp=1", found)
+    prediction = estimate(JOB, "dp=1", cluster=discover(), calibration=found)
     assert prediction.step_time_s > 0
     assert prediction.memory_bytes >= found.baseline_bytes
     if found.ranks > 1:

@@ -12,7 +12,7 @@ from commands import paceline as command
 from commands import write_job
 from paceline.cluster.discover import discover
 from paceline.errors import PlanError
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.tables import layouts as tables
 from paceline.planning.tables.layouts import Row
 from paceline.run.tuning.calibrate import calibrate_on, read_runs
@@ -36,7 +36,7 @@ def slowed(rows: list[Row], times: float, file: Path) -> Path:
         writer = csv.DictWriter(out, fieldnames=list(rows[0].cells))
         writer.writeheader()
         for row in rows:
-            writer.writerow({**row.cells, "step_time_s": f"{times * estimate(row.layout).step_time_s:.6f}"})
+            writer.writerow({**row.cells, "step_time_s": f"{times * predict_layout(row.layout).step_time_s:.6f}"})
     return file
 
 
@@ -49,11 +49,11 @@ def test_rows_that_were_slowed_by_1_3_give_1_3_and_the_interval_holds_the_others
     published: list[Row], tmp_path: Path
 ) -> None:
     said: list[str] = []
-    factors = calibrate_on([slowed(published[::3], 1.3, tmp_path / "runs.csv")], None, said.append)
+    factors = calibrate_on([slowed(published[::3], 1.3, tmp_path / "runs.csv")], say=said.append)
     assert len(said) == 1
     assert f"calibrated on {len(published[::3])} runs of runs" in said[0]
     for row in published:
-        predicted = estimate(row.layout).step_time_s
+        predicted = predict_layout(row.layout).step_time_s
         corrected = factors.factor(row.layout) * predicted
         assert corrected == pytest.approx(1.3 * predicted, rel=0.05)
         assert 1.3 * predicted in factors.interval(row.layout, corrected)
@@ -64,7 +64,7 @@ def test_rows_that_cannot_be_used_are_named_with_the_reason(published: list[Row]
     text = file.read_text().replace("h100_80gb", "an invented one", 1)
     file.write_text(text)
     said: list[str] = []
-    calibrate_on([file], None, said.append)
+    calibrate_on([file], say=said.append)
     assert said[0].startswith("not used: runs:2: ")
     assert "2 runs" in said[1]
 
@@ -97,11 +97,11 @@ def test_a_run_of_paceline_corrects_predictions_of_its_machine(tmp_path: Path) -
         shown = command("train", file, "--plan", "dp=1", "--run", run, folder=tmp_path)
         assert shown.code == 0, shown.err
     said: list[str] = []
-    factors = calibrate_on([tmp_path / "runs"], None, said.append)
+    factors = calibrate_on([tmp_path / "runs"], say=said.append)
     assert "not used: short: it has no step with a time" in said[0]
     [row] = read_runs([tmp_path / "runs" / "long"]).rows
-    predicted = paceline.predict(paceline.Job.load(job), discover(), "dp=1", factors)
-    before = estimate(row.layout).step_time_s
+    predicted = paceline.estimate(paceline.Job.load(job), "dp=1", cluster=discover(), calibration=factors)
+    before = predict_layout(row.layout).step_time_s
     assert row.seconds is not None
     assert predicted.step_time_s == pytest.approx(before * factors.factor(row.layout))
     assert (factors.factor(row.layout) - 1) * (row.seconds / before - 1) >= 0  # towards what was measured

@@ -19,7 +19,7 @@ def first_losses(plan: str) -> list[float]:
     inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(5))
     loader: DataLoader[Any] = DataLoader(TensorDataset(inputs, inputs.argmax(dim=1)), batch_size=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = paceline.setup(model, optimizer, nn.functional.cross_entropy, loader, plan=plan)
+    engine = paceline.setup(model, optimizer, loss=nn.functional.cross_entropy, loader=loader, plan=plan)
     found = [engine.step(batch).loss for batch in engine.loader]
     engine.close()
     return found

@@ -31,7 +31,7 @@ def losses(kind: type[nn.RNNBase], plan: str) -> list[float]:
     inputs = torch.randn(ROWS * STEPS, 5, WIDTH, generator=drawn, dtype=torch.float64)
     loader = DataLoader(TensorDataset(inputs, inputs.tanh()), batch_size=ROWS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    engine = paceline.setup(model, optimizer, F.mse_loss, loader, plan=plan)
+    engine = paceline.setup(model, optimizer, loss=F.mse_loss, loader=loader, plan=plan)
     found = [engine.step(batch).loss for batch in engine.loader]
     engine.close()
     return found

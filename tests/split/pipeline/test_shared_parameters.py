@@ -88,7 +88,7 @@ def engine_of(name: str, plan: str) -> tuple[nn.Module, Any]:
     inputs = torch.randn(ROWS * STEPS, WIDTH, generator=drawn, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     loader = DataLoader(TensorDataset(inputs, inputs.tanh()), batch_size=ROWS)
-    return model, paceline.setup(model, optimizer, F.mse_loss, loader, plan=plan)
+    return model, paceline.setup(model, optimizer, loss=F.mse_loss, loader=loader, plan=plan)
 
 
 def trained(name: str, plan: str, exported: Path) -> list[float]:

@@ -409,7 +409,7 @@ def _heads_do_not_divide(context: PlanContext) -> str | None:
     """Reason against a `tp` that does not divide the heads, or None.
 
     Ranks that share a head of keys and values need projections that can be used in part, which depends on the model's
-    code. A vocabulary that cannot be divided stays replicated, which is slower but works: see `check_plan.py`.
+    code. A vocabulary that cannot be divided stays replicated, which is slower but works: see `plan_errors.py`.
     """
     if context.plan.tp == 1:
         return None

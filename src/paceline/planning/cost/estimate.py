@@ -29,7 +29,7 @@ from paceline.planning.cost.memory import capacity_bytes, kept_bytes, memory, tr
 from paceline.planning.cost.stages import StageCost, StepInputs, exposed_s, hop_s, pipeline_s, simulated, stage_times
 
 
-def estimate(layout: Layout) -> Prediction:
+def predict_layout(layout: Layout) -> Prediction:
     """Predict the time, memory and breakdown of one step."""
     parts = step_parts(layout, inputs_of(layout))
     step = sum(parts.values())

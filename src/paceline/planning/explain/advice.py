@@ -18,13 +18,13 @@ from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.partition import contiguous
 from paceline.planning.check.rules import reasons_against
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.memory import capacity_bytes
 from paceline.planning.cost.stages import stages
 from paceline.planning.machines import factor_of
 from paceline.planning.plan import AXES, DATA_AXES, Plan
-from paceline.planning.predict import Layouts, priced
+from paceline.planning.prediction import Layouts, priced
 from paceline.planning.search.result import Candidate, SearchResult, figures
 from paceline.planning.search.search import search
 from paceline.units import bandwidth, count, percent, size
@@ -303,7 +303,7 @@ def what_if(case: Case, change: Change) -> Outcome:
     except PacelineError as error:
         return Outcome(None, error)
     again = (
-        Candidate(plan, layout, priced(estimate(layout), changed.job, changed.cluster, plan, layout))
+        Candidate(plan, layout, priced(predict_layout(layout), changed.job, changed.cluster, plan, layout))
         for plan, layout in changed.plans
     )
     return Outcome(min(again, key=lambda one: (not one.prediction.fits, one.prediction.step_time_s)))

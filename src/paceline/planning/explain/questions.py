@@ -37,7 +37,7 @@ from paceline.planning.explain.advice import (
 from paceline.planning.explain.explain import Explanation
 from paceline.planning.machines import Adjustment
 from paceline.planning.plan import DEGREES, Plan
-from paceline.planning.predict import Layouts
+from paceline.planning.prediction import Layouts
 from paceline.planning.search.result import Candidate, figures
 from paceline.text import closest
 from paceline.units import digits, percent, seconds, size

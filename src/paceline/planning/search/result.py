@@ -26,7 +26,7 @@ class Candidate:
     """A legal plan that fits, with its prediction.
 
     Attributes:
-        plan: passes `check_plan` on the job and the cluster.
+        plan: passes `plan_errors` on the job and the cluster.
         layout: the plan as numbers.
         prediction: of one step.
         why: for the winner, the parts of its step; for the others, the parts that make them slower.

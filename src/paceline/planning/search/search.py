@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,14 +18,15 @@ from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster
 from paceline.job.job import Job
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.arguments import AnyCluster, AnyJob, cluster_of, job_of
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.layout import Layout
 from paceline.planning.cost.measured import calibration_of
 from paceline.planning.cost.memory import memory, usable_bytes
 from paceline.planning.machines import factor_of, machines
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, REMATS, Plan, Remat
-from paceline.planning.predict import Layouts, priced
+from paceline.planning.prediction import Layouts, priced
 from paceline.planning.search.bounds import Bounds, Floats, MeasuredBounds, RankCost, ShardConfig, smallest
 from paceline.planning.search.result import (
     Candidate,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 def search(
     job: Job, cluster: Cluster, *, top: int = 10, calibration: Basis | None = None, base: Plan | None = None
 ) -> SearchResult:
-    """The plans predicted to be fastest, of all that pass `check_plan` and fit the memory.
+    """The plans predicted to be fastest, of all that pass `plan_errors` and fit the memory.
 
     Args:
         top: number of plans to list, each with other degrees.
@@ -92,37 +92,27 @@ def search(
     return replace(found, seconds=time.perf_counter() - started)
 
 
-def plan(job: Job | str | Path, cluster: Cluster | str | Path | None = None, calibration: Basis | None = None) -> Plan:
-    """The plan for a job on a cluster, found without running anything.
+def plan(job: AnyJob, *, cluster: AnyCluster | None = None, calibration: Basis | None = None) -> Plan:
+    """Find the plan for a job on a cluster by prediction; nothing is run.
 
     If predictions cannot tell plans apart, the one with the fewest moving parts is returned, then the fewest ranks,
     then the most free memory.
 
     Args:
-        job: the job, or the YAML file that holds it.
-        cluster: the cluster, its file, or a name such as `64x8xH100-SXM, 400gbit`; None: this machine.
-        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); without,
-            the catalogue's figures are used.
+        job: a `Job`, its YAML file, or the file's URL.
+        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
+        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); None
+            uses the catalogue's figures.
 
     Raises:
-        JobError: the job cannot be read, or its model not be built.
-        ClusterError: the cluster cannot be read, or its devices are in no catalogue.
+        JobError: the job cannot be read, or its model cannot be built.
+        ClusterError: the cluster cannot be read, or one of its devices is not in the catalogue.
         PlanError: no plan can run the job there; the message says why, and what would.
+
+    Example:
+        >>> paceline.plan("job.yaml", cluster="2x8xH100-SXM, 400gbit")
     """
-    read = job if isinstance(job, Job) else Job.load(job)
-    return search(read, _cluster(cluster), calibration=calibration).best[0].plan
-
-
-def _cluster(cluster: Cluster | str | Path | None) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is None:
-        from paceline.cluster.discover import discover
-
-        return discover()
-    from paceline.cluster.cluster import cluster_from
-
-    return cluster_from(str(cluster))
+    return search(job_of(job), cluster_of(cluster), calibration=calibration).best[0].plan
 
 
 # rows that are expanded together, most promising first: twice as many each time, up to a block
@@ -406,7 +396,7 @@ class BranchAndBound:
 
     def _keep(self, values: dict[str, Any], layout: Layout) -> None:
         self.evaluated += 1
-        prediction = estimate(layout)
+        prediction = predict_layout(layout)
         key = tuple(values[name] for name in DEGREES)
         known = self.found.get(key)
         if prediction.step_time_s < self._last_s and (

@@ -398,7 +398,7 @@ _VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": SCHEDULES}
 def legal_plans(
     job: Job, cluster: Cluster, ranks: int | Iterable[int], *, keys: Sequence[str] = VARIED, base: Plan | None = None
 ) -> list[Plan]:
-    """Every plan with `ranks` ranks that passes `check_plan`, small ones first.
+    """Every plan with `ranks` ranks that passes `plan_errors`, small ones first.
 
     The order never changes. Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not
     in a pipeline, which gathers and reduces once a step anyway; `sequence` varies with `tp`, `schedule` with `pp`. With

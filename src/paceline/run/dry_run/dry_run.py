@@ -34,7 +34,7 @@ from paceline.cluster.host import Device, Host
 from paceline.comm import Group
 from paceline.data.loader import Loader
 from paceline.engine.compute import LocalLoss
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.engine.meter import Meter
 from paceline.engine.reduction import Reduced, StepSignals
@@ -45,7 +45,7 @@ from paceline.job.experts import by_expert
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.model.forward_pass import find_blocks, mixtures
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import tensors_in, without_logs
@@ -127,7 +127,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     """
     started = time.monotonic()
     say("holding the plan against the job")
-    if reasons := check_plan(plan, job, _cluster_for(plan)):
+    if reasons := plan_errors(job, plan, cluster=_cluster_for(plan)):
         raise PlanError("\n".join(reasons))
     found = DryRun(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
@@ -208,7 +208,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
             optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
-            engine = Engine(split.model, optimizer, loss, loader, plan, world, settings, split)
+            engine = RankEngine(split.model, optimizer, loss, loader, plan, world, settings, split)
             engine.reduction.signals = _DryRunSignals(world)
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
@@ -303,7 +303,7 @@ class _DryRunSignals(StepSignals):
         return Reduced(loss=1.0, rescale=1.0, votes={}, slowest_busy_s=0.0)
 
 
-def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
+def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
     """Take a step; returns why it could not finish without values, if so.
 
     Raises:
@@ -326,7 +326,7 @@ def _stepped(engine: Engine, batch: Batch | None, modules: Sequence[nn.Module]) 
     return None
 
 
-def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: Engine) -> str:
+def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: RankEngine) -> str:
     """The innermost module in a traceback, by its name; or the sync rule."""
     names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
     while trace is not None:

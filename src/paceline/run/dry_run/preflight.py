@@ -17,7 +17,7 @@ import torch
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.engine.model_loss import SAMPLES
 from paceline.errors import PacelineError, PlanError
@@ -25,8 +25,8 @@ from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
-from paceline.planning.check.check_plan import nearest_plan
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
+from paceline.planning.check.plan_errors import nearest_plan
 from paceline.planning.model.model_info import model_info
 from paceline.planning.plan import DEGREES, Plan
 from paceline.run.build import loader_of
@@ -161,7 +161,9 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
     torch.manual_seed(job.seed)
     alone, group, model = Plan(precision=plan.precision), Group(), job.model.build()
     loader, settings = loader_of(job, Mesh.of(alone, group), data), Settings(precision=job.precision, seed=job.seed)
-    engine = Engine(model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings)
+    engine = RankEngine(
+        model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings
+    )
     try:
         engine.plan = plan  # whose parts the loss is held against
         engine.compute.normalization.prepare()

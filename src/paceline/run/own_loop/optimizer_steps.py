@@ -25,7 +25,7 @@ from paceline.planning.plan import Plan
 from paceline.sync.rule import Replica, not_by_the_engine
 
 if TYPE_CHECKING:
-    from paceline.run.own_loop.loop import OwnLoop
+    from paceline.run.own_loop.engine import Engine
 
 
 _KNOWN: WeakSet[Optimizer] = WeakSet()  # the optimizers of all engines in this process
@@ -392,7 +392,7 @@ def _skipped(before: Position | None, now: Position) -> bool:
     return now.step > before.step + 1 if now.epoch == before.epoch else now.step > 0
 
 
-def check_backward(engine: OwnLoop, loss: Any, *, casts: bool, sync: bool) -> None:
+def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> None:
     """Refuse a call of `engine.backward` that cannot work.
 
     Args:

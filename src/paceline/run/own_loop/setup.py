@@ -20,9 +20,10 @@ from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
 from paceline.job.loss_items import ModelsOwn, hands_on_models_loss
+from paceline.planning.arguments import AnyPlan, plan_or_auto
 from paceline.planning.plan import DATA_AXES, Plan
 from paceline.planning.sync_info import sync_info
-from paceline.run.own_loop.loop import OnStep, OwnLoop, refuse_model_of_another_engine
+from paceline.run.own_loop.engine import Engine, OnStep, refuse_model_of_another_engine
 from paceline.run.own_loop.optimizer_steps import refuse_own_passes
 from paceline.run.process import tell_in_one_line
 from paceline.split.mesh import Mesh
@@ -41,10 +42,10 @@ OptimizersGiven = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapp
 def setup(
     model: Models,
     optimizer: OptimizersGiven,
+    *,
     loss: Loss | Callable[[Any, Any], torch.Tensor] | None = None,
     loader: DataLoader[Any] | None = None,
-    *,
-    plan: Plan | str = "auto",
+    plan: AnyPlan = "auto",
     precision: str = "fp32",
     clip_norm: float | None = None,
     nonfinite: Policy = "stop",
@@ -53,42 +54,53 @@ def setup(
     seed: int = 0,
     deadline_s: float = 300.0,
     on_step: Sequence[OnStep] = (),
-) -> OwnLoop:
-    """Prepare a user's own training loop for any number of ranks.
+) -> Engine:
+    """Prepare your own training loop for any number of ranks.
 
-    Without a launcher it trains in this process, under torchrun on all ranks.
+    Without a launcher, the loop trains in this process; under torchrun, on all ranks. `plan="auto"` is one replica per
+    rank and measures nothing, while `paceline.train` measures the plans that it chooses from.
 
     Args:
         model: any `nn.Module`, or several in a list or dict. Each is moved to this rank's device and stays the same
-            object; where the plan divides it (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this rank's
-            parts, and in a pipeline `engine.model` is this rank's stages.
-        optimizer: any optimizer, or several in a list or dict. Parameters that one holds outside of the model (of a
-            loss module, a learned temperature) are trained in agreement, too. Where the plan divides the model it has
-            to work element by element.
-        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`.
-            `paceline.job.loss.Loss` tells how to weigh other items. None: the loop computes its own and calls
+            object. If the plan divides a model (fsdp, tp, pp, cp, ep, remat), its parameters are replaced by this
+            rank's parts; in a pipeline, `engine.model` is this rank's stages.
+        optimizer: any optimizer, or several in a list or dict. Its parameters outside of the model (of a loss module, a
+            learned temperature) are kept equal on all ranks, too. If the plan divides the model, the optimizer has to
+            work element by element.
+        loss: `loss(output, target)`, the mean over the samples of a batch, for `engine.step(batch)`. `paceline.Loss`
+            describes losses that count other items than samples. None: the loop computes its own loss and calls
             `engine.backward(loss)` and `engine.update()`.
-        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch: paceline deals every
-            batch to the replicas, so the same script does the same work on any number of them. The order of its sampler
-            and its other arguments are kept, see docs/how-to/feed_data.md. None: every rank brings its own data, and
-            all ranks' losses count alike.
-        plan: `"auto"` (one replica per rank; nothing is measured), a `Plan`, or its text, e.g. `"dp=2 precision=bf16
-            microbatches=4"`.
-        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (the same, with a loss scale that adapts itself)
+        loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch, which paceline
+            divides among the replicas, so the same script does the same work on any number of them. The order of its
+            sampler and its other arguments are kept, see docs/how-to/feed_data.md. None: every rank brings its own data,
+            and the losses of all ranks count alike.
+        plan: a `Plan`, its text, e.g. `"dp=2 precision=bf16 microbatches=4"`, or `"auto"`: one replica per rank.
+        precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with a loss scale that adapts itself)
             or `fp64`.
-        clip_norm: largest L2 norm of the gradient.
+        clip_norm: largest L2 norm of the gradient; None clips nothing.
         nonfinite: `stop` or `skip` an update whose loss or gradient is NaN or Inf. (`rewind` needs checkpoints: use
             `paceline.train`.)
         batch_norm: `local` statistics per replica, or `sync` over the global batch.
-        buffers: what forward writes into buffers besides: `same` on all ranks (else an error before the update), or
-            `local` to each.
-        seed: of the order of the data and the dropout masks.
+        buffers: other buffers that the forward pass writes: `same` on all ranks (any difference is an error before the
+            update), or `local` to each rank.
+        seed: seed of the order of the data and of the dropout masks.
         deadline_s: the longest that a rank may keep the others waiting, in seconds.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank (see `paceline.run.trackers`).
+        on_step: functions that get the `StepResult` of every `step` and `update`, on every rank; see
+            `paceline.tracker`.
+
+    Returns:
+        The engine of this rank.
 
     Raises:
-        JobError, DataError, PlanError: an argument that cannot work, with what to do.
-        LaunchError: the other ranks cannot be met.
+        JobError: model, optimizer, loss or a setting cannot work; the message says what to do.
+        DataError: the loader cannot be divided among the ranks.
+        PlanError: the plan cannot run here.
+        LaunchError: the other ranks do not answer.
+
+    Example:
+        >>> engine = paceline.setup(model, optimizer, loss=loss, loader=loader)
+        >>> for batch in engine.loader:
+        ...     engine.step(batch)
     """
     _check_loss(loss)
     loss = ModelsOwn() if hands_on_models_loss(loss) else loss
@@ -107,7 +119,7 @@ def setup(
     extra = _outside(module, optimizers, loss)
     if not chosen.splits:
         _refuse_own_forward(chosen, loss)
-        made = OwnLoop(module, optimizers, cast(Loss, loss), dealt, chosen, group, settings, extra=extra)
+        made = Engine(module, optimizers, cast(Loss, loss), dealt, chosen, group, settings, extra=extra)
     else:
         made = _divided(module, optimizers, cast(Loss, loss), dealt, chosen, group, mesh, settings, extra)
     made.models = model
@@ -115,8 +127,8 @@ def setup(
     return made
 
 
-def _join(plan: Plan | str, deadline_s: float) -> tuple[Plan, Group]:
-    asked = None if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+def _join(plan: AnyPlan, deadline_s: float) -> tuple[Plan, Group]:
+    asked = plan_or_auto(plan)
     group = join(deadline_s=deadline_s, transport="auto" if asked is None else asked.transport)
     atexit.register(leave, group)
     if group.size > 1:
@@ -138,7 +150,7 @@ def _divided(
     mesh: Mesh,
     settings: Settings,
     extra: dict[str, Tensor],
-) -> OwnLoop:
+) -> Engine:
     if loss is None:
         refuse_own_passes(plan)
     if settings.precision == "fp16":
@@ -165,7 +177,7 @@ def _divided(
     split = divide(model, plan, mesh, dealt, cast(Loss, loss), settings)
     for optimizer in optimizers:
         _hand_over(optimizer, names, split)
-    return OwnLoop(split.model, optimizers, loss, dealt, plan, group, settings, split)
+    return Engine(split.model, optimizers, loss, dealt, plan, group, settings, split)
 
 
 def _one_module(models: Models) -> nn.Module:
@@ -197,8 +209,8 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, DataLoader):
         raise JobError(
-            "setup got a DataLoader as loss, its third argument. Write paceline.setup(model, optimizer, loss, loader); "
-            "or paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
+            "setup got a DataLoader as its loss. Write paceline.setup(model, optimizer, loss=loss, loader=loader); or "
+            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
         )
     if loss is not None and not callable(loss):
         raise JobError(

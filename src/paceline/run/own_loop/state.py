@@ -35,7 +35,7 @@ from paceline.state.shard import MeshCoordinate, describe
 from paceline.state.writer import Checkpointer
 
 if TYPE_CHECKING:
-    from paceline.run.own_loop.loop import OwnLoop
+    from paceline.run.own_loop.engine import Engine
 
 
 Made = TypeVar("Made")
@@ -43,7 +43,7 @@ Made = TypeVar("Made")
 _EXTRA = "extra/"  # before the names of tensors of the user's own objects
 
 
-def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
+def save(engine: Engine, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint and return when it is on the disk. Every rank calls it.
 
     Raises:
@@ -80,7 +80,7 @@ def save(engine: OwnLoop, folder: Path, objects: Mapping[str, Any], keep: int) -
     return folder / step_name(engine.step_count)
 
 
-def _together(engine: OwnLoop, do: Callable[[], Made]) -> Made:
+def _together(engine: Engine, do: Callable[[], Made]) -> Made:
     problem = made = None
     try:
         made = do()
@@ -90,12 +90,12 @@ def _together(engine: OwnLoop, do: Callable[[], Made]) -> Made:
     return cast(Made, made)
 
 
-def _raise_on_all(engine: OwnLoop, problem: str | None, kind: type[PacelineError]) -> None:
+def _raise_on_all(engine: Engine, problem: str | None, kind: type[PacelineError]) -> None:
     if said := next((said for said in engine.group.gather_json(problem) if said is not None), None):
         raise kind(said)
 
 
-def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
+def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
     """Resume from the newest whole checkpoint in `folder`; returns its plain values.
 
     None where there is no checkpoint.
@@ -138,7 +138,7 @@ def load(engine: OwnLoop, folder: Path, objects: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in found.items() if name not in objects}
 
 
-def export(engine: OwnLoop, path: Path) -> None:
+def export(engine: Engine, path: Path) -> None:
     """Write the model that `evaluate` measures as one safetensors file.
 
     Every rank calls it; rank 0 writes.
@@ -159,7 +159,7 @@ def export(engine: OwnLoop, path: Path) -> None:
         _raise_on_all(engine, problem, RunError)
 
 
-def _saved_beside(engine: OwnLoop, path: Path, held: ExitStack) -> Path:
+def _saved_beside(engine: Engine, path: Path, held: ExitStack) -> Path:
     """Save a checkpoint, which assembles a divided model's parts; `held` removes it."""
     problem, own = None, ""
     try:
@@ -172,13 +172,13 @@ def _saved_beside(engine: OwnLoop, path: Path, held: ExitStack) -> Path:
     return folder
 
 
-def _write_whole(engine: OwnLoop, path: Path) -> None:
+def _write_whole(engine: Engine, path: Path) -> None:
     state = {name: tensor.detach() for name, tensor in engine.model.state_dict().items() if isinstance(tensor, Tensor)}
     described = {name: describe(name, tensor) for name, tensor in state.items()}
     write_weights(path, described, lambda name: state[name].cpu())
 
 
-def _check_folder(engine: OwnLoop, folder: Path) -> None:
+def _check_folder(engine: Engine, folder: Path) -> None:
     """Raise where the ranks name different folders, in which their parts would never meet."""
     everyones = engine.group.gather_json(str(folder.absolute()))
     for rank, other in enumerate(everyones):
@@ -190,7 +190,7 @@ def _check_folder(engine: OwnLoop, folder: Path) -> None:
 
 
 def _shared_and_own(
-    engine: OwnLoop, encoded: dict[str, Any], tensors: dict[str, Tensor]
+    engine: Engine, encoded: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors equal on all ranks, and those of this rank alone (batch-norm averages).
 
@@ -231,7 +231,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
         )
 
 
-def _refuse_other_data(engine: OwnLoop, loaded: Loaded) -> None:
+def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
     """Refuse a changed data set on all ranks, also if only one rank has it."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
@@ -315,8 +315,8 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
 Measure = Callable[[Any], Mapping[str, Any]]
 
 
-def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Measure) -> dict[str, float]:
-    """Mean of each number from `measure` over all samples; see `OwnLoop.evaluate`."""
+def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Measure) -> dict[str, float]:
+    """Mean of each number from `measure` over all samples; see `Engine.evaluate`."""
     if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
             f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss "
@@ -347,7 +347,7 @@ def evaluate(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any], measure: Me
     return _means([sums for _, sums in everyones])
 
 
-def mean_loss(engine: OwnLoop, data: DataLoader[Any] | Iterable[Any]) -> dict[str, float]:
+def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str, float]:
     """The mean over all samples of the loss given to `setup`."""
     if not engine.has_loss:
         raise JobError(
@@ -402,7 +402,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
     return {name: total / count if count else float("nan") for name, (total, count) in sorted(together.items())}
 
 
-def own_batches(data: Any, engine: OwnLoop) -> Iterator[Any]:
+def own_batches(data: Any, engine: Engine) -> Iterator[Any]:
     """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
     return _dealt(data, engine).batches
 
@@ -412,7 +412,7 @@ class _Dealt(NamedTuple):
     loader: Loader | None
 
 
-def _dealt(data: Any, engine: OwnLoop) -> _Dealt:
+def _dealt(data: Any, engine: Engine) -> _Dealt:
     group: Group = engine.data_group
     together = engine.split is not None and engine.split.all_must_compute
     if isinstance(data, DataLoader) and not (together and isinstance(data.dataset, IterableDataset)):
@@ -431,7 +431,7 @@ def _dealt(data: Any, engine: OwnLoop) -> _Dealt:
     return _Dealt(islice(data, group.rank, None, group.size), None)
 
 
-def _loader_of(loader: DataLoader[Any], engine: OwnLoop) -> tuple[Loader, int]:
+def _loader_of(loader: DataLoader[Any], engine: Engine) -> tuple[Loader, int]:
     """Return this rank's loader, and the largest number of batches of any rank (0 for a stream)."""
     group, seed = engine.data_group, engine.settings.seed
     check(loader, engine.group)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.discover import to_run_on
 from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job, Precision
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_or_auto
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.run.parity import Compared, Parts, Reference, Steps
@@ -155,23 +155,32 @@ class Parity:
         )
 
 
-def check(job: Job | str | Path, plan: Plan | str, cluster: Cluster | None = None, *, steps: int = STEPS) -> Parity:
+def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = None, steps: int = STEPS) -> Parity:
     """Train a few steps under a plan and in one process, and compare them.
 
     Args:
-        job: a `Job`, or the YAML file of one.
-        plan: a `Plan`, its text, or `"auto"`: what `train` would choose.
-        cluster: where to train; None is this machine.
+        job: a `Job`, its YAML file, or the file's URL.
+        plan: a `Plan`, its text, or `"auto"`: the plan that `train` would choose.
+        cluster: a `Cluster`, or the YAML file of one; None is this machine.
+        steps: the number of optimizer steps that are compared.
+
+    Returns:
+        The differences in loss, gradients and parameters, and the verdict: `parity.holds` is True if the plan computes
+        what one process computes, up to rounding.
 
     Raises:
-        PlanError: the plan cannot run the job here; every reason.
+        PlanError: the plan cannot run the job here; the message lists every reason.
         LaunchError: a rank failed.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
+
+    Example:
+        >>> paceline.check("job.yaml", "dp=2").holds
+        True
     """
-    job, cluster = job if isinstance(job, Job) else Job.load(job), to_run_on(cluster)
+    job, cluster, asked = job_of(job), cluster_to_run_on(cluster), plan_or_auto(plan)
     job.model.must_be_at_hand()
     job.fetch()
-    chosen = choose(job, cluster).plan if plan == "auto" else Plan.parse(plan) if isinstance(plan, str) else plan
+    chosen = choose(job, cluster).plan if asked is None else asked
     with Checks(job, cluster, steps=steps).opened() as checks:
         return checks.check(chosen)
 
@@ -186,7 +195,7 @@ class Checks:
     """
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
-        self.job, self.cluster, self.steps = job, to_run_on(cluster), steps
+        self.job, self.cluster, self.steps = job, cluster_to_run_on(cluster), steps
         self.reference_precision: Precision = "fp64"
         self._references: dict[Parts, tuple[Path, Reference]] = {}
         self._roundings: dict[tuple[Parts, str], Tolerance] = {}
@@ -206,7 +215,7 @@ class Checks:
             PlanError: the plan cannot run the job here; every reason.
             LaunchError: a rank failed.
         """
-        if reasons := check_plan(plan, self.job, self.cluster):
+        if reasons := plan_errors(self.job, plan, cluster=self.cluster):
             raise PlanError("\n".join(reasons))
         refuse_what_cannot_divide(self.job, plan, self.cluster)
         parts, precision = self._parts(plan), plan.precision_for(self.job)

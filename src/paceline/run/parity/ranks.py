@@ -24,7 +24,7 @@ from paceline.comm.backend import joined
 from paceline.data.loader import Loader
 from paceline.device import widened
 from paceline.elastic.hosts.files import fetch
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.model_loss import all_in_float64, in_float64, nothing_dropped, random_module, without_dropout
 from paceline.job.batch import Batch
 from paceline.job.job import Job
@@ -91,7 +91,7 @@ def _comparable(job: Job, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _engine(steps: Steps, group: Group) -> Engine:
+def _engine(steps: Steps, group: Group) -> RankEngine:
     job, plan = steps.job, steps.plan
     model = built(job, plan)
     without_dropout(model if isinstance(model, nn.Module) else model.model)
@@ -109,7 +109,7 @@ def _engine(steps: Steps, group: Group) -> Engine:
     return engine
 
 
-def _perturb(engine: Engine) -> None:
+def _perturb(engine: RankEngine) -> None:
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in engine.named_parameters().values():
@@ -126,7 +126,7 @@ class _Dealt:
     are one part.
     """
 
-    def __init__(self, engine: Engine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
+    def __init__(self, engine: RankEngine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
         self.together = together
         self.engine, self.microbatches = engine, engine.plan.microbatches
         labels = getattr(data.train, "labels", None)
@@ -182,7 +182,7 @@ class _Dealt:
             own.copy_(buffer)
 
 
-def _buffers(engine: Engine) -> list[tuple[int, dict[str, Tensor]]]:
+def _buffers(engine: RankEngine) -> list[tuple[int, dict[str, Tensor]]]:
     """Buffers by data-parallel rank: this one's, or those of all that one process stands for."""
     dealt: _Dealt | None = getattr(engine, "dealt", None)
     if dealt is None:
@@ -219,7 +219,7 @@ def _file(steps: Steps, step: int) -> Path:
     return steps.folder / f"reference-{step}" / "tensors"
 
 
-def _tensors(engine: Engine) -> dict[str, Tensor]:
+def _tensors(engine: RankEngine) -> dict[str, Tensor]:
     """Parameters, gradients and persistent buffers (others are caches and counters); the last as `buffer/RANK/NAME`."""
     held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
@@ -232,7 +232,7 @@ def _tensors(engine: Engine) -> dict[str, Tensor]:
     }
 
 
-def _compare(engine: Engine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
+def _compare(engine: RankEngine, reference: dict[str, Tensor], written: set[str]) -> dict[str, dict[str, float]]:
     parts = engine.parts
     found: dict[str, dict[str, float]] = {}
     least, least_parameter = (

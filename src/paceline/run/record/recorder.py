@@ -17,7 +17,7 @@ import torch
 
 from paceline.cluster.probe import Energy, Telemetry, cpu_energy, telemetry_of
 from paceline.device import is_accelerator, memory
-from paceline.engine.engine import Engine, StepResult
+from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.meter import PARTS, Timing
 from paceline.errors import RunError
 from paceline.run.record.progress import PlainProgress
@@ -81,7 +81,7 @@ class StepRecorder:
         board: takes the first rank's numbers for TensorBoard. None: the recorder makes one and closes it.
     """
 
-    def __init__(self, run: Path, engine: Engine, *, epoch_steps: int, board: Board | None = None) -> None:
+    def __init__(self, run: Path, engine: RankEngine, *, epoch_steps: int, board: Board | None = None) -> None:
         self.engine = engine
         self.lines = JsonLines(run / "steps" / f"rank-{engine.group.rank}.jsonl", lossy=True)
         self.epoch_steps = epoch_steps
@@ -204,7 +204,7 @@ class ResourceUse:
         energy: the energy counters that this rank reads.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RankEngine) -> None:
         self.group, self._engine = engine.group, engine
         self._state: dict[str, int] = {}
         self.process = psutil.Process()
@@ -369,7 +369,10 @@ class Remarks:
     """Events of every step from the sync rule, the loss and slow ranks."""
 
     def __init__(
-        self, engine: Engine, events: Events, at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s
+        self,
+        engine: RankEngine,
+        events: Events,
+        at_even_shares: Callable[[StepInfo], Sequence[float]] = lambda i: i.busy_s,
     ) -> None:
         """Create the remarks; `at_even_shares` returns the times by which ranks are compared."""
         self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
@@ -407,7 +410,7 @@ class Witness:
         writes_starts: whether this rank also says from which step the ranks go on.
     """
 
-    def __init__(self, engine: Engine, *, writes_starts: bool) -> None:
+    def __init__(self, engine: RankEngine, *, writes_starts: bool) -> None:
         self.loader, self.writes_starts = engine.loader, writes_starts
         self.lines = JsonLines(Path(os.environ[WITNESS]) / f"{os.getpid()}.jsonl", lossy=True)
         weights = [local(parameter).detach() for parameter in engine.named_parameters().values()]

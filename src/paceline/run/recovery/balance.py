@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
 from paceline.job.partition import Partition, Shares
 from paceline.planning.limits import no_automatic_balance, no_balance
@@ -240,7 +240,7 @@ class Balancing:
         off: why shares stay as they are; "" where they follow the speeds.
     """
 
-    def __init__(self, engine: Engine, job: Job, events: Events, epoch_steps: int) -> None:
+    def __init__(self, engine: RankEngine, job: Job, events: Events, epoch_steps: int) -> None:
         self.engine, self.events, self.epoch_steps = engine, events, epoch_steps
         self.off = why_off(engine.plan, job)
         partition = engine.loader.partition

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.comm import Group
 from paceline.comm.links import GroupLinks
 from paceline.elastic.membership import Start, StepBoundary, newest_of
-from paceline.engine.engine import Engine, Outcome
+from paceline.engine.engine import Outcome, RankEngine
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
@@ -45,7 +45,7 @@ class Kept:
     undo: StepUndo
     ready = needs_all = False
 
-    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
+    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
         """Make a generation's engine, on all its ranks; `begins`: with the job's weights."""
         raise NotImplementedError
 
@@ -53,21 +53,21 @@ class Kept:
         """Choose where to start from kept copies, if any; `saved`: newest checkpoint's step, or -1."""
         return None
 
-    def restore(self, engine: Engine, group: Group, start: Start) -> None:
+    def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
         """Give the engine the state that the ranks go on from. All ranks of the group call this."""
         raise NotImplementedError
 
-    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+    def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         """Begin a generation, once the engine has the state. `tell` writes an event of the run."""
 
-    def at_boundary(self, engine: Engine, boundary: Callable[[], StepBoundary]) -> None:
+    def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
         """Remember the state between two steps."""
         self.undo.remember(engine.step_count)
 
-    def broken_off(self, engine: Engine) -> None:
+    def broken_off(self, engine: RankEngine) -> None:
         """Note that a step was broken off, before anything of its groups is closed."""
 
-    def keep(self, engine: Engine) -> None:
+    def keep(self, engine: RankEngine) -> None:
         """Keep the engine's state at the newest step boundary."""
         self.undo.undo(engine.step_count)
 
@@ -90,7 +90,7 @@ class KeptModel(Kept):
         self.undo = StepUndo(model)
         return model
 
-    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
+    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
         if self._model is None and begins:
             engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
         else:
@@ -101,7 +101,7 @@ class KeptModel(Kept):
         self.optimizer = engine.optimizer
         return engine
 
-    def restore(self, engine: Engine, group: Group, start: Start) -> None:
+    def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
         """See `Kept.restore`. Replicas under a local rule keep their own parameters, and have one outer state."""
         source = start.holders_of_part(group.rank, group.size)[0]
         if isinstance(engine.rule, LocalRule):
@@ -110,12 +110,12 @@ class KeptModel(Kept):
         if start.behind:
             hand_over(engine, group, source, start.behind)
 
-    def keep(self, engine: Engine) -> None:
+    def keep(self, engine: RankEngine) -> None:
         super().keep(engine)
         if isinstance(engine.rule, LocalRule):
             self._outer = engine.rule.outer_state()
 
-    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+    def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         self._outer = {}
 
 
@@ -146,7 +146,7 @@ class KeptPart(Kept):
     def ready(self) -> bool:  # type: ignore[override]
         return self._agreed is not None
 
-    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> Engine:
+    def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
         if begins:
             self.state = self._agreed = None
             engine = begin_engine(job, plan, data, group)
@@ -155,7 +155,7 @@ class KeptPart(Kept):
         self.undo = StepUndo(engine.model)
         return engine
 
-    def restore(self, engine: Engine, group: Group, start: Start) -> None:
+    def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
         """See `Kept.restore`. Each part comes from a rank that has the same one."""
         assert engine.split is not None
         if group.rank in start.ready:
@@ -171,19 +171,19 @@ class KeptPart(Kept):
             draw_anew(engine)
         self.state = self._agreed = None
 
-    def broken_off(self, engine: Engine) -> None:
+    def broken_off(self, engine: RankEngine) -> None:
         if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
             self._agreed = _Agreed(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
-    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+    def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         self.state = self._agreed = None
 
-    def keep(self, engine: Engine) -> None:
+    def keep(self, engine: RankEngine) -> None:
         super().keep(engine)
         self.state = RankState.of(engine).copied()
 
-    def _finish(self, engine: Engine, boundary: StepBoundary) -> None:
+    def _finish(self, engine: RankEngine, boundary: StepBoundary) -> None:
         assert self.state is not None
         assert self._agreed is not None
         assert boundary.outcome is not None
@@ -197,7 +197,7 @@ class KeptPart(Kept):
         engine.finish(outcome, agreed.stage)
 
 
-def _put(state: RankState, engine: Engine) -> None:
+def _put(state: RankState, engine: RankEngine) -> None:
     """Restore the state of an engine that had other replicas.
 
     Shares of the batch and the rule's state begin anew.
@@ -221,7 +221,7 @@ def agree_on_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
     return newest_of([StepBoundary(**boundary) for boundary, _ in told], replica_size)
 
 
-def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]) -> None:
+def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[int]) -> None:
     """Give the state of rank `source` to the ranks that are behind. All ranks of the group call this.
 
     These then draw random numbers of their own.
@@ -236,7 +236,7 @@ def hand_over(engine: Engine, group: Group, source: int, behind: Collection[int]
         draw_anew(engine)
 
 
-def draw_anew(engine: Engine) -> None:
+def draw_anew(engine: RankEngine) -> None:
     """Seed random numbers by this rank's place in the data and the step."""
     seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))
 

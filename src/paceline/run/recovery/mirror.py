@@ -19,7 +19,7 @@ from paceline.cluster.cgroup import memory_limit_bytes
 from paceline.comm import Group
 from paceline.comm.group import Pending
 from paceline.elastic.membership import Start, StepBoundary
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.meter import CHECKPOINT
 from paceline.planning.cost.constants import COPY_TRAFFIC, STATE_COPIES, STATE_SHARE
 from paceline.run.record.recorder import StepInfo
@@ -109,7 +109,7 @@ class Mirror(KeptPart):
         self._own, self._held = [], []
         return None
 
-    def restore(self, engine: Engine, group: Group, start: Start) -> None:
+    def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
         moment, me = (start.boundary.step, start.boundary.recuts), group.rank
         given = [self._copy(rank, moment) for rank in start.behind if start.holders[rank] == me]
         headers = {header["rank"]: header for told in group.gather_json([c.header for c in given]) for header in told}
@@ -120,7 +120,7 @@ class Mirror(KeptPart):
         self._own, self._held = [own], [copy for copy in self._held if copy.moment == moment]
         self._reached = -1
 
-    def begin(self, engine: Engine, group: Group, tell: Tell) -> None:
+    def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
         """Begin a generation. All ranks of the group call this."""
         self._coming = None
         self._engine, self._group, self._tell = engine, group.copy(), tell
@@ -128,7 +128,7 @@ class Mirror(KeptPart):
         self._off = False
         self._to, self._from = partners(group.rank, group.hosts, group.size)
 
-    def at_boundary(self, engine: Engine, boundary: Callable[[], StepBoundary]) -> None:
+    def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
         """Copy the state between two steps, where that is due."""
         step = engine.step_count
         if self._newest < 0:  # not before a step was taken: what that takes of the memory is known then
@@ -174,7 +174,7 @@ class Mirror(KeptPart):
             self._tell("not_mirrored", {"wanted_bytes": found[0], "free_bytes": found[1]})
         return found is not None
 
-    def broken_off(self, engine: Engine) -> None:
+    def broken_off(self, engine: RankEngine) -> None:
         self._reached = max(self._reached, engine.step_count)
         if self._coming is not None and all(work.is_completed() for work in self._coming[0].works):
             with suppress(Exception):  # it ended since its sender is gone
@@ -182,7 +182,7 @@ class Mirror(KeptPart):
                 self._held.append(self._coming[2])
         self._coming = None
 
-    def keep(self, engine: Engine) -> None:
+    def keep(self, engine: RankEngine) -> None:
         """Keep the existing copies."""
 
     def end(self) -> None:
@@ -243,7 +243,7 @@ class LastGood:
         every_steps: steps between two states; None: chosen so that they cost no more than `STATE_SHARE`.
     """
 
-    def __init__(self, engine: Engine, group: Group, every_steps: int | None) -> None:
+    def __init__(self, engine: RankEngine, group: Group, every_steps: int | None) -> None:
         self.engine, self.group, self.every_steps = engine, group, every_steps
         self.state: RankState | None = None
         self._next = 0

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.meter import CHECKPOINT
 from paceline.partition import contiguous, starts
 from paceline.planning.plan import Plan
@@ -32,7 +32,7 @@ class Recutting:
         built_s: seconds that the engine took to build.
     """
 
-    def __init__(self, engine: Engine, checkpoints: Checkpoints, events: Events, total_steps: int | None) -> None:
+    def __init__(self, engine: RankEngine, checkpoints: Checkpoints, events: Events, total_steps: int | None) -> None:
         self.engine, self.checkpoints, self.events, self.total_steps = engine, checkpoints, events, total_steps
         self.on, self.cut, self.recuts, self.built_s = False, "", 0, 0.0
         self._last = 0  # step

@@ -13,7 +13,7 @@ from paceline.comm.links import GroupLinks
 from paceline.comm.process_group import abort_all
 from paceline.elastic.membership import Member, Start, StepBoundary
 from paceline.elastic.place import is_mirrored
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError
 from paceline.run.build import check_device, seed_all
 from paceline.run.loop import Loop
@@ -155,7 +155,7 @@ class Trainee:
             engine.close()
         return ended, loop.recutting.cut if loop is not None and not broken and not ended else ""
 
-    def _loop(self, engine: Engine, group: Group, start: Start) -> Loop:
+    def _loop(self, engine: RankEngine, group: Group, start: Start) -> Loop:
         loop = Loop(self.run, engine, self.data, group, board=self.board)
         loop.signal, loop.recutting.on = self.signal, follows_times(self.run.plan)
         if self.member is None:

@@ -4,7 +4,7 @@
 users' own, `tracker` makes a callback for `engine.on_step` that logs every step:
 
     log = trackers.tracker("tensorboard", folder="logs")
-    engine = paceline.setup(model, optimizer, loss, loader, on_step=[log])
+    engine = paceline.setup(model, optimizer, loss=loss, loader=loader, on_step=[log])
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from paceline.elastic.run_on_ranks import run_on_plan
 from paceline.errors import LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.planning import history as cache
+from paceline.planning.arguments import plan_of
 from paceline.planning.calibrate import Calibration
-from paceline.planning.check.check_plan import auto_plan, check_plan
+from paceline.planning.check.plan_errors import auto_plan, plan_errors
 from paceline.planning.history import Pair, remember
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import (
@@ -227,7 +228,7 @@ class _Search:
     def _choice(
         self, plan: Plan | str, forecast: Forecast | None = None, gain: float = 1.0, seconds: float = 0.0
     ) -> AutoChoice:
-        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        plan = plan_of(plan)
         return AutoChoice(plan, self.lines, gain, seconds, forecast)
 
     def _tell(self, line: str) -> None:
@@ -307,13 +308,13 @@ def _forecasts(request: tuple[Job, Cluster, Plan, Calibration | None]) -> list[F
 def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
     """Predictions in this process. Raises as `search` does."""
     from paceline.planning.model.model_info import model_info
-    from paceline.planning.predict import modelled
+    from paceline.planning.prediction import modelled
     from paceline.planning.search.search import search
 
     found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
     predictions = {candidate.plan: candidate.prediction for candidate in found.best}
     for plan in (default, Plan(), *([] if cluster.has_accelerators else [ONE_CORE])):
-        if plan not in predictions and not check_plan(plan, job, cluster):
+        if plan not in predictions and not plan_errors(job, plan, cluster=cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
     # microbatches would normalise over fewer samples
     if model_info(job.model).batch_norms:

@@ -27,6 +27,7 @@ from paceline.errors import ClusterError, PacelineError, PlanError, RunError
 from paceline.extensions import ExtensionPoint
 from paceline.files import scratch_folder
 from paceline.job.job import Job
+from paceline.planning.arguments import AnyCluster, cluster_of
 from paceline.planning.calibrate import (
     AXES,
     Axis,
@@ -41,12 +42,12 @@ from paceline.planning.calibrate import (
     machine_of,
     reference_time_s,
 )
-from paceline.planning.check.check_plan import check_plan
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.history import other_work
 from paceline.planning.machines import Adjustment, adjustment
 from paceline.planning.plan import Plan, cores_of
-from paceline.planning.predict import layout_of
+from paceline.planning.prediction import layout_of
 from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, carriers, sync_info
 from paceline.planning.tables import layouts as tables
 from paceline.planning.tables.layouts import Row, Skipped
@@ -54,7 +55,7 @@ from paceline.run.record.run import WARM_UP_STEPS, Run
 from paceline.units import count, percent
 
 if TYPE_CHECKING:
-    from paceline.engine.engine import Engine
+    from paceline.engine.engine import RankEngine
 
 
 Say = Callable[[str], object]
@@ -196,7 +197,7 @@ def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list
     plan = Plan(**{axis: ranks}, microbatches=2 if axis == "pp" else 1)  # type: ignore[arg-type]
     enough = job.model_copy(update={"global_batch": max(1, job.global_batch // (4 * ranks)) * 4 * ranks})
     try:
-        return check_plan(plan, enough, cluster)
+        return plan_errors(enough, plan, cluster=cluster)
     except PlanError as error:
         return [str(error)]
 
@@ -231,19 +232,30 @@ class Runs(NamedTuple):
     skipped: tuple[Skipped, ...]
 
 
-def calibrate_on(paths: Iterable[Path | str], cluster: Cluster | None = None, say: Say = str) -> Adjustment:
+def calibrate_on(
+    paths: Iterable[Path | str] | Path | str, *, cluster: AnyCluster | None = None, say: Say = str
+) -> Adjustment:
     """Return the factors by which measured runs differ from predictions.
 
     Args:
-        paths: tables of runs (CSV), run directories, logs of Megatron-LM or torchtitan, or folders of these.
-        cluster: cluster of the logs, which do not name it.
+        paths: tables of runs (CSV), run directories, logs of Megatron-LM or torchtitan, or folders of these; one or
+            several.
+        cluster: a `Cluster`, its file or its name, on which the logs were written; logs do not name it. None if there
+            are no logs.
         say: called with a line for each reason why something was not used, and with the factors.
+
+    Returns:
+        The factors, for the argument `calibration` of `paceline.plan` and `paceline.estimate`.
 
     Raises:
         PlanError: a path is none of these, or no run in them can be used; the message has every reason.
+
+    Example:
+        >>> factors = paceline.calibrate_on(["runs.csv", "runs/"], say=print)
+        >>> paceline.plan("job.yaml", cluster="8xH100-SXM", calibration=factors)
     """
-    files = [Path(path) for path in paths]
-    runs = read_runs(files, cluster)
+    files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    runs = read_runs(files, None if cluster is None else cluster_of(cluster))
     for line in _not_used(runs.skipped):
         say(line)
     if not runs.rows:
@@ -251,7 +263,7 @@ def calibrate_on(paths: Iterable[Path | str], cluster: Cluster | None = None, sa
             f"--calibrate-on {', '.join(map(str, files))}: no run in it can be used\n"
             + "\n".join(_not_used(runs.skipped) or [f"nothing was found. It takes {_FORMS}"])
         )
-    found = adjustment(runs.rows, lambda layout: estimate(layout).step_time_s)
+    found = adjustment(runs.rows, lambda layout: predict_layout(layout).step_time_s)
     say(_summary(runs, found))
     return found
 
@@ -432,7 +444,7 @@ def _profiled(request: tuple[Job, Cluster, Plan, int]) -> RankOperations:
 
 
 @contextmanager
-def _phases(engine: Engine) -> Iterator[None]:
+def _phases(engine: RankEngine) -> Iterator[None]:
     from torch.profiler import record_function
 
     before, under_way = engine.on_phase, list[Any]()

@@ -25,7 +25,7 @@ from paceline.comm.agree import greatest
 from paceline.comm.measure.calls import measure_collectives, repeats_within
 from paceline.device import is_accelerator
 from paceline.engine.calls import prepared, sparse_tables
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.meter import BUBBLE, COMPUTE, DATA, OPTIMIZER
 from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
@@ -247,7 +247,7 @@ class RankCalibration:
             torch.set_num_threads(self.threads)
 
     @contextmanager
-    def _loop(self, job: Job, plan: Plan, engine: Engine, group: Group) -> Iterator[Loop]:
+    def _loop(self, job: Job, plan: Plan, engine: RankEngine, group: Group) -> Iterator[Loop]:
         path = self.folder / str(plan).replace(" ", "-")
         if group.rank == 0:
             Run.create(path, job, self.here, plan)

@@ -18,7 +18,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.files import cache_folder
 from paceline.job.job import Job
-from paceline.planning.check.check_plan import check_plan
+from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.history import WORK, hardware_of, keep, short_hash, work_facts
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import SHARE_OF_RUN, Forecast, Trial, longest_run_s
@@ -85,7 +85,7 @@ def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
     except (OSError, ValueError, TypeError, KeyError, PlanError):
         # never measured, or by another version
         return None
-    return found if not check_plan(plan, job, cluster) else None
+    return found if not plan_errors(job, plan, cluster=cluster) else None
 
 
 def enough(found: TuningResult, job: Job) -> bool:

@@ -25,7 +25,7 @@ from paceline.comm.agree import greatest
 from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
 from paceline.engine.calls import use_onednn
-from paceline.engine.engine import Engine
+from paceline.engine.engine import RankEngine
 from paceline.engine.meter import OPTIMIZER, Timing
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
@@ -235,7 +235,7 @@ class TrialCandidate:
         self.steps_a_turn = self.steps_per_epoch = 1
         self.warm_s, self.settles, self.update_s = 0.0, False, 0.0
         self._longer = _LONGER if plan.num_workers or job.data.num_workers else 1
-        self.engine: Engine | None = None
+        self.engine: RankEngine | None = None
         if group is None:
             return
         self._take_over()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.comm.gather import gather
 from paceline.data.loader import Loader
-from paceline.engine.engine import Engine, StepResult
+from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
 from paceline.errors import JobError
@@ -45,11 +45,13 @@ from paceline.sync.rows import numbers_of
 
 OnStep = Callable[[StepResult], object]
 
-_OPEN: WeakSet[OwnLoop] = WeakSet()  # the open engines of this process
+_OPEN: WeakSet[Engine] = WeakSet()  # the open engines of this process
 
 
-class OwnLoop(Engine):
-    """The engine that `paceline.setup` returns: `step`, or `backward` and `update`.
+class Engine(RankEngine):
+    """The engine of a training loop of your own, as `paceline.setup` returns it.
+
+    With a loss, `step` does a whole step. Without one, the loop calls `backward`, then `update` or `optimizer.step()`.
 
     Attributes:
         models: the modules as `setup` was given them: one, a list, or a dict.
@@ -227,11 +229,19 @@ class OwnLoop(Engine):
         return result
 
     def step(self, batch: Batch | None) -> StepResult:
-        """Take a step as `Engine.step`, then call `on_step`."""
+        """Take a step: forward, backward, update; then call `on_step`. Every rank calls it.
+
+        Args:
+            batch: this rank's batch, from `engine.loader`; None if the rank has none left.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite, and the policy is to stop. Nothing was updated.
+            JobError: `setup` got no loss.
+        """
         if not self.has_loss:
             raise JobError(
-                "step needs a loss: paceline.setup(model, optimizer, loss, loader); or call engine.backward "
-                "and engine.update"
+                "step needs a loss: paceline.setup(model, optimizer, loss=loss, loader=loader); or call "
+                "engine.backward and engine.update"
             )
         self.steps.check_no_closure(self.steps.numbers(()))
         with self.steps.by_the_engine():
@@ -247,7 +257,7 @@ class OwnLoop(Engine):
         self._follow_changes()
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """Deal a loader as `Engine.deal`; `save` keeps its position, too."""
+        """Divide the batches of another loader among the ranks; `save` keeps its position, too."""
         dealt = super().deal(loader)
         self._serve(dealt)
         self.loaders.append(dealt)

@@ -11,6 +11,7 @@ from typing import Any
 from paceline.cluster.cluster import Cluster, devices_of_a_domain
 from paceline.errors import JobError, PlanError
 from paceline.job.job import Job
+from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_of, job_of, plan_of
 from paceline.planning.check.plan_context import Check, PlanContext
 from paceline.planning.check.rules import CHECKS, MEMORY, reasons_against
 from paceline.planning.limits import fitting_microbatches
@@ -20,8 +21,10 @@ from paceline.text import closest
 from paceline.units import count
 
 
-def check_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[str]:
-    """Every reason why a plan cannot run a job on a cluster.
+def plan_errors(
+    job: AnyJob, plan: AnyPlan, *, cluster: AnyCluster | None = None, world: int | None = None
+) -> list[str]:
+    """Find every reason why a plan cannot run a job on a cluster.
 
     Each reason names the value that would work. After the reasons comes the nearest plan that works, if one was found.
     If the plan divides the model, the model is built, without memory for its weights if its code allows that. Problems
@@ -29,11 +32,17 @@ def check_plan(plan: Plan, job: Job, cluster: Cluster, world: int | None = None)
     user's own.
 
     Args:
+        job: a `Job`, its YAML file, or the file's URL.
+        plan: a `Plan` or its text.
+        cluster: a `Cluster`, its file, or a name such as `2x8xH100-SXM`; None is this machine.
         world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
 
     Raises:
-        JobError: the model cannot be built.
+        JobError: the job cannot be read, or its model cannot be built.
+        ClusterError: the cluster cannot be read.
+        PlanError: the text is not a plan.
     """
+    job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
     reasons = reasons_against(plan, job, cluster, world)
     if reasons and (nearest := nearest_plan(plan, job, cluster, world)):
         reasons.append(f"Nearest plan that works: {nearest}.")
@@ -220,7 +229,7 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
     plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
-    reasons = check_plan(plan, job, cluster)
+    reasons = plan_errors(job, plan, cluster=cluster)
     if plan.ranks > cluster.devices and not cluster.has_accelerators:
         reasons.append(
             f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has "

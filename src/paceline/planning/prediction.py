@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PlanError
 from paceline.job.job import Job
-from paceline.planning.cost.estimate import estimate
+from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_of, job_of, plan_of
+from paceline.planning.cost.estimate import predict_layout
 from paceline.planning.cost.frameworks import PACELINE, PACELINE_COMPILED
 from paceline.planning.cost.layout import BYTES, Layout, Machines, Prediction
 from paceline.planning.history import corrected
@@ -25,21 +26,30 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Basis | None = None) -> Prediction:
-    """Predicted step time, memory, throughput and cost of a plan, without running it.
+def estimate(
+    job: AnyJob, plan: AnyPlan, *, cluster: AnyCluster | None = None, calibration: Basis | None = None
+) -> Prediction:
+    """Predict step time, memory, throughput and cost of a plan; nothing is run.
 
     Known errors of such predictions on this hardware correct it; the notes say so.
 
     Args:
-        calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); without,
-            the catalogue's figures are used.
+        job: a `Job`, its YAML file, or the file's URL.
+        plan: a `Plan` or its text; `auto` is refused, as `paceline.plan` chooses one.
+        cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
+        calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
+            the catalogue's figures.
 
     Raises:
-        JobError: the model cannot be built.
-        ClusterError: a device is not in the catalogue, and nothing was measured.
+        JobError: the job cannot be read, or its model cannot be built.
+        ClusterError: the cluster cannot be read, or a device is not in the catalogue and nothing was measured.
         PlanError: the text is not a plan.
+
+    Example:
+        >>> found = paceline.estimate("job.yaml", "tp=8", cluster="8xH100-SXM")
+        >>> found.step_time_s, found.fits
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
     found = modelled(job, cluster, plan, calibration)
     if isinstance(calibration, Adjustment):
         return found
@@ -47,13 +57,13 @@ def predict(job: Job, cluster: Cluster, plan: Plan | str, calibration: Basis | N
 
 
 def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Prediction:
-    """Prediction of the cost model alone, without corrections from earlier runs. Raises as `predict` does."""
+    """Prediction of the cost model alone, without corrections from earlier runs. Raises as `estimate` does."""
     layout = layout_of(job, cluster, plan, calibration)
-    return priced(estimate(layout), job, cluster, plan, layout)
+    return priced(predict_layout(layout), job, cluster, plan, layout)
 
 
 def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Layout:
-    """The plan as numbers for the cost model. Raises as `predict` does."""
+    """The plan as numbers for the cost model. Raises as `estimate` does."""
     return Layouts(job, machines(cluster, calibration)).of(plan, _threads(plan, cluster))
 
 

@@ -1,0 +1,91 @@
+"""The objects that a caller names: job, plan and cluster.
+
+The functions of `paceline` and its commands take the same forms, so that each means the same everywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from paceline.cluster.cluster import Cluster, cluster_from
+from paceline.cluster.discover import discover
+from paceline.errors import ClusterError, JobError, PlanError
+from paceline.job.job import Job
+from paceline.planning.plan import Plan
+
+AnyJob: TypeAlias = Job | str | Path
+AnyPlan: TypeAlias = Plan | str
+AnyCluster: TypeAlias = Cluster | str | Path
+
+
+def job_of(job: AnyJob) -> Job:
+    """Return the job, or read it from its file or URL.
+
+    Raises:
+        JobError: it is none of these, or the file is wrong.
+        StorageError: the URL cannot be read.
+    """
+    if isinstance(job, Job):
+        return job
+    if isinstance(job, str | Path):
+        return Job.load(job)
+    raise JobError(f"the job is a paceline.Job, a file or a URL, not {_kind(job)}.")
+
+
+def plan_of(plan: AnyPlan) -> Plan:
+    """Return the plan, or read it from its text.
+
+    Raises:
+        PlanError: it is neither, the text is no plan, or it is `auto`, which stands for a choice among plans.
+    """
+    if isinstance(plan, Plan):
+        return plan
+    if plan == "auto":
+        raise PlanError('"auto" is a choice among plans, and one plan is needed here: paceline.plan(job) returns one.')
+    if isinstance(plan, str):
+        return Plan.parse(plan)
+    raise PlanError(f"the plan is a paceline.Plan or its text, such as dp=2, not {_kind(plan)}.")
+
+
+def plan_or_auto(plan: AnyPlan) -> Plan | None:
+    """Return the plan as `plan_of` does, or None for `auto`."""
+    return None if plan == "auto" else plan_of(plan)
+
+
+def cluster_of(cluster: AnyCluster | None) -> Cluster:
+    """Return the cluster, or read it from its file or name; None is this machine.
+
+    Raises:
+        ClusterError: it is none of these; the file or the name is wrong; or this machine's GPUs do not work.
+    """
+    if cluster is None:
+        return discover()
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str | Path):
+        return cluster_from(cluster)
+    raise ClusterError(f"the cluster is a paceline.Cluster, a file or a name, not {_kind(cluster)}.")
+
+
+def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
+    """Return the cluster as `cluster_of` does, if ranks can run on it.
+
+    Raises:
+        ClusterError: as `cluster_of`; or it is a name from the catalogue of hardware, without machines behind it.
+    """
+    found = cluster_of(cluster)
+    if found.only_planned:
+        raise ClusterError(
+            f"{found.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and "
+            "nothing can run on it. Leave the cluster out to use this machine, or name a cluster file."
+        )
+    return found
+
+
+def _kind(given: Any) -> str:
+    """Kind of a wrong argument, with the order of arguments if two were exchanged."""
+    nouns = {Job: "a Job", Plan: "a Plan", Cluster: "a Cluster"}
+    noun = next((noun for kind, noun in nouns.items() if isinstance(given, kind)), None)
+    order = ". The order is (job, plan, *, cluster)" if noun else ""
+    return f"{noun or type(given).__name__}{order}"
