@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
-from typer.core import CompletionItem, TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from paceline.errors import PacelineError
 from paceline.extensions import ExtensionPoint
@@ -64,12 +64,19 @@ class Command:
             )
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = over_hosts(self.function) if self.starts_ranks else self.function
-        kind = self.kind or (CommandWithOthers if below else None)
-        alone.command(name, cls=kind, epilog=epilog, context_settings=self.settings)(function)
+        alone.command(name, cls=self.kind, epilog=epilog, context_settings=self.settings)(function)
         found: Any = typer.main.get_command(alone)
-        found.rich_help_panel = self.panel
         if below:
-            found.commands = below
+            found = CommandWithOthers(
+                name=name,
+                commands=below,
+                params=found.params,
+                callback=found.callback,
+                help=found.help,
+                epilog=epilog,
+                subcommand_metavar="",
+            )
+        found.rich_help_panel = self.panel
         return found
 
 
@@ -84,27 +91,19 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class CommandWithOthers(TyperCommand):
+class CommandWithOthers(Group):
     """Command that also has commands below it: `paceline plan JOB` beside `paceline plan cost JOB`."""
 
-    commands: Mapping[str, Any]
+    allow_extra_args = False
+    allow_interspersed_args = True
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help of this command, with a list of the commands below it."""
-        both = Group(
-            name=self.name,
-            commands=dict(self.commands),
-            params=self.params,
-            help=self.help,
-            epilog=self.epilog,
-            subcommand_metavar="",
-        )
-        both.format_help(ctx, formatter)
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments of the command itself."""
+        return super(TyperGroup, self).parse_args(ctx, args)
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return what may follow: a command below, or what typer itself knows."""
-        below = [CompletionItem(name) for name in self.commands if name.startswith(incomplete)]
-        return [*below, *super().shell_complete(ctx, incomplete)]
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command itself."""
+        return super(TyperGroup, self).invoke(ctx)
 
 
 class Commands(TyperGroup):
@@ -146,7 +145,6 @@ def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
     return ExtensionPoint("command", "paceline.commands", Command, built_in, PacelineError)
 
 
-P = ParamSpec("P")
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _COUNT = re.compile(r"\d+(\.\.\d+)?")  # of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
@@ -266,11 +264,11 @@ def _without_hosts(arguments: list[str]) -> list[str]:
     return kept
 
 
-def over_hosts(command: Callable[P, None]) -> Callable[..., None]:
+def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
     """Run a command that is started on every host on host 0; add --num-hosts."""
 
     @wraps(command)
-    def started(*args: P.args, num_hosts: str | None = None, **kwargs: P.kwargs) -> None:
+    def started(*args: Any, num_hosts: str | None = None, **kwargs: Any) -> None:
         from paceline.cluster.launch_engines import is_rank, own_engine
         from paceline.elastic.failure import sigterm_as_exit
 
