@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,6 +44,16 @@ def headings(text: str) -> set[str]:
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+def module_of(name: str) -> Any:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_cluster_to_emulate_is_one() -> None:
@@ -105,17 +116,31 @@ def test_every_link_leads_to_a_page_and_a_heading_of_it(page: Path) -> None:
 
 
 def test_the_generated_tables_have_every_device_and_every_known_model() -> None:
-    spec = importlib.util.spec_from_file_location("site_pages", DOCS / "site_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    site_pages = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site_pages)
+    site_pages = module_of("site_pages")
     shown = [line.split(" | ")[0].removeprefix("| ") for line in site_pages.devices().splitlines()[2:]]
     assert shown == list(CATALOGUE)
     listed = site_pages.known_models()
     assert [model.name for model in models() if f"`{model.name}`" not in listed] == []
     texts = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     assert [marker for marker in site_pages.GENERATED if texts.count(marker) != 1] == []
+
+
+def test_the_results_and_the_figures_of_the_readme_are_those_of_the_data() -> None:
+    results = module_of("results")
+    behind = [path.name for path, text in results.generated().items() if path.read_text() != text]
+    assert behind == [], "run `make results`"
+
+
+def test_every_result_has_a_method_a_date_and_a_legend_for_every_mark() -> None:
+    results = module_of("results")
+    for name, record in results.load_records().items():
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"]), name
+        assert len(record["method"].split()) >= 5, name
+        assert record["machine"] in results.load("machines"), name
+        for table in record.get("tables", ()):
+            cells = " ".join(str(cell) for row in table["rows"] for cell in row)
+            assert set(re.findall(r"[†*‡](?![\w*])", cells)) == set(table.get("marks", {})), name
+            assert ("bold_below" in table) == ("bold_means" in table), name
 
 
 def test_every_rule_and_codec_has_its_place() -> None:

@@ -210,7 +210,7 @@ SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.145, 3.0
 # models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
 CORES_SPREAD = 1.0
 # The same where parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
-# 16.2 % off (`benchmarks/planner_local.py`, docs/results/index.md), which is 1.645 such deviations
+# 16.2 % off (`benchmarks/planner_local.py`, docs/results/planner.md), which is 1.645 such deviations
 MEASURED_SPREAD = 0.1
 # The same of the ratio of two plans of one job on the same machines: most of an error is common to them
 RATIO_SPREAD = 0.04
