@@ -4,9 +4,9 @@
     python docs/results.py --check    # say which files are behind, and write nothing
 
 Each file of `docs/results/data` is one measurement. It has `title`, `method`, `command`, `date`, `commit`, `machine`,
-`torch`, and numbers. `figures` are rows with a label, a value and a 95 % interval. `tables` have `columns` and `rows`;
-a cell is a text, or `[value, low, high]`. `marks` explains every mark of a table. `bold_below` prints a ratio in bold if
-its whole interval is below it.
+`torch`, and numbers. `figures` are rows with a label, a value and a 95 % interval. `tables` have `columns` and rows of
+cells; a cell is a text, or `[value, low, high]`. `marks` explains every mark of a table. `bold_below` prints a ratio in
+bold if its whole interval is below it.
 
 `data/pages.json` has the pages, `data/machines.json` the machines, `data/readme.json` the lines of the README.
 """
