@@ -69,7 +69,6 @@ class Rates:
                 rule.seconds,
                 rule.losses,
                 charts.SERIES[i % len(charts.SERIES)],
-                dashed=i >= len(charts.SERIES),
             )
             for i, rule in enumerate(self.at[rate])
             if rule.losses
@@ -79,7 +78,7 @@ class Rates:
         figure = charts.lines(series, "seconds", "training loss")
         lowest, highest = (pick(y for line in series for y in line.y if y is not None) for pick in (min, max))
         figure.y.span = (lowest - 0.03 * (highest - lowest), min(highest, 2.5 * lowest))
-        figure.height = 440 + 18 * max(0, len(series) - 3)  # the legend's lines
+        figure.height = 400
         return Chart(f"loss-{number}", figure, f"Training loss over time of each rule at {rate}.")
 
     def bars(self, number: int, rate: str) -> Chart:

@@ -19,7 +19,6 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
 
 from leaks import of_session
 
@@ -54,9 +53,12 @@ class Browser:
         self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's
         self.driver.get_log("performance")
         self.driver.get(page if isinstance(page, str) else page.resolve().as_uri())
-        WebDriverWait(self.driver, 20).until(
-            lambda driver: not driver.find_elements(By.CSS_SELECTOR, ".plot:not(.drawn)")
-        )
+
+    def hints(self, css: str) -> list[str]:
+        """The texts that the pointer shows within the elements that a CSS selector finds."""
+        script = "return [...document.querySelectorAll(arguments[0] + ' title')].map((title) => title.textContent)"
+        found: list[str] = self.run(script, css)
+        return found
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the page this many CSS pixels; a window of Chromium is never as narrow as a telephone."""
@@ -76,16 +78,6 @@ class Browser:
         """Scroll to the element and put the pointer on it."""
         self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
         ActionChains(self.driver).move_to_element(element).perform()
-
-    def hover_until_shown(self, element: WebElement, tip: WebElement) -> None:
-        """Put the pointer on the element until its tip is there: the scrolling before may still be hiding it."""
-
-        def shown(_: object) -> bool:
-            ActionChains(self.driver).move_by_offset(1, 1).perform()
-            self.hover(element)
-            return tip.is_displayed()
-
-        WebDriverWait(self.driver, 20).until(shown)
 
     def run(self, script: str, *arguments: object) -> Any:
         """What the JavaScript `return`s."""

@@ -14,7 +14,7 @@ PANEL = PanelInfo("paceline_federated.panel:panel")
 _CLIENTS = {
     "clients": ("counted", charts.BLUE),
     "dropped": ("dropped out", charts.VERMILLION),
-    "late": ("late", charts.ORANGE),
+    "late": ("late", charts.OCHRE),
     "refused": ("refused", charts.GREEN),
 }
 _BYTES = {"down_bytes": ("to clients", charts.BLUE), "up_bytes": ("by clients", charts.VERMILLION)}

@@ -15,6 +15,7 @@ from browser import Browser, tab
 from handmade_search import job
 from paceline.cluster.cluster import cluster_from
 from paceline.errors import RunError
+from paceline.units import percent
 from paceline_lab.report.simulated_view import DATA, write_simulated_page
 from paceline_lab.simulated.curve import Chances
 from paceline_lab.simulated.simulation import Simulation, simulate
@@ -58,23 +59,21 @@ def test_it_says_first_that_nothing_is_measured(shown: Browser) -> None:
 def test_pictures_have_the_predicted_points_bands_and_published_curves(shown: Browser) -> None:
     for number, simulation in enumerate(simulations()):
         for curve in simulation.curves:
-            drawn = traces(shown, f"efficiency-{curve.scaling}-{number}")
-            predicted = drawn["predicted"]
-            assert predicted["x"] == [point.devices for point in curve.fitting]
-            shares = [point.efficiency for point in curve.fitting if point.efficiency]
-            assert predicted["y"] == pytest.approx([100 * share.middle for share in shares], rel=1e-5)
-            band = drawn["80 % interval"]["y"]
-            assert band[: len(shares)] == pytest.approx([100 * share.low for share in shares], rel=1e-5)
-            assert band[len(shares) :] == pytest.approx([100 * share.high for share in reversed(shares)], rel=1e-5)
+            chart = f"#plot-efficiency-{curve.scaling}-{number}"
+            hints = shown.hints(f"{chart} [data-name=predicted]")
+            assert len(hints) == len(curve.fitting)
+            for hint, point in zip(hints, curve.fitting, strict=True):
+                share = point.efficiency
+                assert share is not None
+                assert hint.startswith(f"predicted, {point.devices:,} devices\n")
+                between = f"({percent(share.low)} to {percent(share.high)})"
+                assert hint.endswith(f"efficiency {percent(share.middle)} {between}")
+            assert len(shown.all(f"{chart} [data-name='80 % interval'] path")) == 1
             for one in simulation.published[curve.scaling]:
-                assert drawn[one.held.curve.title]["x"] == one.held.curve.devices
-            speedups = traces(shown, f"speedup-{curve.scaling}-{number}")
-            assert {"ideal", "predicted", "80 % interval"} <= speedups.keys()
-
-
-def traces(page: Browser, chart: str) -> dict[str, dict[str, list[float]]]:
-    script = "return document.getElementById(arguments[0]).figure.traces.map(t => ({name: t.name, x: t.x, y: t.y}))"
-    return {trace["name"]: trace for trace in page.run(script, f"plot-{chart}")}
+                hints = shown.hints(f'{chart} [data-name="{one.held.curve.title}"]')
+                assert len(hints) == len(one.held.curve.devices)
+            speedups = shown.all(f"#plot-speedup-{curve.scaling}-{number} .trace")
+            assert {"ideal", "predicted", "80 % interval"} <= {one.get_attribute("data-name") for one in speedups}
 
 
 def test_tables_have_every_number_of_devices_and_every_source(shown: Browser) -> None:

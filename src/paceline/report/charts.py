@@ -1,4 +1,4 @@
-"""A chart as plain values, which `templates/charts.js` draws; curves, and compared bars."""
+"""A chart as plain values, which `svg` draws; curves, and compared bars."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from paceline.units import digits
 
-# Okabe & Ito (2008): told apart with every kind of colour vision, and on white as well as on black.
-BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#8A8F98",
-)
-SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+# Colours of the style sheet, which has a light and a dark form of each. Those of lines stand out from the page; those
+# of areas are told apart in grey too: from dark to light BLUE, GREY, VERMILLION, SLATE, LEAF, AMBER, PINK, PALE, ICE.
+BLUE, VERMILLION, GREEN = "var(--blue)", "var(--vermillion)", "var(--green)"
+PURPLE, OCHRE, AZURE, GREY = "var(--purple)", "var(--ochre)", "var(--azure)", "var(--grey)"
+LEAF, AMBER, PINK, ICE = "var(--leaf)", "var(--amber)", "var(--pink)", "var(--ice)"
+PALE, SLATE = "var(--pale)", "var(--slate)"
+SERIES = (BLUE, VERMILLION, GREEN, PURPLE, OCHRE, AZURE)
 Middle = Callable[[Sequence[float]], float]
-_BAR_PX, _TITLE_PX = 24, 46
-_LABEL_WIDTH = 26  # characters; a longer plan is broken into lines
-POINTS = 400  # a curve of more is drawn by the means of its stretches
+_BAR_PX, _TITLE_PX = 24, 16
+_LABEL_WIDTH = 24  # characters; a longer plan is broken into lines
+POINTS = 400  # a curve of more is drawn by the middle, the least and the greatest of its stretches
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class Line:
     x: Sequence[float]
     y: Sequence[float | None]
     colour: str = BLUE
-    dashed: bool = False
     marked: bool = False
 
 
@@ -71,10 +66,19 @@ def lines(
 ) -> Figure:
     """Series over one axis; `marks` are events."""
     figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
-    for line in series:
-        x, y = (list(line.x), list(line.y)) if line.marked else thinned(line, middle)
-        dash: Dash = "dash" if line.dashed else "solid"
-        figure.traces.append(Points(line.name, x, y, line.colour, dash=dash, marks=7 if line.marked else 0))
+    # lines are told apart without colours too
+    patterns: list[Dash] = ["solid", "dash", "dot", "dashdot", "long"]
+    symbols = ["circle", "square", "diamond", "triangle"]
+    for number, line in enumerate(series):
+        if line.marked:
+            mark = symbols[number % len(symbols)]
+            figure.traces.append(Points(line.name, line.x, line.y, line.colour, marks=7, symbol=mark))
+            continue
+        short = thinned(line, middle)
+        points = Points(line.name, short.x, short.y, line.colour, dash=patterns[number % len(patterns)])
+        if short.low:
+            points.low, points.high, points.fill = short.low, short.high, "band"
+        figure.traces.append(points)
     figure.rules = [Rule(mark.x, mark.text, PURPLE, "dot") for mark in marks]
     values = [y for line in series for y in line.y if y is not None and math.isfinite(y)]
     if log_if_wide and values and min(values) > 0 and max(values) > 30 * min(values):
@@ -123,17 +127,37 @@ def steps_per_point(steps: int) -> int:
     return max(1, math.ceil(steps / POINTS))
 
 
-def thinned(line: Line, middle: Middle) -> tuple[list[float], list[float | None]]:
-    """At most `POINTS` points, each the middle of a stretch of the line. A stretch without any value is a gap."""
+@dataclass(frozen=True)
+class Thinned:
+    """At most `POINTS` points of a line.
+
+    Attributes:
+        x, y: end and middle of each stretch of the line; a stretch without any value is a gap.
+        low, high: least and greatest value of each stretch; empty if each point is a stretch of its own.
+    """
+
+    x: list[float]
+    y: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+
+
+def thinned(line: Line, middle: Middle) -> Thinned:
+    """Reduce a line to its stretches; no spike is lost."""
     size = steps_per_point(len(line.x))
     if size == 1:
-        return list(line.x), list(line.y)
+        return Thinned(list(line.x), list(line.y), [], [])
     stretches = [slice(start, start + size) for start in range(0, len(line.x), size)]
-    known = [[y for y in line.y[stretch] if y is not None] for stretch in stretches]
-    return [line.x[stretch][-1] for stretch in stretches], [middle(values) if values else None for values in known]
+    known = [[y for y in line.y[stretch] if y is not None and math.isfinite(y)] for stretch in stretches]
+    return Thinned(
+        [line.x[stretch][-1] for stretch in stretches],
+        [middle(values) if values else None for values in known],
+        [min(values, default=None) for values in known],
+        [max(values, default=None) for values in known],
+    )
 
 
-Dash = Literal["solid", "dash", "dot", "dashdot"]
+Dash = Literal["solid", "dash", "dot", "dashdot", "long"]
 INK = "currentColor"  # the colour of the page's text, in the light and the dark theme
 
 
@@ -169,7 +193,7 @@ class Points:
             `cross`, `star` or `tick`.
         words: a text beside each point, on the side that `side` names.
         low, high: ends of each point's interval.
-        fill: `area` fills the closed line, `stack` fills the space above the previous traces.
+        fill: `band` fills the space between `low` and `high`, `stack` that above the previous traces.
         hints: a pointer text for each point; None: names and values, (): no text.
         in_legend: whether the legend has the name.
     """
@@ -186,9 +210,9 @@ class Points:
     symbol: str | Sequence[str] = "circle"
     words: Sequence[str] | None = None
     side: str = "right"
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-    fill: Literal["", "area", "stack"] = ""
+    low: Sequence[float | None] | None = None
+    high: Sequence[float | None] | None = None
+    fill: Literal["", "band", "stack"] = ""
     hints: Sequence[str] | None = None
     in_legend: bool = True
 
@@ -203,7 +227,6 @@ class Bars:
         colour, opacity: one for all or one each.
         starts: begin of each bar; None: 0, or the end of the previous bar if the figure stacks bars.
         thick: thickness of the bars, as a fraction of the distance between two places.
-        edge: width of each bar's edge, in pixels.
         words: a text at the end of each bar.
         low, high: ends of each bar's interval.
         hints: a pointer text for each bar; None: its name and its length.
@@ -216,7 +239,6 @@ class Bars:
     opacity: Sequence[float] | None = None
     starts: Sequence[float] | None = None
     thick: float = 0.72
-    edge: float = 0
     words: Sequence[str] | None = None
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
@@ -225,15 +247,11 @@ class Bars:
 
 @dataclass
 class Note:
-    """A text at a place of the y axis.
-
-    The text begins at the left edge of the chart or, if `inside`, at the left edge of its axes.
-    """
+    """A text at the left edge of the axes, at a value of y."""
 
     text: str
     y: float
     bold: bool = False
-    inside: bool = False
 
 
 @dataclass
@@ -251,39 +269,16 @@ class Figure:
     """A chart, or several below each other (`panels`).
 
     Attributes:
-        height: height in pixels, including the legend.
-        unified: whether the hint shows all traces at one x.
+        height: height of the axes in pixels, with the labels under them.
         stacked: whether bars at one place follow each other.
     """
 
     x: Axis = field(default_factory=Axis)
     y: Axis = field(default_factory=Axis)
-    height: int = 330
+    height: int = 290
     traces: list[Points | Bars] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
     legend: bool = True
-    unified: bool = False
     stacked: bool = False
     panels: list[Figure] = field(default_factory=list)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The figure as JSON values, without defaults; non-finite numbers become None."""
-        found: dict[str, Any] = _plain(self)
-        return found
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        kind = {"kind": type(value).__name__.lower()} if isinstance(value, Points | Bars) else {}
-        return kind | {f.name: _plain(own) for f in fields(value) if (own := getattr(value, f.name)) != _default(f)}
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
-
-
-def _default(of: Any) -> Any:
-    return of.default_factory() if of.default_factory is not MISSING else of.default

@@ -15,13 +15,15 @@ from typing import Any, Literal
 
 from paceline import units
 from paceline.report.charts import (
+    AMBER,
     BLUE,
-    GREEN,
     GREY,
+    ICE,
     INK,
-    ORANGE,
-    PURPLE,
-    SKY,
+    LEAF,
+    OCHRE,
+    PALE,
+    PINK,
     VERMILLION,
     Axis,
     Bars,
@@ -56,7 +58,7 @@ class Part(Definition):
 
 PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     "data": Part(
-        "data wait", "The part of a step in which a rank waits for its next batch.", ORANGE, "waiting for data"
+        "data wait", "The part of a step in which a rank waits for its next batch.", AMBER, "waiting for data"
     ),
     "compute": Part(
         "compute",
@@ -68,7 +70,7 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     "bubble": Part(
         "pipeline bubble",
         "The part of a step in which a stage of a pipeline waits for its neighbours.",
-        SKY,
+        ICE,
         "waiting in the pipeline",
     ),
     "comm": Part(
@@ -80,20 +82,20 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     "imbalance": Part(
         "imbalance wait",
         "The part of a step in which a rank is ready to communicate and waits for the slowest rank.",
-        PURPLE,
+        PINK,
         "waiting for slower ranks",
     ),
-    "optimizer": Part("optimizer", "The part of a step in which the parameters are updated.", GREEN, "the optimizer"),
+    "optimizer": Part("optimizer", "The part of a step in which the parameters are updated.", LEAF, "the optimizer"),
     "checkpoint": Part(
         "checkpoint stall", "The part of a step in which training waits for a checkpoint.", GREY, "checkpoints"
     ),
 }
 WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`
-    "useful": Part(WALL_NAMES["useful"], "Steps done for the first time, without their checkpoint stall.", GREEN),
+    "useful": Part(WALL_NAMES["useful"], "Steps done for the first time, without their checkpoint stall.", LEAF),
     "start": Part(
         WALL_NAMES["start"],
         "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
-        SKY,
+        ICE,
     ),
     "restart": Part(
         WALL_NAMES["restart"],
@@ -103,21 +105,19 @@ WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`
     "recovery": Part(
         WALL_NAMES["recovery"],
         "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
-        ORANGE,
+        AMBER,
     ),
     "recut": Part(
         WALL_NAMES["recut"],
         "From the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
         BLUE,
     ),
-    "replay": Part(WALL_NAMES["replay"], "Steps done again, because the state after them was lost.", PURPLE),
+    "replay": Part(WALL_NAMES["replay"], "Steps done again, because the state after them was lost.", PINK),
     "checkpoint": Part(
         WALL_NAMES["checkpoint"], "Time in which training waits for a checkpoint, that at the end included.", GREY
     ),
-    "evaluation": Part(WALL_NAMES["evaluation"], "Measuring the validation set.", "#B9A44C"),
-    "between": Part(
-        WALL_NAMES["between"], "What else passes between two steps, such as writing the record.", "#C3C8CF"
-    ),
+    "evaluation": Part(WALL_NAMES["evaluation"], "Measuring the validation set.", OCHRE),
+    "between": Part(WALL_NAMES["between"], "What else passes between two steps, such as writing the record.", PALE),
 }
 
 Lines = list[dict[str, Any]]  # of a rank's steps
@@ -343,7 +343,7 @@ def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
     figure = Figure(
         Axis(f"{unit} per {noun}", from_zero=True),
         Axis(span=(rows - 0.4, -0.6), ticks=[(p, bar.rank) for p, bar in zip(places, bars, strict=True)], grid=False),
-        height=round(76 + 29 * rows),
+        height=round(50 + 29 * rows),
         legend=False,
         stacked=True,
     )
@@ -379,8 +379,12 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
 
 def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
     """The parts of the step time over training, as stacked areas that sum to it."""
-    figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False, unified=True)
+    figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False)
     for part, definition in PARTS.items():
-        x, y = thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
-        figure.traces.append(Points(definition.name, x, y, definition.colour, width=0, fill="stack"))
+        short = thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
+        figure.traces.append(Points(definition.name, short.x, short.y, definition.colour, width=0, fill="stack"))
+    whole = [1e3 * sum(parts) for parts in zip(*parts_s.values(), strict=True)]
+    longest = thinned(Line("longest", steps, whole), max)
+    if longest.high:  # what the means of the parts hide
+        figure.traces.append(Points(f"longest {noun} of a stretch", longest.x, longest.y, INK, width=1, dash="dot"))
     return figure

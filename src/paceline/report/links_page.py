@@ -208,7 +208,6 @@ def _figure(name: str, sizes: Sequence[int], found: Sequence[Curve], transports:
     if any(allowed):
         texts = ["" if y is None else f"limit\n{units.bandwidth(y)}" for y in allowed]
         figure.traces.append(Points("limit", list(sizes), allowed, GREY, dash="dash", hints=texts))
-    figure.height += 18 * max(0, (len(found) - 2) // 3)  # the legend's lines
     return figure
 
 

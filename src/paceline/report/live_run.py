@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from paceline.engine.meter import PARTS
@@ -22,7 +23,7 @@ from paceline.run.record.run import Run
 
 RECENT = 50  # steps of each rank
 EVENTS = 100
-CURVE = 512  # losses of a curve, at most
+CURVE = 256  # losses of a curve, at most
 _PARSED = 256  # lines of a look, about, of all ranks but the leading one
 _FEWEST_PARSED = 4
 _LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; of a rank that leads from now on
@@ -34,22 +35,33 @@ _COUNTS = ("step", "epoch", "local_samples")  # of a step's line, that runs of s
 
 @dataclass
 class Curve:
-    """Losses of a whole run, few enough to draw. When they are too many, each two become their mean."""
+    """Losses of a whole run, few enough to draw. When they are too many, each two become one.
 
-    each: int = 1  # steps of a value
+    Attributes:
+        each: steps of a value.
+        values: means; `low` and `high` are the least and the greatest loss of the same steps.
+    """
+
+    each: int = 1
     values: list[float] = field(default_factory=list)
-    _sum: float = 0.0
-    _count: int = 0
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    _pending: list[float] = field(default_factory=list)
 
     def add(self, loss: float) -> None:
         """Take in the loss of the next step."""
-        self._sum, self._count = self._sum + loss, self._count + 1
-        if self._count < self.each:
+        self._pending.append(loss)
+        if len(self._pending) < self.each:
             return
-        self.values.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
+        self.values.append(fmean(self._pending))
+        self.low.append(min(self._pending))
+        self.high.append(max(self._pending))
+        self._pending.clear()
         if len(self.values) >= CURVE:
-            self.values = [(one + other) / 2 for one, other in zip(self.values[::2], self.values[1::2], strict=False)]
+            self.values, self.low, self.high = (
+                [of((one, other)) for one, other in zip(kept[::2], kept[1::2], strict=False)]
+                for of, kept in ((fmean, self.values), (min, self.low), (max, self.high))
+            )
             self.each *= 2
 
 

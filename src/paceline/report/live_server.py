@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +16,15 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from paceline.errors import RunError
+from paceline.report.charts import SERIES
 from paceline.report.live_run import LiveRun, Pace
-from paceline.report.live_state import Section, changes, look_at, told_apart
+from paceline.report.live_state import Section, changes, curves_of, look_at, told_apart
 from paceline.report.page import live_page
 
 ADDRESS = "127.0.0.1"
 EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # from look to look, while a run trains and when all have ended
+_DRAWN_EVERY_S = 1.0
+RUN_COLOUR = "var(--run)"  # which the page sets, for each run its own
 _ALIVE_S = 15.0  # a browser that has gone is noticed by that
 CONNECTIONS = 32
 _TAKEN_S = 1.0  # of what is sent by a client that is refused
@@ -50,6 +55,9 @@ class LiveServer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._shown: list[dict[str, Section]] = [{} for _ in self.runs]
         self._sent_at = 0.0
+        self._curves: list[Section] = []
+        self._compared: Section = None
+        self._drawn_at = -math.inf
 
     @property
     def url(self) -> str:
@@ -161,7 +169,8 @@ class LiveServer:
             }
             self._shown = now
             if changed:
-                self._send(self._clients, "changes", {"runs": changed})
+                compared = {"compared": self._compared} if any("curve" in one for one in changed.values()) else {}
+                self._send(self._clients, "changes", {"runs": changed} | compared)
             elif time.monotonic() - self._sent_at > _ALIVE_S:
                 self._write(self._clients, b":\n\n")
             if self._new:
@@ -182,10 +191,24 @@ class LiveServer:
 
     def _look(self) -> list[dict[str, Section]]:
         self.looks += 1
-        return [look_at(run, name) for run, name in zip(self.runs, self._names, strict=True)]
+        found = [look_at(run, name) for run, name in zip(self.runs, self._names, strict=True)]
+        if time.monotonic() - self._drawn_at >= _DRAWN_EVERY_S:
+            self._draw()
+        for sections, curve in zip(found, self._curves, strict=True):
+            if "head" in sections:
+                sections["curve"] = curve
+        return found
+
+    def _draw(self) -> None:
+        """Draw the curves anew. Drawing takes long, so it is not part of every look."""
+        self._drawn_at = time.monotonic()
+        self._curves = [curves_of([("this run", RUN_COLOUR, run)]) for run in self.runs]
+        colours = itertools.cycle(SERIES)
+        several = list(zip(self._names, colours, self.runs, strict=False))
+        self._compared = curves_of(several) if len(several) > 1 else None
 
     def _everything(self) -> dict[str, Any]:
-        return {"now": time.time(), "runs": self._shown}
+        return {"now": time.time(), "runs": self._shown, "compared": self._compared}
 
     def _send(self, clients: set[asyncio.StreamWriter], event: str, values: dict[str, Any]) -> None:
         self._write(clients, b"event: %s\ndata: %s\n\n" % (event.encode(), msgspec.json.encode(values)))

@@ -11,14 +11,17 @@ from typing import Any
 from paceline.cluster.host import Host
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError
+from paceline.report.charts import Axis, Figure, Points
 from paceline.report.live_run import STATES, LiveRun, RankNow
 from paceline.report.page import not_by_paceline
+from paceline.report.svg import chart
 from paceline.run.record.goodput import PARTS as WALL
 from paceline.text import printable
 from paceline.units import bandwidth, clock, digits, percent, rate, seconds, size
 
 Section = Any  # of JSON's types
 _LONGEST = 2000  # characters of a text
+_CURVE_PX = 190
 _IN_SIGHT_S = 365 * 86_400.0
 
 
@@ -49,7 +52,6 @@ def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Sec
         "name": name,
         "head": _head(run),
         "progress": _progress(run, now),
-        "curve": {"from": run.curve_from, "each": run.curve.each, "values": list(run.curve.values)},
         "ranks": [_rank(one, takes_part=run.members.take_part(one.rank)) for one in ranks],
         "steps": _steps(ranks),
         "members": _members(run),
@@ -57,6 +59,30 @@ def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Sec
         "goodput": _goodput(run),
         "events": _events(run),
     }
+
+
+def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
+    """Losses of runs over steps, as HTML and in words; empty before two steps.
+
+    Args:
+        runs: name, colour and run of each curve.
+    """
+    figure = Figure(Axis("step"), Axis("loss"), height=_CURVE_PX, legend=False)
+    words = []
+    for name, colour, run in runs:
+        curve = run.curve
+        if len(curve.values) < 2:
+            continue
+        steps = [run.curve_from + (number + 1) * curve.each - 1 for number in range(len(curve.values))]
+        line = Points(name, steps, curve.values, colour)
+        if curve.each > 1:
+            line.low, line.high, line.fill = curve.low, curve.high, "band"
+        figure.traces.append(line)
+        words.append(f"{name}: {_loss(curve.values[0])} to {_loss(curve.values[-1])}")
+    low, high = (pick((y for _, _, run in runs for y in run.curve.values), default=0.0) for pick in (min, max))
+    figure.y.log = low > 0 and high > 30 * low
+    drawn = str(chart(figure)) if words else ""
+    return {"drawn": drawn, "label": f"Training loss from {'; '.join(words)}." if words else ""}
 
 
 def changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> dict[str, Section]:

@@ -21,12 +21,18 @@ from paceline.planning.explain.which_cluster import ClusterChoice, Option, paret
 from paceline.planning.machines import factor_of
 from paceline.planning.search.result import Candidate
 from paceline.report.charts import (
+    AMBER,
+    AZURE,
     BLUE,
     GREEN,
     GREY,
-    ORANGE,
+    ICE,
+    LEAF,
+    OCHRE,
+    PALE,
+    PINK,
     PURPLE,
-    SKY,
+    SLATE,
     VERMILLION,
     Axis,
     Bars,
@@ -269,26 +275,24 @@ def _thousands(tokens_per_s: float) -> Shown:
 PREDICTED_PARTS = {
     "compute": Part(PART_NAMES["compute"], "Forward and backward pass: products of matrices and other kernels.", BLUE),
     "recompute": Part(
-        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", SKY
+        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", AZURE
     ),
-    "launch": Part(PART_NAMES["launch"], "Kernels that wait for the host to start them.", "#5C6570"),
+    "launch": Part(PART_NAMES["launch"], "Kernels that wait for the host to start them.", GREY),
     "tp": Part(PART_NAMES["tp"], "Sums and gathers between the ranks that shard a layer’s matrices.", VERMILLION),
-    "cp": Part(PART_NAMES["cp"], "Keys and values between the ranks that shard a sequence.", "#8C2D04"),
+    "cp": Part(PART_NAMES["cp"], "Keys and values between the ranks that shard a sequence.", OCHRE),
     "ep": Part(PART_NAMES["ep"], "Tokens on their way to experts and back.", PURPLE),
     "fsdp": Part(
-        PART_NAMES["fsdp"], "Gathering weights and scattering gradients, as far as computing does not hide it.", ORANGE
+        PART_NAMES["fsdp"], "Gathering weights and scattering gradients, as far as computing does not hide it.", AMBER
     ),
     "pp": Part(
         PART_NAMES["pp"],
         "Activations on their way from stage to stage, as far as they hold up the next one.",
-        "#F0E442",
+        ICE,
     ),
-    "bubble": Part(PART_NAMES["bubble"], "Stages of the pipeline that wait for their neighbours.", "#C3C9D1"),
-    "dp": Part(
-        PART_NAMES["dp"], "Gradients between the replicas, as far as the backward pass does not hide it.", "#B35C9E"
-    ),
-    "optimizer": Part(PART_NAMES["optimizer"], "The update of the parameters.", GREEN),
-    "other": Part(PART_NAMES["other"], "What every step takes beside.", GREY),
+    "bubble": Part(PART_NAMES["bubble"], "Stages of the pipeline that wait for their neighbours.", PALE),
+    "dp": Part(PART_NAMES["dp"], "Gradients between the replicas, as far as the backward pass does not hide it.", PINK),
+    "optimizer": Part(PART_NAMES["optimizer"], "The update of the parameters.", LEAF),
+    "other": Part(PART_NAMES["other"], "What every step takes beside.", SLATE),
 }
 TIME_COLOURS = {part: about.colour for part, about in PREDICTED_PARTS.items()}
 DEFINITIONS: Mapping[str, Definition] = {
@@ -336,8 +340,8 @@ DEFINITIONS: Mapping[str, Definition] = {
         "gain", "Throughput of the best plan with the change over that without, less 1, by the same model."
     ),
 }
-SPAN_COLOURS = {"forward": BLUE, "backward": GREEN, "weight": ORANGE, "wait": "rgba(128,136,148,.22)"}
-_HOLDER_COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, "#F0E442", "#5C6570", "#8C2D04", GREY)
+SPAN_COLOURS = {"forward": BLUE, "backward": LEAF, "weight": AMBER, "wait": PALE}
+_HOLDER_COLOURS = (BLUE, AMBER, VERMILLION, LEAF, GREY, PINK, AZURE, ICE, PURPLE, PALE, OCHRE)
 
 
 @dataclass(frozen=True)
@@ -361,7 +365,7 @@ def pareto_figure(
     """
     factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
     points = [replace(p, y=p.y * factor) for p in points]
-    figure = Figure(Axis(x, grid=False), Axis("hours" if hours else f"{unit} per step"), height=360, legend=False)
+    figure = Figure(Axis(x, grid=False), Axis("hours" if hours else f"{unit} per step"), height=330, legend=False)
     chosen, edge = points[0], pareto(points, lambda point: (point.x, point.y))
     if len(edge) > 1:
         at = [p.x for p in edge], [p.y for p in edge]
@@ -422,7 +426,7 @@ def stacked_figure(
     figure = Figure(
         Axis(what, from_zero=True),
         Axis(span=(len(plans) - 0.65, -0.7), ticks=(), grid=False),
-        height=64 + 44 * len(plans),
+        height=46 + 44 * len(plans),
         legend=False,
         stacked=True,
     )
@@ -430,7 +434,7 @@ def stacked_figure(
         name = names.get(part, part)
         hints = [f"{name} {digits(value)} {what}" for value in values]
         figure.traces.append(Bars(name, list(values), rows, colours[part], thick=0.46, hints=hints))
-    figure.notes = [Note(f"{row + 1}  {plan}", row - 0.42, inside=True) for row, plan in enumerate(plans)]
+    figure.notes = [Note(f"{row + 1}  {plan}", row - 0.42) for row, plan in enumerate(plans)]
     if room is not None:
         figure.rules.append(Rule(room, "", PURPLE))
     return figure
@@ -450,7 +454,7 @@ def pipeline_figure(spans: Sequence[Span]) -> Figure:
     figure = Figure(
         Axis(f"{unit} since the step began", span=(0, end * factor)),
         Axis(span=(len(stages) - 0.5, -0.5), ticks=[(stage, f"stage {stage + 1}") for stage in ticks], grid=False),
-        height=70 + max(22, min(34, 420 // len(stages))) * len(stages),
+        height=46 + max(22, min(34, 420 // len(stages))) * len(stages),
         legend=False,
     )
     for kind, colour in SPAN_COLOURS.items():
@@ -461,9 +465,8 @@ def pipeline_figure(spans: Sequence[Span]) -> Figure:
             for span, start, length in zip(own, starts, lengths, strict=True)
         ]
         if own:
-            edge = 0 if len(spans) > 800 else 0.6
             y = [span.stage for span in own]
-            figure.traces.append(Bars(kind, lengths, y, colour, starts=starts, thick=0.82, edge=edge, hints=hints))
+            figure.traces.append(Bars(kind, lengths, y, colour, starts=starts, thick=0.82, hints=hints))
     return figure
 
 
@@ -478,7 +481,7 @@ def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
     figure = Figure(
         Axis("devices", log=True, ticks=[(n, f"{n:,}") for n in at], span=(at[0] / 1.15, at[-1] * 1.9)),
         Axis(speed, log=True, ticks=[(n, f"{n} ×") for n in marks], span=(0.76, top * 1.2)),
-        height=360,
+        height=330,
         legend=False,
     )
     hints = [

@@ -297,7 +297,11 @@ def losses(record: RunRecord) -> Iterator[Chart]:
     clock_of = record.clock_of
     evaluated = [e for e in record.evaluations if "loss" in e["metrics"] and e["step"] in clock_of]
     each = charts.steps_per_point(len(values))
-    note = f"Each point is the mean of {each:,} {record.noun}s." if each > 1 else ""
+    note = (
+        f"The line is the mean of each {each:,} {record.noun}s; the band reaches from the least to the greatest loss."
+        if each > 1
+        else ""
+    )
     places: dict[str, dict[int, float]] = {f"{record.noun}s": {s["step"]: s["step"] for s in steps}, "time": clock_of}
     for over, place in places.items():
         training = charts.Line("training", list(place.values()), values)
@@ -501,7 +505,7 @@ def _wire_chart(sent: _Readings, saved: _Readings | None) -> Iterator[Chart]:
     if saved is not None:
         less = [grown / passed / 1024 for _, passed, grown in saved[rank]]
         whole = [a + b for a, b in zip(own, less, strict=True)]
-        series.append(charts.Line("without compression", steps, whole, charts.GREY, dashed=True))
+        series.append(charts.Line("without compression", steps, whole, charts.GREY))
     title = f"Bytes on the wire, rank {rank}"
     figure = charts.lines(series, "steps", "KiB per step", log_if_wide=True)
     yield Chart("wire", figure, f"{title}, in KiB per step.", title, ["wire"] if saved is None else ["wire", "saved"])

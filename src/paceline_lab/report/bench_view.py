@@ -11,7 +11,7 @@ from typing import Any
 from paceline import units
 from paceline.errors import RunError
 from paceline.report import figures
-from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, SERIES, Axis, Figure, Line, Panel, Points, lines, panelled
+from paceline.report.charts import BLUE, GREEN, GREY, OCHRE, SERIES, Axis, Figure, Line, Panel, Points, lines, panelled
 from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, RankFigure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.stats import LEAST_REPEATS, Interval
@@ -248,7 +248,7 @@ def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None)
 
 
 def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
-    """The training loss over time and over samples. A plan keeps its colour; weak scaling is dashed."""
+    """The training loss over time and over samples. A plan keeps its colour."""
     curves = [(s, s.curve) for s in settings if s.curve is not None and s.curve.steps]
     plans = list(dict.fromkeys(s.plan for s, _ in curves))
     charts = []
@@ -259,12 +259,10 @@ def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
                 getattr(curve, over),
                 curve.losses,
                 SERIES[plans.index(s.plan) % len(SERIES)],
-                dashed=s.scaling == "weak",
             )
             for s, curve in curves
         ]
         figure = lines(series, over, "training loss", log_if_wide=True)
-        figure.height += 18 * max(0, len(series) - 3)  # the legend's lines
         charts.append(Chart(f"loss-{over}", figure, f"{title} of each setting.", title))
     return charts if curves else []
 
@@ -320,7 +318,7 @@ def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
     only_auto = all(s.label.startswith(AUTO) for s in others)
     for name, points, colour, side in (
         ("strong scaling", [s for s in plain if s.scaling == "strong"], BLUE, "below"),
-        ("weak scaling", [s for s in plain if s.scaling == "weak"], ORANGE, "above"),
+        ("weak scaling", [s for s in plain if s.scaling == "weak"], OCHRE, "above"),
         ("plan of auto" if only_auto else "other plans", others, GREEN, "right"),
     ):
         if points:

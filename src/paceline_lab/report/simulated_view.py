@@ -15,7 +15,7 @@ from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.cost.layout import PART_NAMES, PARTS, Prediction
 from paceline.planning.explain.explain import LEAST
-from paceline.report.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, Axis, Dash, Figure, Points
+from paceline.report.charts import AZURE, BLUE, GREEN, GREY, OCHRE, PURPLE, VERMILLION, Axis, Dash, Figure, Points
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.report.plan_page import TIME_COLOURS, stacked_figure
 from paceline.stats import Interval
@@ -158,8 +158,7 @@ def _between(shown: Callable[[float], Shown], interval: Interval | None) -> str:
     return f"80 %: {shown(interval.low)} to {shown(interval.high)}"
 
 
-_BAND = "rgba(0,114,178,.18)"
-PUBLISHED = (ORANGE, GREEN, PURPLE, SKY)  # colours of published curves
+PUBLISHED = (OCHRE, GREEN, PURPLE, AZURE)  # colours of published curves
 _TOP = 1.6  # of the efficiency, the most that is drawn
 
 
@@ -223,8 +222,9 @@ def _line(figure: Figure, x: Sequence[float], y: Sequence[float], name: str, col
 
 
 def _band(figure: Figure, at: Sequence[int], intervals: Sequence[Interval]) -> None:
-    ends = [*(one.low for one in intervals), *(one.high for one in reversed(intervals))]
-    figure.traces.append(Points("80 % interval", [*at, *reversed(at)], ends, _BAND, width=0, fill="area", hints=()))
+    middles, low, high = zip(*((one.middle, one.low, one.high) for one in intervals), strict=True)
+    band = Points("80 % interval", at, middles, BLUE, width=0, low=low, high=high, fill="band", hints=())
+    figure.traces.append(band)
 
 
 def _predicted(figure: Figure, points: Sequence[Point], y: Sequence[float], text: Sequence[str]) -> None:

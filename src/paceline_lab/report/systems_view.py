@@ -106,7 +106,7 @@ def _name(way: ComparedWay) -> str:
     return f"{way.title}, {way.label}"
 
 
-_ROW_PX, _FRAME_PX = 26, 90
+_ROW_PX, _FRAME_PX = 26, 60
 
 
 def _steps(ways: Sequence[ComparedWay]) -> Chart:
@@ -144,11 +144,9 @@ def _losses(ways: Sequence[ComparedWay]) -> Chart:
         if way.way == OURS or way.ratio is not None:  # else its batch is another
             shown.setdefault(way.way if way.system == OURS else way.system, way)
     series = [
-        Line(_name(way), way.seconds, way.losses, SERIES[i % len(SERIES)], dashed=i >= len(SERIES))
-        for i, way in enumerate(shown.values())
+        Line(_name(way), way.seconds, way.losses, SERIES[i % len(SERIES)]) for i, way in enumerate(shown.values())
     ]
     figure = lines(series, "seconds", "training loss", log_if_wide=True)
-    figure.height += 18 * max(0, len(series) - 3)
     return Chart("losses", figure, "Training loss over the seconds since the first step.")
 
 

@@ -36,16 +36,11 @@
     });
   };
 
-  // Losses over steps: a line for each [colour, {from, each, values}, name]
-  const drawCurves = (node, curves) => {
-    const traces = curves.filter(([, { values }]) => values.length > 1).map(([colour, { from, each, values }, name]) =>
-      ({ kind: "points", name, colour, x: values.map((_, at) => from + (at + 1) * each - 1), y: values }));
-    node.parentNode.querySelector(".not-yet").hidden = traces.length > 0;
-    if (!traces.length) return;
-    node.classList.add("plot");
-    const all = traces.flatMap(({ y }) => y), low = Math.min(...all), high = Math.max(...all);
-    node.setAttribute("aria-label", `Training loss from ${traces.map(({ name, y }) => `${name}: ${short(y[0])} to ${short(y[y.length - 1])}`).join("; ")}.`);
-    drawChart(node, { height: 210, legend: false, traces, x: { title: "step" }, y: { title: "loss", log: low > 0 && high / low > 30 } });
+  // Losses over steps, drawn by the server, which escapes the names in it. No other HTML is taken.
+  const showCurve = (node, { drawn, label }) => {
+    node.parentNode.querySelector(".not-yet").hidden = drawn !== "";
+    node.setAttribute("aria-label", label);
+    node.innerHTML = drawn;
   };
 
   // One run's part of the page: each section of its state has a function that shows it
@@ -54,8 +49,8 @@
       this.state = {};
       this.node = document.getElementById("run-template").content.firstElementChild.cloneNode(true);
       this.node.id = `run-${number}`;
-      this.node.querySelector(".curve").id = `curve-${number}`;
       this.colour = words.series[number % words.series.length];
+      this.node.style.setProperty("--run", this.colour);
       this.fields = Object.fromEntries([...this.node.querySelectorAll("[data-f]")].map((node) => [node.dataset.f, node]));
       this.sections = Object.fromEntries([...this.node.querySelectorAll("[data-s]")].map((node) => [node.dataset.s, node]));
       this.cards = Object.fromEntries([...this.node.querySelectorAll("[data-card]")].map((node) => [node.dataset.card, node]));
@@ -119,7 +114,7 @@
       say(this.fields.elapsed, began ? `for ${clock(Math.max((ended || Date.now() / 1000 + ahead) - began, 0))}` : "");
     }
 
-    curve(curve) { drawCurves(this.sections.curve.querySelector(".curve"), [[this.colour, curve, "this run"]]); }
+    curve(curve) { showCurve(this.sections.curve.querySelector(".curve"), curve); }
 
     ranks(ranks) {
       this.sections.ranks.hidden = !ranks.length;
@@ -233,7 +228,7 @@
   const runs = new Map();
   let ahead = 0; // seconds by which the server's clock is ahead
   const body = document.body;
-  const take = (changed) => {
+  const take = (changed, compared) => {
     for (const [number, sections] of Object.entries(changed)) {
       if (!runs.has(number)) {
         const view = new RunView(Number(number));
@@ -248,7 +243,7 @@
     document.getElementById("compare").hidden = !several;
     if (several) {
       for (const view of views) view.node.querySelector(".swatch").hidden = false;
-      drawAll(views);
+      if (compared) showCurve(document.getElementById("compare-curve"), compared);
     }
     const states = views.map((view) => view.state.progress?.phase), training = states.filter((phase) => phase === "running").length;
     const { name, progress } = views[0].state;
@@ -257,8 +252,6 @@
     say(document.getElementById("verdict"), verdict);
     document.title = `${verdict} · paceline`;
   };
-  const drawAll = (views) => drawCurves(document.getElementById("compare-curve"),
-    views.filter((view) => view.state.curve).map((view) => [view.colour, view.state.curve, view.state.name]));
 
   let source = null;
   const connected = (yes, text) => {
@@ -272,9 +265,9 @@
       ahead = state.now - Date.now() / 1000;
       connected(true, "live");
       for (const view of runs.values()) view.state = {};
-      take({ ...state.runs });
+      take({ ...state.runs }, state.compared);
     });
-    source.addEventListener("changes", (event) => take(JSON.parse(event.data).runs));
+    source.addEventListener("changes", (event) => { const { runs: changed, compared } = JSON.parse(event.data); take(changed, compared); });
     source.addEventListener("error", () => {
       const closed = source.readyState === EventSource.CLOSED;
       connected(false, closed ? "The server was started again, or has enough readers: open the address that it prints." : "The server does not answer; trying again.");
