@@ -29,7 +29,8 @@ from paceline.job.partition import PartitionSpec
 from paceline.job.spec import SECTIONS
 from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS
-from paceline.job.zoo.losses import _LOSSES, _METRICS
+from paceline.job.zoo.losses import _LOSSES
+from paceline.job.zoo.metrics import _METRICS
 from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan
 from paceline_federated.section import ClientsSpec, FederateSpec, SecureSpec, SimulateSpec

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.job.loss import Loss, LossSpec
-from paceline.job.loss_items import check_labels
+from paceline.job.loss_items import check_labels, items_of
 from paceline.job.zoo.losses import CrossEntropy
 
 
@@ -230,5 +230,51 @@ def test_a_loss_of_ones_own_is_found_and_keeps_what_it_says_of_itself(tmp_path: 
     assert float(own(torch.zeros(2), torch.ones(2))) == 3.0
     assert (own.items(None), own.whole_batch) == (7, True)
     module: Loss = loss("torch.nn:SmoothL1Loss", beta=0.5)
-    assert isinstance(module, nn.SmoothL1Loss)
-    assert module.beta == 0.5
+    output, target = torch.randn(5, 2), torch.randn(5, 2)
+    assert float(module(output, target)) == pytest.approx(float(nn.SmoothL1Loss(beta=0.5)(output, target)))
+
+
+@pytest.mark.parametrize("args", [{}, {"weight": [1.0, 3.0, 0.5]}, {"weight": [1.0, 3.0, 0.5], "label_smoothing": 0.1}])
+def test_weights_in_a_list_are_those_of_torchs_cross_entropy(args: dict[str, Any]) -> None:
+    logits, labels = torch.randn(12, 3, dtype=torch.float64), torch.randint(0, 3, (12,))
+    weight = torch.tensor(args["weight"], dtype=torch.float64) if args else None
+    expected = F.cross_entropy(logits, labels, weight=weight, label_smoothing=args.get("label_smoothing", 0.0))
+    for name in ("cross_entropy", "CrossEntropyLoss", "torch.nn:CrossEntropyLoss"):
+        own = loss(name, **args)
+        assert float(own(logits, labels)) == pytest.approx(float(expected), rel=1e-6), name
+        items = items_of(own)
+        assert items is not None
+        parts = [(float(own(a, b)), float(items(b))) for a, b in zip(logits.split(5), labels.split(5), strict=True)]
+        mean = sum(value * n for value, n in parts) / sum(n for _, n in parts)
+        assert mean == pytest.approx(float(expected), rel=1e-6), name
+
+
+def test_positive_labels_may_weigh_more() -> None:
+    logits, target = torch.randn(6, 2), torch.randint(0, 2, (6, 2)).float()
+    for weight in (3.0, [3.0, 1.0]):
+        expected = F.binary_cross_entropy_with_logits(logits, target, pos_weight=torch.tensor(weight))
+        assert float(loss("bce", pos_weight=weight)(logits, target)) == pytest.approx(float(expected))
+    with pytest.raises(JobError):
+        loss("bce", pos_weight=[1.0, 2.0, 3.0])(logits, target)
+
+
+def test_losses_of_torch_refuse_to_broadcast() -> None:
+    output, target = torch.randn(6, 1), torch.randn(6)
+    assert float(loss("HuberLoss")(output, target)) == pytest.approx(float(F.huber_loss(output[:, 0], target)))
+    with pytest.raises(DataError):
+        loss("HuberLoss")(torch.randn(6, 3), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("TripletMarginLoss", {}),
+        ("GaussianNLLLoss", {}),
+        ("MSELoss", {"reduction": "none"}),
+        ("AdaptiveLogSoftmaxWithLoss", {"in_features": 4, "n_classes": 8, "cutoffs": [2]}),
+        ("SmoothL1", {}),
+    ],
+)
+def test_losses_of_torch_that_are_no_mean_over_samples_are_refused(name: str, args: dict[str, Any]) -> None:
+    with pytest.raises(JobError):
+        loss(name, **args)

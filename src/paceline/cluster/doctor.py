@@ -329,6 +329,7 @@ def _gbps(bandwidth: float | None) -> str:
 _EXTRAS = {
     "data": (("sklearn", "PIL", "pyarrow"), "digits, image folders, Parquet"),
     "hf": (("transformers",), "Hugging Face models"),
+    "metrics": (("torchmetrics",), "metrics of torchmetrics"),
     "tensorboard": (("tensorboard",), "TensorBoard events of every run"),
 }
 # of an accelerator, and what is so without it

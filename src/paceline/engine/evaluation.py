@@ -116,40 +116,96 @@ LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks to
 
 
 class Measured:
-    """Values of metrics for this rank's batches: two sums each, or rows of all samples."""
+    """Values of metrics for this rank's batches: sums, rows of all samples, or the metrics' own states."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
-        self._sums = torch.zeros(len(metrics), 2, dtype=torch.float64)
-        self._rows = {i: _Rows(m.name) for i, m in enumerate(metrics) if getattr(m, "gathers", False)}
+        self._kept: list[_Sums | _Rows | _States] = [_kept_of(metric) for metric in metrics]
 
     def add(self, values: list[tuple[Any, Any]]) -> None:
         """Add the values of each metric for one batch; none if another rank measures it."""
-        for i, (first, second) in enumerate(values):
-            if i in self._rows:
-                self._rows[i].add(first, second)
-            else:
-                self._sums[i] += torch.tensor([float(first), float(second)], dtype=torch.float64)
+        for kept, (first, second) in zip(self._kept, values, strict=False):
+            kept.add(first, second)
 
     def results(self, group: Group | None = None) -> dict[str, float]:
         """Compute each metric over the batches of all ranks of `group`; every rank calls this."""
-        sums = self._sums
-        if group is not None:
-            sums = sums.to(group.device, widest_float(group.device))
-            group.all_reduce(sums)
-        found: dict[str, float] = {}
-        for i, (metric, (total, count)) in enumerate(zip(self.metrics, sums.tolist(), strict=True)):
-            if i in self._rows:
-                whole = self._rows[i].whole(group)
-                found[metric.name] = math.nan if whole is None else float(metric.result(*whole))
-            else:
-                found[metric.name] = metric.result(total, count)
-        return found
+        sums = [kept for kept in self._kept if isinstance(kept, _Sums)]
+        add_up(sums, group)
+        return {metric.name: kept.result(group) for metric, kept in zip(self.metrics, self._kept, strict=True)}
+
+
+def _kept_of(metric: Metric) -> _Sums | _Rows | _States:
+    if getattr(metric, "keeps_state", False):
+        return _States(metric)
+    return _Rows(metric) if getattr(metric, "gathers", False) else _Sums(metric)
+
+
+class _Sums:
+    """Two sums of a metric, of which the first may be a tensor."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.total: Tensor | None = None
+        self.count = 0.0
+
+    def add(self, total: Any, count: Any) -> None:
+        total = torch.as_tensor(total, dtype=torch.float64, device="cpu")
+        self.total = total if self.total is None else self.total + total
+        self.count += float(count)
+
+    def result(self, group: Group | None) -> float:
+        total = torch.zeros((), dtype=torch.float64) if self.total is None else self.total
+        return self.metric.result(total if total.dim() else total.item(), self.count)
+
+
+def add_up(sums: list[_Sums], group: Group | None) -> None:
+    """Add up the sums of all ranks, in one exchange."""
+    if group is None or group.size == 1:
+        return
+    # a rank without a batch does not know how many numbers there are
+    found = group.gather_json([None if kept.total is None else list(kept.total.shape) for kept in sums])
+    for i, kept in enumerate(sums):
+        shape: list[int] = next((of_rank[i] for of_rank in found if of_rank[i] is not None), [])
+        if any(of_rank[i] not in (None, shape) for of_rank in found):
+            raise DataError(
+                f"the totals of metric {kept.metric.name} differ in shape between ranks. Let its call return the same "
+                "shape for every batch"
+            )
+        if kept.total is None:
+            kept.total = torch.zeros(shape, dtype=torch.float64)
+    numbers = [part for kept in sums for part in (kept.total.reshape(-1), torch.tensor([kept.count]).double())]  # type: ignore[union-attr]
+    if not numbers:
+        return
+    flat = torch.cat(numbers).to(group.device, widest_float(group.device))
+    group.all_reduce(flat)
+    parts = iter(flat.double().cpu().split([len(part) for part in numbers]))
+    for kept in sums:
+        kept.total, kept.count = next(parts).reshape(kept.total.shape), next(parts).item()  # type: ignore[union-attr]
+
+
+class _States:
+    """A metric's own states on this rank (`paceline.job.zoo.torch_metrics`)."""
+
+    def __init__(self, metric: Any) -> None:
+        self.name, self._states = metric.name, metric.begin()
+
+    def add(self, predictions: Any, targets: Any) -> None:
+        self._states.add(predictions, targets)
+
+    def result(self, group: Group | None) -> float:
+        if group is None or group.size == 1:
+            value: float = self._states.result()
+            return value
+        value = self._states.result(lambda own: gathered(own, group, self.name))
+        told = group.gather_json(value if self._states.batches else None)
+        return next((one for one in told if one is not None), math.nan)
 
 
 class _Rows:
-    def __init__(self, name: str) -> None:
-        self.name, self._bytes = name, 0
+    """Predictions and targets of all samples."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.name, self._bytes = metric, metric.name, 0
         self._kept: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def add(self, predictions: Any, targets: Any) -> None:
@@ -171,39 +227,53 @@ class _Rows:
             self._bytes += one.nbytes
         self._check(self._bytes)
 
-    def whole(self, group: Group | None) -> tuple[Tensor, Tensor] | None:
-        own = [torch.cat(kept) if kept else None for kept in self._kept]
-        if group is None or group.size == 1:
-            return None if own[0] is None or own[1] is None else (own[0], own[1])
-        first, second = (self._gathered(one, group) for one in own)
-        return None if first is None or second is None else (first, second)
-
-    def _gathered(self, own: Tensor | None, group: Group) -> Tensor | None:
-        sorts = group.gather_json(
-            None if own is None else [str(own.dtype).removeprefix("torch."), len(own), *own.shape[1:]]
-        )
-        filled = [one for one in sorts if one is not None]
-        if not filled:
-            return None
-        if any((one[0], one[2:]) != (filled[0][0], filled[0][2:]) for one in filled):
-            shown = ", ".join(sorted({f"{one[0]} {one[2:]}" for one in filled}))
-            raise DataError(
-                f"the rows of metric {self.name} differ in type or shape between ranks: {shown}. Let its call return "
-                "the same type and shape for every batch"
-            )
-        dtype, shape = getattr(torch, filled[0][0]), filled[0][2:]
-        row_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
-        counts = [0 if one is None else int(one[1]) for one in sorts]
-        self._check(sum(counts) * row_bytes)
-        mine = torch.empty((0, *shape), dtype=dtype) if own is None else own
-        # as bytes, because every transport can send them
-        packed = mine.contiguous().reshape(-1).view(torch.uint8).reshape(len(mine), row_bytes).to(group.device)
-        together = torch.cat([part.cpu() for part in group.gather_rows(packed, counts)])
-        return together.reshape(-1).view(dtype).reshape(sum(counts), *shape)
+    def result(self, group: Group | None) -> float:
+        first, second = (torch.cat(kept) if kept else None for kept in self._kept)
+        if group is not None and group.size > 1:
+            first, second = (gathered(one, group, self.name) for one in (first, second))
+        return math.nan if first is None or second is None else float(self.metric.result(first, second))
 
     def _check(self, size: int) -> None:
         if size > LIMIT_BYTES:
-            raise DataError(
-                f"the predictions and targets of metric {self.name} have more than {LIMIT_BYTES / 2**30:g} GiB. Let "
-                "its call return less for each sample (such as the predicted class), or hold out fewer samples"
-            )
+            raise _too_large(self.name)
+
+
+def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
+    """Rows of all ranks, in the order of the ranks, on the host; None if no rank has any.
+
+    Args:
+        own: this rank's rows; None for none.
+        name: the metric's, for messages.
+
+    Raises:
+        DataError: the rows differ in type or shape between ranks, or exceed `LIMIT_BYTES`.
+    """
+    sorts = group.gather_json(
+        None if own is None else [str(own.dtype).removeprefix("torch."), len(own), *own.shape[1:]]
+    )
+    filled = [one for one in sorts if one is not None]
+    if not filled:
+        return None
+    if any((one[0], one[2:]) != (filled[0][0], filled[0][2:]) for one in filled):
+        shown = ", ".join(sorted({f"{one[0]} {one[2:]}" for one in filled}))
+        raise DataError(
+            f"the rows of metric {name} differ in type or shape between ranks: {shown}. Let its call return "
+            "the same type and shape for every batch"
+        )
+    dtype, shape = getattr(torch, filled[0][0]), filled[0][2:]
+    row_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
+    counts = [0 if one is None else int(one[1]) for one in sorts]
+    if sum(counts) * row_bytes > LIMIT_BYTES:
+        raise _too_large(name)
+    mine = torch.empty((0, *shape), dtype=dtype) if own is None else own
+    # as bytes, because every transport can send them
+    packed = mine.contiguous().reshape(-1).view(torch.uint8).reshape(len(mine), row_bytes).to(group.device)
+    together = torch.cat([part.cpu() for part in group.gather_rows(packed, counts)])
+    return together.reshape(-1).view(dtype).reshape(sum(counts), *shape)
+
+
+def _too_large(name: str) -> DataError:
+    return DataError(
+        f"the predictions and targets of metric {name} have more than {LIMIT_BYTES / 2**30:g} GiB. Let its call return "
+        "less for each sample (such as the predicted class), or hold out fewer samples"
+    )

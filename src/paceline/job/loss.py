@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from paceline.errors import JobError
 from paceline.job.spec import Args, Spec, resolve_import_path
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Loss(Protocol):
       engine neither tries it out nor looks for parts without items.
     - `divides_classes = True`: a cross-entropy with `weight` and `label_smoothing`, which tensor parallelism computes
       from logits that stay divided over the classes.
+    - `probabilities(output) -> Tensor`: how outputs become probabilities, for metrics of `torchmetrics.classification`
+      and for predictions. Built-in losses and torch's own need none.
     - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with
       the output; called before the loss where that is computed on a GPU, which would end the process.
     """
@@ -41,10 +44,13 @@ class Metric(Protocol):
     """A validation measure of one of two kinds.
 
     - Most metrics are a ratio of two sums: a call returns `(total, count)` of one batch, and `result` gets both sums
-      over all batches and replicas.
+      over all batches and replicas. The total is a number, or a tensor of one shape for all batches.
     - With the attribute `gathers = True` (R², AUC, F1), a call returns two tensors `(predictions, targets)` with one
       row per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank, in
       another order than in the data set. The limit is 1 GiB in total, so return only what `result` needs.
+
+    The attribute `higher_is_better` (True or False) tells which of two values is the better one, for stopping and for
+    keeping the best checkpoint. Built-in metrics and most of torchmetrics have it.
     """
 
     name: str
@@ -76,17 +82,23 @@ class MetricSpec(_NamedSpec):
 class LossSpec(_NamedSpec):
     """The loss of a job: a name, an import path, or either with arguments.
 
-    For example `loss: cross_entropy`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
-    {label_smoothing: 0.1}}`.
+    For example `loss: cross_entropy`, `loss: SmoothL1Loss`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
+    {weight: [1.0, 3.0]}}`.
 
     Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive`
-    (NT-Xent), `model` (the model computes its loss itself, as Hugging Face models do when they are given labels).
+    (NT-Xent), `model` (the model computes its loss itself, as Hugging Face models do when they are given labels), and
+    every loss class of `torch.nn` that compares an output with a target.
     """
 
     @property
     def is_over_whole_batch(self) -> bool:
         """True if the loss compares samples of a batch: `contrastive`, and losses with `whole_batch = True`."""
         return self.name == "contrastive" or (":" in self.name and bool(getattr(self.build(), "whole_batch", False)))
+
+    @property
+    def is_over_whole_sequences(self) -> bool:
+        """True if the loss is a mean over samples whatever the number of their tokens (`KLDivLoss`, batchmean)."""
+        return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
 
     def build(self) -> Loss:
         """The loss as a callable.
@@ -100,19 +112,19 @@ class LossSpec(_NamedSpec):
 
 
 def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -> list[Metric]:
-    """The metrics by name.
-
-    `accuracy`, `multilabel_accuracy`, `top5`, `perplexity`, `bits_per_byte`, `mse`, `mae`, `contrastive_accuracy`, or
-    `pkg.mod:factory`.
+    """The metrics by name, in `paceline.job.zoo.metrics`, or by import path.
 
     Given the job's loss, the first metric is that loss, by the name `loss`.
 
     Raises:
-        JobError: an unknown name; the nearest is named.
+        JobError: an unknown name (the nearest is named), or two metrics with one name.
     """
     from paceline.job.loss_items import LossMetric
-    from paceline.job.zoo.losses import build_metric
+    from paceline.job.zoo.metrics import build_metric
 
-    first = [LossMetric(loss)] if loss else []
     named = [MetricSpec(name=spec) if isinstance(spec, str) else spec for spec in specs]
-    return [*first, *(build_metric(spec.name, spec.args) for spec in named if spec.name != "loss")]
+    built = [build_metric(spec.name, spec.args, loss) for spec in named if spec.name != "loss"]
+    names = [metric.name for metric in built]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise JobError(f"two metrics of the job are called {twice}. Leave one out, or name one by a class of your own")
+    return [*([LossMetric(loss)] if loss else []), *built]

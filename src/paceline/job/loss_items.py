@@ -200,6 +200,7 @@ Items: TypeAlias = Callable[[Any], Any]  # the target of a batch to the number o
 
 _WITH_IGNORED = (nn.CrossEntropyLoss, nn.NLLLoss)
 _MEANS_OVER_ELEMENTS = (
+    nn.HingeEmbeddingLoss,
     nn.MSELoss,
     nn.L1Loss,
     nn.SmoothL1Loss,
@@ -300,8 +301,8 @@ class _OnlyALoss:
 
 def _counted(target: Tensor, *, ignored: int, weight: Tensor | None) -> float | Tensor:
     """The labels that are not `ignored`, or the sum of their classes' weights."""
-    if target.is_floating_point():  # probabilities of classes: the mean is over the samples
-        return float(len(target))
+    if target.is_floating_point():  # probabilities of classes: the mean is over all but dim 1
+        return float(target.numel() // target.shape[1] if target.dim() > 1 else 1)
     counts = target != ignored
     if weight is None:
         return counts.sum()

@@ -12,6 +12,12 @@ from pydantic import Field, model_validator
 
 from paceline.job.spec import Spec
 
+# built-in metrics: True if the larger of two values is the better one
+HIGHER_IS_BETTER = {
+    **dict.fromkeys(("accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True),
+    **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "mse", "mae"), False),
+}
+
 
 class PlateauSpec(Spec):
     """Stop when the training loss no longer falls.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,15 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
-from paceline.job.loss_items import IGNORED, ModelsOwn, check_labels, classes_on_dim_1, described, logits_of, same_shape
+from paceline.job.loss_items import (
+    IGNORED,
+    ModelsOwn,
+    check_labels,
+    classes_on_dim_1,
+    described,
+    items_of,
+    logits_of,
+    same_shape,
+)
 from paceline.job.spec import check_call, checked_args, load_object
 from paceline.text import nearest
 
 if TYPE_CHECKING:
-    from paceline.job.loss import Loss, LossSpec, Metric
+    from paceline.job.loss import Loss, LossSpec
 
 
 def build_loss(spec: LossSpec) -> Loss:
@@ -33,13 +42,21 @@ def build_loss(spec: LossSpec) -> Loss:
     """
     if ":" in spec.name:
         return _users_loss(spec.name, spec.args)
+    if spec.name in torch_losses():
+        return _users_loss(f"torch.nn:{spec.name}", spec.args)
     if spec.name not in _LOSSES:
         raise JobError(
-            f'there is no loss "{spec.name}". {nearest(spec.name, _LOSSES)} (A loss of your own: pkg.mod:name '
-            "or file.py:name)"
+            f'there is no loss "{spec.name}". {nearest(spec.name, [*_LOSSES, *torch_losses()])} (A loss of your own: '
+            "pkg.mod:name or file.py:name)"
         )
     built_in = _LOSSES[spec.name]
     return built_in(**checked_args(f"loss {spec.name}", built_in, spec.args))
+
+
+@functools.cache
+def torch_losses() -> frozenset[str]:
+    """Names of the loss classes of `torch.nn`."""
+    return frozenset(name for name, value in vars(nn).items() if inspect.isclass(value) and name.endswith("Loss"))
 
 
 class CrossEntropy:
@@ -128,10 +145,16 @@ class Elementwise:
 
 
 class BinaryCrossEntropy(Elementwise):
-    """The loss `bce`: logits, and a target of numbers from 0 to 1."""
+    """The loss `bce`: logits, and a target of numbers from 0 to 1.
 
-    def __init__(self) -> None:
-        super().__init__("bce", F.binary_cross_entropy_with_logits)
+    `pos_weight` multiplies the loss of positive targets: one number, or one for each output.
+    """
+
+    def __init__(self, *, pos_weight: PositiveFloat | list[Annotated[float, Field(ge=0)]] | None = None) -> None:
+        mean: Callable[..., Tensor] = F.binary_cross_entropy_with_logits
+        if pos_weight is not None:
+            mean = partial(_weighted, pos_weight=torch.tensor(pos_weight))
+        super().__init__("bce", mean)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """The loss as a 0-dimensional tensor. Raises DataError for other shapes, or targets outside 0 to 1."""
@@ -149,6 +172,65 @@ class BinaryCrossEntropy(Elementwise):
                 f"loss bce needs targets from 0 to 1, found {target[tuple(place)].item():g} {where} ({at}). For "
                 "regression use the loss mse or mae"
             )
+
+
+def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: str = "mean") -> Tensor:
+    if pos_weight.dim() and pos_weight.shape != values.shape[-1:]:
+        raise JobError(
+            f"loss bce: pos_weight has {len(pos_weight)} numbers, but the model returned {described(values)}: give one "
+            "number, or one for each output of a sample"
+        )
+    weight = pos_weight.to(values.device, values.dtype)
+    return F.binary_cross_entropy_with_logits(values, target, pos_weight=weight, reduction=reduction)
+
+
+_ELEMENTWISE = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+    nn.MultiLabelSoftMarginLoss,
+)
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+class TorchLoss:
+    """A loss class of `torch.nn` whose mean is known, with its weights where the output is.
+
+    Attributes:
+        module: the loss as torch computes it.
+        reduction: `sum`, or `mean` over samples or `items`.
+        items: counts the labels, or the weights of these; None for losses of elements.
+    """
+
+    known_mean = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.__name__ = module, type(module).__name__
+        self.reduction = "sum" if module.reduction == "sum" else "mean"
+        self.items = items_of(module)
+
+    @property
+    def whole_sequences(self) -> bool:
+        """True if the mean is over samples and not over their tokens, so that `cp` cannot divide a sequence."""
+        return self.module.reduction == "batchmean"
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        """The loss as a 0-dimensional tensor. Raises DataError where elements are compared and the shapes differ."""
+        if type(self.module) in _ELEMENTWISE:
+            values, wanted = same_shape(self.__name__, output, target)
+        else:
+            values, wanted = logits_of(output), target
+        loss: Tensor = self.module.to(values.device, values.dtype)(values, wanted)
+        if self.items is None:
+            return loss
+        return torch.where(torch.as_tensor(self.items(target), device=loss.device) > 0, loss, 0.0)
 
 
 class Contrastive:
@@ -199,6 +281,8 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
 def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     """A function, with `args` bound; or an instance of a class, made with `args`."""
     loss = load_object(path)
+    if path.startswith("torch."):
+        args = {key: torch.tensor(v) if key in _WEIGHTS and v is not None else v for key, v in args.items()}
     if isinstance(loss, type):
         check_call(path, loss, **args)
         try:
@@ -213,9 +297,20 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         raise JobError(
             f"{path} is a {type(loss).__name__} and cannot be called; a loss is called as loss(output, target)"
         )
-    check_call(path, loss, "output", "target", **args)
+    check_call(path, loss.forward if isinstance(loss, nn.Module) else loss, "output", "target", **args)
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise JobError(
+            f"loss {path} has parameters to train, which no optimizer of a job gets: make them a part of the model"
+        )
+    if getattr(loss, "reduction", None) == "none" or args.get("reduction") == "none":
+        raise JobError(f"loss {path}: reduction none gives a number for each sample, and training needs one: take mean")
+    if type(loss) in (*_ELEMENTWISE, *_OF_CLASSES):
+        return TorchLoss(loss)
     # the wrapper has the attributes, too
     return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
+
+
+_WEIGHTS = ("weight", "pos_weight")  # lists in a job file, and tensors in torch
 
 
 def _tensors(args: Mapping[str, Any]) -> str:
@@ -243,156 +338,3 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
             f"loss cross_entropy: weight has {len(weight)} numbers, but the model has {logits.shape[1]} classes"
         )
     check_labels(labels, logits.shape[1], "in a batch")
-
-
-def build_metric(name: str, args: Mapping[str, Any] = {}) -> Metric:
-    """Make a metric by its name, or by calling a factory with `args`.
-
-    Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
-            metric.
-    """
-    if ":" in name:
-        return _users_metric(name, args)
-    if name not in _METRICS:
-        raise JobError(
-            f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own: pkg.mod:factory or '
-            "file.py:factory)"
-        )
-    if args:
-        raise JobError(f"metric {name} takes no arguments, but the job gives {', '.join(args)}")
-    measure, result = _METRICS[name]
-    return BuiltIn(name, measure, result)
-
-
-class BuiltIn:
-    """A metric from a batch's `(total, count)`, summed over all batches. `result` is applied to the ratio."""
-
-    def __init__(
-        self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]
-    ) -> None:
-        self.name, self._measure, self._result = name, measure, result
-
-    @torch.no_grad()
-    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch."""
-        total, count = self._measure(output, target)
-        return float(total), float(count)
-
-    def result(self, total: float, count: float) -> float:
-        """The value from the sums over all batches and replicas; NaN where nothing was counted."""
-        return self._result(total / count) if count else math.nan
-
-
-def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of samples (or tokens, pixels) whose largest logit belongs to their class.
-
-    Targets are labels (-100 is left out), one-hot rows or class probabilities. With one logit per sample, the target is
-    0 or 1 (or a probability), and the logit should be above 0 if the target is above 0.5.
-    """
-    logits = logits_of(output)
-    one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
-    if one_logit and target.numel() == logits.numel():
-        return _right_side_of_0(logits, target, "accuracy")
-    if target.shape == logits.shape:
-        classes = 2 if logits.dim() == 3 else 1
-        _must_be_probabilities(target, "accuracy")
-        sums = target.double().sum(classes)
-        if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
-            raise DataError(
-                "accuracy compares classes, but a row of the targets adds up to "
-                f"{sums.flatten()[(sums - 1).abs().argmax()].item():g} instead of 1. If a sample may have several "
-                "labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or probabilities"
-            )
-        right = logits.argmax(classes) == target.argmax(classes)
-        return right.sum(), torch.tensor(right.numel())
-    logits, labels = _logits_and_labels("accuracy", logits, target)
-    return (logits.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
-
-
-def _multilabel_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of logits that are above 0 exactly if their target is above 0.5."""
-    return _right_side_of_0(output, target, "multilabel_accuracy")
-
-
-def _right_side_of_0(output: Any, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    logits, target = same_shape(name, output, target)
-    _must_be_probabilities(target, name)
-    return ((logits > 0) == (target > 0.5)).sum(), torch.tensor(target.numel())
-
-
-def _must_be_probabilities(target: Tensor, name: str) -> None:
-    outside = ~((target >= 0) & (target <= 1))
-    if outside.any():
-        raise DataError(
-            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}. For regression use the "
-            "metric mse or mae"
-        )
-
-
-def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (m, classes, …) and labels (m, …); other shapes would be broadcast into a wrong result."""
-    logits, labels = classes_on_dim_1(logits, target)
-    if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
-        raise DataError(
-            f"{name} needs one label for each sample; the model returned logits {list(logits.shape)}, and the labels "
-            f"are {list(labels.shape)}"
-        )
-    return logits, labels
-
-
-def _top5(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits, labels = _logits_and_labels("top5", logits_of(output), target)
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-    return (best == labels.unsqueeze(1)).sum(), (labels != IGNORED).sum()
-
-
-def _cross_entropy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    logits, labels = _logits_and_labels("the metric", logits_of(output), target)
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
-
-
-def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor]) -> tuple[Tensor, int]:
-    values, target = same_shape(name, output, target)
-    return of(values, target, reduction="sum"), target.numel()
-
-
-def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """Share of views whose nearest other view of the batch is their partner."""
-    similarity, partner = view_similarity(output)
-    return (similarity.argmax(dim=1) == partner).sum(), len(partner)
-
-
-def _exponential(mean: float) -> float:
-    return math.exp(mean) if mean < 700 else math.inf  # a float ends near e^709
-
-
-def _bits(mean: float) -> float:
-    return mean / math.log(2)
-
-
-_METRICS: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
-    "accuracy": (_accuracy, float),
-    "multilabel_accuracy": (_multilabel_accuracy, float),
-    "top5": (_top5, float),
-    "perplexity": (_cross_entropy, _exponential),
-    "bits_per_byte": (_cross_entropy, _bits),
-    "mse": (partial(_error, name="mse", of=F.mse_loss), float),
-    "mae": (partial(_error, name="mae", of=F.l1_loss), float),
-    "contrastive_accuracy": (_partner_found, float),
-}
-
-
-def _users_metric(path: str, args: Mapping[str, Any]) -> Metric:
-    factory = load_object(path)
-    if not callable(factory):
-        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
-    check_call(path, factory, **args)
-    metric: Metric = factory(**args)
-    named = isinstance(getattr(metric, "name", None), str)
-    if not (named and callable(metric) and callable(getattr(metric, "result", None))):
-        raise JobError(
-            f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
-            "result(total, count), or with gathers = True result(predictions, targets)"
-        )
-    return metric

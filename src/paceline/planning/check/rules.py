@@ -10,6 +10,7 @@ from dataclasses import replace
 from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job
+from paceline.job.loss import build_metrics
 from paceline.planning.check.plan_context import Check, PlanContext, Rule, memory_shortage
 from paceline.planning.limits import (
     NO_ATTENTION,
@@ -35,6 +36,8 @@ from paceline.units import count, size
 # optimizers that update each element by itself, so that they work on any shard
 _BY_NUMBER = ("sgd", "adam", "adamw")
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
+# built-in metrics that need every prediction at once
+_GATHER = ("auc", "r2")
 # torch's own; LARS and LAMB are ours
 _WITH_FUSED_STEP = ("sgd", "adam", "adamw")
 # memory of a rank that has loaded torch, but no model yet
@@ -346,6 +349,33 @@ def _batch_over_all_replicas(context: PlanContext) -> str | None:
         why = "batch_norm: sync joins them in every layer"
         return f"lets replicas train independently, and {why}: batch_norm: local, or sync=allreduce."
     return None
+
+
+@_check("cp")
+def _loss_over_whole_sequences(context: PlanContext) -> str | None:
+    if context.plan.cp == 1 or not context.job.loss.is_over_whole_sequences:
+        return None
+    return (
+        "divides each sample's tokens, and the loss with reduction batchmean divides by samples alone: cp=1, or "
+        "reduction: mean."
+    )
+
+
+@_check("cp")
+def _metrics_of_whole_samples(context: PlanContext) -> str | None:
+    """Refuse metrics that need every token of a sample on one rank."""
+    specs = context.job.metrics
+    # the built-in ones that are sums over tokens need not be built
+    if context.plan.cp == 1 or not any(":" in spec.name or spec.name in _GATHER for spec in specs):
+        return None
+    built = build_metrics(specs, context.job.loss.build())
+    whole = [m.name for m in built if getattr(m, "gathers", False) or getattr(m, "keeps_state", False)]
+    if not whole:
+        return None
+    return (
+        f"divides each sample's tokens over {context.plan.cp} ranks, but the metric {whole[0]} needs whole samples: "
+        "cp=1, or a metric that is a ratio of two sums."
+    )
 
 
 # Plans that divide the model

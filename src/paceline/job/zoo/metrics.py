@@ -1,0 +1,379 @@
+"""The built-in metrics, those of torchmetrics, and finding a user's own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import DataError, JobError
+from paceline.job.loss_items import IGNORED, check_labels, classes_on_dim_1, described, logits_of, same_shape
+from paceline.job.spec import check_call, checked_args, load_object
+from paceline.job.stop import HIGHER_IS_BETTER
+from paceline.job.zoo.losses import view_similarity
+from paceline.job.zoo.outputs import OutputKind, gives_probabilities, kind_of
+from paceline.text import nearest
+
+if TYPE_CHECKING:
+    from paceline.job.loss import Loss, Metric
+
+
+def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = None) -> Metric:
+    """Make a metric by its name, or by calling a class or factory with `args`.
+
+    Args:
+        loss: of the job, which tells how outputs become probabilities.
+
+    Raises:
+        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
+            metric.
+    """
+    if ":" in name:
+        return _users_metric(name, args, loss)
+    if name not in _METRICS:
+        raise JobError(
+            f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own or of torchmetrics: '
+            "pkg.mod:name or file.py:name)"
+        )
+    build = _METRICS[name]
+    if isinstance(build, type):
+        made: Metric = build(**checked_args(f"metric {name}", build, args))
+        if isinstance(made, _OfClasses):
+            made.kind = kind_of(loss)
+    elif args:
+        raise JobError(f"metric {name} takes no arguments, but the job gives {', '.join(args)}")
+    else:
+        made = BuiltIn(name, *build)
+    return OfProbabilities(made) if name in _BY_SIDE_OF_0 and gives_probabilities(loss) else made
+
+
+class BuiltIn:
+    """A metric from a batch's `(total, count)`, summed over all batches. `result` is applied to the ratio."""
+
+    def __init__(
+        self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]
+    ) -> None:
+        self.name, self._measure, self._result = name, measure, result
+        self.higher_is_better = HIGHER_IS_BETTER[name]
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Any) -> tuple[float, float]:
+        """`(total, count)` of one batch."""
+        total, count = self._measure(output, target)
+        return float(total), float(count)
+
+    def result(self, total: float, count: float) -> float:
+        """The value from the sums over all batches and replicas; NaN where nothing was counted."""
+        return self._result(total / count) if count else math.nan
+
+
+class OfProbabilities:
+    """A metric of logits, for a model that returns probabilities (`BCELoss`)."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.name = metric, metric.name
+        self.gathers, self.higher_is_better = getattr(metric, "gathers", False), True
+
+    def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """As the metric, of the logits that belong to the probabilities."""
+        return self.metric(torch.logit(logits_of(output)), target)
+
+    def result(self, total: Any, count: Any) -> float:
+        """As the metric."""
+        return self.metric.result(total, count)
+
+
+class _OfClasses:
+    """A metric of labels: of classes, of yes and no, or of several labels for a sample.
+
+    Attributes:
+        kind: what the outputs are, by the job's loss; None if unknown.
+    """
+
+    name: str
+    kind: OutputKind | None = None
+
+    def _read(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Logits (m, classes) and labels (m,), True if samples have several labels; then both are (m, labels)."""
+        logits = logits_of(output)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
+        if one_logit and target.numel() == logits.numel():
+            yes = logits.flatten()
+            return torch.stack([torch.zeros_like(yes), yes], dim=1), self._yes_or_no(target).flatten(), False
+        if target.shape == logits.shape and self.kind != "classes":
+            if self.kind is None:
+                raise DataError(
+                    f"{self.name} cannot tell whether targets {described(target)} are one of several classes or "
+                    "several labels: give the class of each sample, or use the loss cross_entropy or bce"
+                )
+            return logits.flatten(0, -2), self._yes_or_no(target).flatten(0, -2), True
+        if target.shape == logits.shape:
+            target = target.argmax(2 if logits.dim() == 3 else 1)
+        logits, labels = _logits_and_labels(self.name, logits, target)
+        check_labels(labels, logits.shape[1], "in the validation set")
+        counted = labels != IGNORED
+        return logits.movedim(1, -1)[counted], labels[counted], False
+
+    def _yes_or_no(self, target: Tensor) -> Tensor:
+        if ((target != 0) & (target != 1)).any():
+            raise DataError(f"{self.name} needs targets of 0 and 1 where the model returns one number for each of them")
+        return target.long()
+
+
+class F1(_OfClasses):
+    """The harmonic mean of precision and recall, as scikit-learn's `f1_score`.
+
+    Args:
+        average: `binary` (class 1 of two), `macro` (mean over the classes that occur among labels or predictions),
+            `micro` (over all samples) or `weighted` (mean by the samples of the classes). None: `binary` for two
+            classes, else `macro`.
+    """
+
+    name, higher_is_better = "f1", True
+
+    def __init__(self, *, average: Literal["binary", "macro", "micro", "weighted"] | None = None) -> None:
+        self.average = average
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, int]:
+        """True positives, false positives and false negatives by class, a row that marks labels; and the items."""
+        logits, labels, several = self._read(output, target)
+        if several:
+            found, wanted = logits > 0, labels > 0
+            hits, all_found, all_wanted = ((found & wanted).sum(0), found.sum(0), wanted.sum(0))
+        else:
+            classes, found = logits.shape[1], logits.argmax(1)
+            hits, all_found, all_wanted = (
+                torch.bincount(part, minlength=classes) for part in (labels[found == labels], found, labels)
+            )
+        marks = torch.full_like(hits, int(several) * len(labels))
+        return torch.stack([hits, all_found - hits, all_wanted - hits, marks]).double().cpu(), len(labels)
+
+    def result(self, total: Tensor, count: float) -> float:
+        """F1 by the counts of all batches; NaN without a sample."""
+        if not count:
+            return math.nan
+        hits, wrong, missed, marks = total
+        two = len(hits) == 2 and not marks.any()
+        average = self.average or ("binary" if two else "macro")
+        if average == "binary":
+            if not two:
+                raise JobError(
+                    f"metric f1: average binary is for two classes, and there are {len(hits)}: take macro, micro or "
+                    "weighted"
+                )
+            hits, wrong, missed = hits[1:], wrong[1:], missed[1:]
+        if average == "micro":
+            hits, wrong, missed = hits.sum(0, keepdim=True), wrong.sum(0, keepdim=True), missed.sum(0, keepdim=True)
+        there = hits + wrong + missed
+        each = 2 * hits / (there + hits).clamp(min=1)
+        weights = hits + missed if average == "weighted" else (there > 0).double()
+        return float((each * weights).sum() / weights.sum()) if weights.any() else 0.0
+
+
+class AUC(_OfClasses):
+    """The area under the ROC curve: the chance that a positive sample has a higher score than a negative one.
+
+    As scikit-learn's `roc_auc_score`: class 1 of two; for more classes, each against the others (`multi_class="ovr"`),
+    and for several labels each label, with the mean over those that have positive and negative samples.
+    """
+
+    name, gathers, higher_is_better = "auc", True, True
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores (m, classes) or (m, 1), and labels (m,) or (m, labels)."""
+        logits, labels, several = self._read(output, target)
+        if several:
+            return logits, labels.to(torch.uint8)
+        if logits.shape[1] == 2:
+            return logits[:, 1:] - logits[:, :1], labels
+        return logits.log_softmax(1), labels
+
+    def result(self, total: Tensor, count: Tensor) -> float:
+        """The area by the scores and labels of all batches; NaN where no class has both kinds of samples."""
+        scores, labels = total, count
+        if labels.dim() == 2:
+            of_each = labels.bool()
+        else:
+            positive = torch.arange(scores.shape[1]) if scores.shape[1] > 1 else torch.ones(1)
+            of_each = labels[:, None] == positive
+        areas = [_area(scores[:, i], of_each[:, i]) for i in range(scores.shape[1])]
+        known = [area for area in areas if not math.isnan(area)]
+        return sum(known) / len(known) if known else math.nan
+
+
+def _area(scores: Tensor, positive: Tensor) -> float:
+    """Mann and Whitney's statistic by the mean ranks of equal scores; NaN without both kinds of samples."""
+    _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[place]
+    yes = int(positive.sum())
+    no = len(positive) - yes
+    if not yes or not no:
+        return math.nan
+    return (float(ranks[positive].sum()) - yes * (yes + 1) / 2) / (yes * no)
+
+
+class R2:
+    """The coefficient of determination, as scikit-learn's `r2_score`: the mean over a sample's outputs."""
+
+    name, gathers, higher_is_better = "r2", True, True
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and targets, (n, outputs of a sample)."""
+        values, wanted = same_shape("r2", output, target)
+        return values.reshape(len(values), -1), wanted.reshape(len(wanted), -1)
+
+    def result(self, total: Tensor, count: Tensor) -> float:
+        """R² of all outputs and targets; NaN for fewer than two samples."""
+        values, wanted = total.double(), count.double()
+        if len(wanted) < 2:
+            return math.nan
+        left = (wanted - values).square().sum(0)
+        spread = (wanted - wanted.mean(0)).square().sum(0)
+        constant = (left > 0).logical_not().double()  # 1 if a constant is predicted without an error, else 0
+        return float(torch.where(spread > 0, 1 - left / spread, constant).mean())
+
+
+def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of samples (or tokens, pixels) whose largest logit belongs to their class.
+
+    Targets are labels (-100 is left out), one-hot rows or class probabilities. With one logit per sample, the target is
+    0 or 1 (or a probability), and the logit should be above 0 if the target is above 0.5.
+    """
+    logits = logits_of(output)
+    one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
+    if one_logit and target.numel() == logits.numel():
+        return _right_side_of_0(logits, target, "accuracy")
+    if target.shape == logits.shape:
+        classes = 2 if logits.dim() == 3 else 1
+        _must_be_probabilities(target, "accuracy")
+        sums = target.double().sum(classes)
+        if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
+            raise DataError(
+                "accuracy compares classes, but a row of the targets adds up to "
+                f"{sums.flatten()[(sums - 1).abs().argmax()].item():g} instead of 1. If a sample may have several "
+                "labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or probabilities"
+            )
+        right = logits.argmax(classes) == target.argmax(classes)
+        return right.sum(), torch.tensor(right.numel())
+    logits, labels = _logits_and_labels("accuracy", logits, target)
+    return (logits.argmax(dim=1) == labels).sum(), (labels != IGNORED).sum()
+
+
+def _multilabel_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Share of logits that are above 0 exactly if their target is above 0.5."""
+    return _right_side_of_0(output, target, "multilabel_accuracy")
+
+
+def _right_side_of_0(output: Any, target: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    logits, target = same_shape(name, output, target)
+    _must_be_probabilities(target, name)
+    return ((logits > 0) == (target > 0.5)).sum(), torch.tensor(target.numel())
+
+
+def _must_be_probabilities(target: Tensor, name: str) -> None:
+    outside = ~((target >= 0) & (target <= 1))
+    if outside.any():
+        raise DataError(
+            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}. For regression use the "
+            "metric mse or mae"
+        )
+
+
+def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (m, classes, …) and labels (m, …); other shapes would be broadcast into a wrong result."""
+    logits, labels = classes_on_dim_1(logits, target)
+    if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
+        raise DataError(
+            f"{name} needs one label for each sample; the model returned logits {list(logits.shape)}, and the labels "
+            f"are {list(labels.shape)}"
+        )
+    return logits, labels
+
+
+def _top5(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, labels = _logits_and_labels("top5", logits_of(output), target)
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    return (best == labels.unsqueeze(1)).sum(), (labels != IGNORED).sum()
+
+
+def _cross_entropy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, labels = _logits_and_labels("the metric", logits_of(output), target)
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+
+
+def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor]) -> tuple[Tensor, int]:
+    values, target = same_shape(name, output, target)
+    return of(values, target, reduction="sum"), target.numel()
+
+
+def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
+    """Share of views whose nearest other view of the batch is their partner."""
+    similarity, partner = view_similarity(output)
+    return (similarity.argmax(dim=1) == partner).sum(), len(partner)
+
+
+def _exponential(mean: float) -> float:
+    return math.exp(mean) if mean < 700 else math.inf  # a float ends near e^709
+
+
+def _bits(mean: float) -> float:
+    return mean / math.log(2)
+
+
+_METRICS: dict[str, type[Metric] | tuple[Callable[[Any, Any], tuple[Any, Any]], Callable[[float], float]]] = {
+    "accuracy": (_accuracy, float),
+    "multilabel_accuracy": (_multilabel_accuracy, float),
+    "top5": (_top5, float),
+    "f1": F1,
+    "auc": AUC,
+    "perplexity": (_cross_entropy, _exponential),
+    "bits_per_byte": (_cross_entropy, _bits),
+    "mse": (partial(_error, name="mse", of=F.mse_loss), float),
+    "mae": (partial(_error, name="mae", of=F.l1_loss), float),
+    "r2": R2,
+    "contrastive_accuracy": (_partner_found, float),
+}
+_BY_SIDE_OF_0 = ("accuracy", "multilabel_accuracy", "f1", "auc")
+
+
+def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metric:
+    try:
+        factory = load_object(path)
+    except JobError as error:
+        if path.startswith("torchmetrics") and not find_spec("torchmetrics"):
+            raise JobError(f"metric {path} needs torchmetrics; run: pip install 'paceline[metrics]'") from error
+        raise
+    if not callable(factory):
+        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
+    check_call(path, factory, **args)
+    try:
+        metric: Any = factory(**args)
+    except (TypeError, ValueError, RuntimeError) as error:
+        explained = JobError(f"metric {path} cannot be made of its args: {type(error).__name__}: {error}")
+        explained.from_users_code = True
+        raise explained from error
+    if "torchmetrics" in sys.modules:
+        from paceline.job.zoo.torch_metrics import TorchMetric
+
+        if TorchMetric.takes(metric):
+            return TorchMetric(path.rpartition(":")[2].rpartition(".")[2], metric, loss)
+    named = isinstance(getattr(metric, "name", None), str)
+    if not (named and callable(metric) and callable(getattr(metric, "result", None))):
+        raise JobError(
+            f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
+            "result(total, count), or with gathers = True result(predictions, targets); or it is a Metric of "
+            "torchmetrics"
+        )
+    made: Metric = metric
+    return made

@@ -1,0 +1,126 @@
+"""What a model's outputs mean, by the loss that it is trained with: logits, probabilities or values."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import DataError, JobError
+from paceline.job.loss_items import IGNORED, ModelsOwn, classes_on_dim_1, described, logits_of, same_shape
+from paceline.job.zoo.losses import BinaryCrossEntropy, Contrastive, CrossEntropy, Elementwise, TorchLoss
+
+if TYPE_CHECKING:
+    from paceline.job.loss import Loss
+
+# `classes`: one logit per class. `yes_no`: a logit for each of one or several independent labels.
+OutputKind = Literal["classes", "yes_no", "values"]
+
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, F.cross_entropy, F.nll_loss)
+_PROBABILITIES = (nn.BCELoss, F.binary_cross_entropy)
+_YES_NO = (
+    *_PROBABILITIES,
+    nn.BCEWithLogitsLoss,
+    nn.MultiLabelSoftMarginLoss,
+    F.binary_cross_entropy_with_logits,
+)
+_SCORES = (nn.MultiMarginLoss,)  # larger for likelier classes, but no logits
+
+
+def kind_of(loss: Loss | None) -> OutputKind | None:
+    """The kind of outputs that a loss is for; None if it is a loss of the user's or the model's own."""
+    if isinstance(loss, CrossEntropy):
+        return "classes"
+    if isinstance(loss, BinaryCrossEntropy):
+        return "yes_no"
+    if isinstance(loss, Elementwise | Contrastive):
+        return "values"
+    by_torch = _torchs(loss)
+    if by_torch in _CLASSES:
+        return "classes"
+    if by_torch in _YES_NO:
+        return "yes_no"
+    return "values" if isinstance(loss, TorchLoss) else None
+
+
+def gives_probabilities(loss: Loss | None) -> bool:
+    """True if the model returns probabilities of independent labels, as `BCELoss` needs them."""
+    return _torchs(loss) in _PROBABILITIES
+
+
+def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Tensor:
+    """Probabilities by a model's output: classes on dim 1 or, in sequences, on the last dimension.
+
+    Args:
+        kind: what the outputs are; `kind_of(loss)` where that tells.
+
+    Raises:
+        JobError: only the user knows how outputs of this loss become probabilities.
+    """
+    own = getattr(loss, "probabilities", None)
+    if callable(own):
+        made: Tensor = own(output)
+        return made
+    values = logits_of(output)
+    if gives_probabilities(loss):
+        return values
+    if kind is None or kind == "values" or _torchs(loss) in _SCORES:
+        raise JobError(
+            f"how outputs become probabilities is not known for the loss {_name(loss)}: give it a function "
+            "`probabilities(output)`, e.g. lambda output: output.softmax(1)"
+        )
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    if kind == "yes_no":
+        return wide.sigmoid()
+    if kind_of(loss) is None and not isinstance(loss, ModelsOwn) and _are_probabilities(wide):
+        raise JobError(
+            f"the outputs for the loss {_name(loss)} look like probabilities already: give it a function "
+            "`probabilities(output)`, e.g. lambda output: output"
+        )
+    return wide.softmax(2 if wide.dim() == 3 else 1)
+
+
+def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities (m, classes, …) and labels (m, …), or (m, labels) of each for independent labels.
+
+    Labels of -100 are left out; what remains then has one row each.
+
+    Raises:
+        DataError: the targets are not the labels that the loss says.
+        JobError: see `probabilities`.
+    """
+    kind = kind_of(loss)
+    if kind == "yes_no" or (kind is None and target.shape == logits_of(output).shape):
+        found, wanted = same_shape("the metric", probabilities(loss, output, "yes_no"), target)
+        if ((wanted != 0) & (wanted != 1)).any():
+            raise DataError("metrics of yes or no need targets of 0 and 1")
+        return found, wanted.long()
+    if kind is None and target.is_floating_point():
+        raise DataError(f"targets {described(target)} are not labels of classes, which this metric compares")
+    found = probabilities(loss, output, kind or "classes")
+    if target.shape == found.shape:  # one row of probabilities for each sample
+        target = target.argmax(2 if found.dim() == 3 else 1)
+    found, labels = classes_on_dim_1(found, target)
+    counted = labels != IGNORED
+    return (found, labels) if counted.all() else (found.movedim(1, -1)[counted], labels[counted])
+
+
+def _are_probabilities(values: Tensor) -> bool:
+    sums = values.sum(2 if values.dim() == 3 else 1)
+    return bool((values >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
+
+
+def _torchs(loss: object) -> object:
+    """The class or function of torch that a loss is; else the loss itself."""
+    if isinstance(loss, TorchLoss):
+        return type(loss.module)
+    if isinstance(loss, functools.partial):
+        return loss.func
+    return type(loss) if isinstance(loss, nn.Module) else loss
+
+
+def _name(loss: object) -> str:
+    return str(getattr(loss, "__name__", None) or type(loss).__name__)

@@ -1,0 +1,166 @@
+"""Metrics of torchmetrics in a job, exact over ranks by the reductions that they declare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from paceline.device import widest_float
+from paceline.errors import DataError, JobError
+from paceline.job.loss_items import logits_of
+from paceline.job.zoo.outputs import classified
+
+if TYPE_CHECKING:
+    from paceline.job.loss import Loss
+
+_EXACT: dict[Any, Callable[..., Tensor]] = {dim_zero_sum: torch.sum, dim_zero_max: torch.amax, dim_zero_min: torch.amin}
+_CLASSIFICATION = "torchmetrics.classification"
+
+
+class TorchMetric:
+    """A metric of torchmetrics.
+
+    If the reductions of its states are sums, maxima, minima and concatenations, every rank updates a copy and the
+    states are reduced over the ranks. Else a mean over ranks would be wrong for uneven shares, so all predictions are
+    gathered and measured at once.
+
+    Metrics of `torchmetrics.classification` get probabilities and labels; others get the output and the target.
+
+    Attributes:
+        keeps_state: True if states are reduced; `gathers` otherwise.
+    """
+
+    def __init__(self, name: str, metric: Metric, loss: Loss | None) -> None:
+        self.name, self.metric, self.loss = name, metric, loss
+        self.higher_is_better: bool | None = metric.higher_is_better
+        self._classifies = any(cls.__module__.startswith(_CLASSIFICATION) for cls in type(metric).__mro__)
+        self._binary = type(metric).__name__.startswith("Binary")
+        # the ranks' states are reduced here, by no process group of torch's
+        metric.sync_on_compute = metric._to_sync = False
+        self.gathers = not _reduces_exactly(metric)
+        self.keeps_state = not self.gathers
+        self._refuse_several_values()
+
+    @staticmethod
+    def takes(metric: object) -> bool:
+        """True for an instance of `torchmetrics.Metric`."""
+        return isinstance(metric, Metric)
+
+    @torch.no_grad()
+    def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
+        """What the metric compares: predictions and targets of a batch."""
+        if not self._classifies:
+            return logits_of(output).detach(), target
+        found, labels = classified(self.loss, output, target)
+        if self._binary and found.dim() == 2 and labels.dim() == 1:
+            if found.shape[1] > 2:
+                raise JobError(f"metric {self.name} is for two classes, and the model has {found.shape[1]}")
+            found = found[:, -1]
+        return found, labels
+
+    def result(self, total: Any, count: Any) -> float:
+        """The value by the predictions and targets of all ranks."""
+        states = self.begin()
+        states.add(total, count)
+        return states.result()
+
+    def begin(self) -> States:
+        """States before the first batch."""
+        return States(self.name, self.metric.clone())
+
+    def _refuse_several_values(self) -> None:
+        shaped = next((v for k in ("average", "multioutput") if (v := getattr(self.metric, k, "")) in _EACH), None)
+        try:
+            several = isinstance(value := self.metric.clone().compute(), Tensor) and value.numel() > 1
+        except Exception:  # noqa: BLE001 - most metrics have no value without a sample
+            several = False
+        if several or shaped is not None:
+            raise JobError(
+                f"metric {self.name} has several values, and a job records one number: set its average, or name a "
+                "class of your own that returns one of them"
+            )
+
+
+_EACH = (None, "none", "raw_values")
+
+
+class States:
+    """The states of a metric on one rank.
+
+    Attributes:
+        metric: a copy that this rank updates.
+        batches: number of batches so far.
+    """
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self.name, self.metric, self.batches = name, metric, 0
+
+    def add(self, predictions: Any, targets: Any) -> None:
+        """Update the metric by a batch.
+
+        Raises:
+            DataError: the metric refuses the batch.
+        """
+        device = predictions.device
+        if not self.batches:
+            self.metric = self.metric.to(device)
+            self.metric.set_dtype(widest_float(device))  # sums of many batches
+        self.batches += 1
+        try:
+            with torch.autocast(device.type, enabled=False):
+                self.metric.update(predictions, targets)
+        except (RuntimeError, TypeError, ValueError) as error:
+            explained = DataError(f"metric {self.name} refuses a batch: {type(error).__name__}: {error}")
+            explained.from_users_code = True
+            raise explained from error
+
+    def result(self, of_all: Callable[[Tensor | None], Tensor | None] | None = None) -> float:
+        """The value over all ranks; NaN on a rank without a batch, whose value the others have.
+
+        Args:
+            of_all: concatenates this rank's rows of a state with those of the others, and is called for each state;
+                None: the batches of this rank are all.
+
+        Raises:
+            JobError: the value is not one number.
+        """
+        metric = self.metric
+        for state, reduction in metric._reductions.items() if of_all is not None else ():
+            own = getattr(metric, state)
+            if isinstance(own, list):
+                rows = [one if one.dim() else one[None] for one in own]
+                whole = of_all(torch.cat(rows) if rows else None)
+                if self.batches:
+                    setattr(metric, state, [] if whole is None else [whole.to(metric.device)])
+            else:
+                stacked = of_all(own[None] if self.batches else None)
+                if self.batches and stacked is not None:
+                    setattr(metric, state, _EXACT[reduction](stacked.to(metric.device), 0))
+        if not self.batches:
+            return float("nan")
+        value = metric.compute()
+        if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
+            shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise JobError(
+                f"metric {self.name} has {shown} as its value, and a job records one number: set its average, or name "
+                "a class of your own that returns one of them"
+            )
+        return float(value)
+
+
+def _reduces_exactly(metric: Metric) -> bool:
+    """True if the reductions of all states give what one process computes, however samples are divided."""
+    for state, default in metric._defaults.items():
+        reduction = metric._reductions[state]
+        if isinstance(default, list):
+            if reduction is not dim_zero_cat:
+                return False
+        elif reduction not in _EXACT or (reduction is dim_zero_sum and bool(default.any())):
+            return False
+    # wrappers keep the states of other metrics
+    return bool(metric._defaults) and not any(isinstance(m, Metric) for m in metric.children())
