@@ -116,7 +116,7 @@ LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks to
 
 
 class Measured:
-    """Values of metrics for this rank's batches: sums, rows of all samples, or the metrics' own states."""
+    """Values of metrics for this rank's batches: sums, rows, or states."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
@@ -239,7 +239,7 @@ class _Rows:
 
 
 def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
-    """Rows of all ranks, in the order of the ranks, on the host; None if no rank has any.
+    """Gather the rows of all ranks on the host, in rank order; None without any.
 
     Args:
         own: this rank's rows; None for none.

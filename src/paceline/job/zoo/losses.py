@@ -201,7 +201,9 @@ _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class TorchLoss:
-    """A loss class of `torch.nn` whose mean is known, with its weights where the output is.
+    """A loss of `torch.nn` whose mean is known.
+
+    Its weights move to the device of the output.
 
     Attributes:
         module: the loss as torch computes it.
@@ -218,7 +220,7 @@ class TorchLoss:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if the mean is over samples and not over their tokens, so that `cp` cannot divide a sequence."""
+        """True if the mean is over samples and not over tokens, which `cp` cannot divide."""
         return self.module.reduction == "batchmean"
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class OfProbabilities:
 
 
 class _OfClasses:
-    """A metric of labels: of classes, of yes and no, or of several labels for a sample.
+    """A metric of classes, of yes and no, or of several labels.
 
     Attributes:
         kind: what the outputs are, by the job's loss; None if unknown.
@@ -144,7 +144,10 @@ class F1(_OfClasses):
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, int]:
-        """True positives, false positives and false negatives by class, a row that marks labels; and the items."""
+        """Count hits, false positives and misses by class.
+
+        A last row is not 0 if samples have several labels. The second value is the number of items.
+        """
         logits, labels, several = self._read(output, target)
         if several:
             found, wanted = logits > 0, labels > 0
@@ -180,10 +183,11 @@ class F1(_OfClasses):
 
 
 class AUC(_OfClasses):
-    """The area under the ROC curve: the chance that a positive sample has a higher score than a negative one.
+    """The area under the ROC curve, as scikit-learn's `roc_auc_score`.
 
-    As scikit-learn's `roc_auc_score`: class 1 of two; for more classes, each against the others (`multi_class="ovr"`),
-    and for several labels each label, with the mean over those that have positive and negative samples.
+    It is the chance that a positive sample has a higher score than a negative one: of class 1 of two; for more classes,
+    the mean over each against the others (`multi_class="ovr"`); for several labels, the mean over the labels. Classes
+    without positive or negative samples are left out.
     """
 
     name, gathers, higher_is_better = "auc", True, True
@@ -199,7 +203,7 @@ class AUC(_OfClasses):
         return logits.log_softmax(1), labels
 
     def result(self, total: Tensor, count: Tensor) -> float:
-        """The area by the scores and labels of all batches; NaN where no class has both kinds of samples."""
+        """Compute the area; NaN if no class has positive and negative samples."""
         scores, labels = total, count
         if labels.dim() == 2:
             of_each = labels.bool()
@@ -212,7 +216,7 @@ class AUC(_OfClasses):
 
 
 def _area(scores: Tensor, positive: Tensor) -> float:
-    """Mann and Whitney's statistic by the mean ranks of equal scores; NaN without both kinds of samples."""
+    """Mann and Whitney's statistic; NaN without both kinds of samples."""
     _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[place]
     yes = int(positive.sum())

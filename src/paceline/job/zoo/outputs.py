@@ -1,4 +1,4 @@
-"""What a model's outputs mean, by the loss that it is trained with: logits, probabilities or values."""
+"""The meaning of a model's outputs by its loss: logits, probabilities or values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SCORES = (nn.MultiMarginLoss,)  # larger for likelier classes, but no logits
 
 
 def kind_of(loss: Loss | None) -> OutputKind | None:
-    """The kind of outputs that a loss is for; None if it is a loss of the user's or the model's own."""
+    """The kind of outputs that a loss is for; None for others."""
     if isinstance(loss, CrossEntropy):
         return "classes"
     if isinstance(loss, BinaryCrossEntropy):
@@ -52,7 +52,9 @@ def gives_probabilities(loss: Loss | None) -> bool:
 
 
 def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Tensor:
-    """Probabilities by a model's output: classes on dim 1 or, in sequences, on the last dimension.
+    """Convert a model's output to probabilities.
+
+    Classes are on dim 1 or, in sequences, on the last dimension.
 
     Args:
         kind: what the outputs are; `kind_of(loss)` where that tells.
@@ -84,7 +86,7 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
 
 
 def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities (m, classes, …) and labels (m, …), or (m, labels) of each for independent labels.
+    """Probabilities (m, classes, …) and labels (m, …); for independent labels both (m, labels).
 
     Labels of -100 are left out; what remains then has one row each.
 

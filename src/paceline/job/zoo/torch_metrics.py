@@ -120,7 +120,7 @@ class States:
             raise explained from error
 
     def result(self, of_all: Callable[[Tensor | None], Tensor | None] | None = None) -> float:
-        """The value over all ranks; NaN on a rank without a batch, whose value the others have.
+        """Compute the value over all ranks; NaN on a rank without a batch.
 
         Args:
             of_all: concatenates this rank's rows of a state with those of the others, and is called for each state;
@@ -154,7 +154,7 @@ class States:
 
 
 def _reduces_exactly(metric: Metric) -> bool:
-    """True if the reductions of all states give what one process computes, however samples are divided."""
+    """True if the reductions give what one process computes for any division of samples."""
     for state, default in metric._defaults.items():
         reduction = metric._reductions[state]
         if isinstance(default, list):
