@@ -22,12 +22,12 @@ from paceline.planning.sync_info import CODECS, RULES, CompressSpec
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "src" / "paceline"
 # they name files by their place in the package, too
-MAPS = [ROOT / "ARCHITECTURE.md"]
+MAPS = [ROOT / "ARCHITECTURE.md", ROOT / "tests" / "faults" / "README.md"]
 PAGES = [*MAPS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 # of the root: see docs/site_pages.py
-GENERATED = ("architecture.md", "contributing.md", "changelog.md", "../architecture.md")
+GENERATED = tuple(f"{up}{page}.md" for up in ("", "../") for page in ("architecture", "contributing", "changelog"))
 
 
 def commands_in(page: Path) -> list[str]:

@@ -56,8 +56,6 @@ STILL_TO_DO: tuple[str, ...] = (
     "docs/how-to/add_a_",
     # R
     "docs/reference/",
-    # E
-    "docs/explanation/",
 )
 
 
