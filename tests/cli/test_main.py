@@ -124,6 +124,10 @@ COMMANDS = (
     "key",
     "links",
     "plan",
+    "plan explain",
+    "plan cost",
+    "plan cluster",
+    "plan batch",
     "report",
     "submit",
     "runs",
@@ -150,8 +154,10 @@ def commands_of(group: dict[str, Any], before: str = "") -> dict[str, Any]:
     """Commands by name, those of a group behind its own."""
     found: dict[str, Any] = {}
     for name, command in group.items():
-        inside = vars(command).get("commands")
-        found |= commands_of(inside, f"{before}{name} ") if inside else {f"{before}{name}": command}
+        inside = vars(command).get("commands", {})
+        found |= commands_of(inside, f"{before}{name} ")
+        if command.callback is not None:  # a command, and not only a group of others
+            found[f"{before}{name}"] = command
     return found
 
 

@@ -131,7 +131,7 @@ def test_auto_says_which_figures_it_lacks_and_goes_on(simulated: Simulated, tmp_
     lacks = 'no plan can be predicted for "Simulated accelerator": its peak FLOP/s, memory bandwidth and links'
     assert shown.says(lacks, "going on from plan dp=2")
     own = {"PYTHONPATH": f"{entry_of_ones_own(tmp_path)}{os.pathsep}{sim['PYTHONPATH']}"}
-    assert in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim | own).says("the best plans", "dp=2")
+    assert in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim | own).says("optimality gap", "dp=2")
     planned = in_a_process("plan", job_file(tmp_path, 6), folder=tmp_path, **sim)
     assert lacks in planned.error
     assert "docs/how-to/add_a_device.md" in planned.error

@@ -11,7 +11,6 @@ import typer
 import paceline
 from paceline.cli import check, doctor, export, links, operate, plan, report, trace, train, watch, why
 from paceline.cli.command import Command, Commands, commands_of
-from paceline.cli.plan import PlanCommand
 from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
 from paceline.torch_versions import untested
@@ -30,12 +29,7 @@ Commands.known = commands_of(
         "report": Command(report.command, "Runs", "paceline report runs/mine"),
         "why": Command(why.command, "Runs", "paceline why runs/mine --try 2"),
         "trace": Command(trace.command, "Runs", "paceline trace runs/mine --steps 3"),
-        "plan": Command(
-            plan.command,
-            "Plan",
-            'paceline plan examples/plan/llama_70b.yaml --cluster "16x8xH100-SXM, 400gbit"',
-            kind=PlanCommand,
-        ),
+        "plan": plan.COMMAND,
         "check": Command(
             check.command, "Plan", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True
         ),

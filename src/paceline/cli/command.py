@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from paceline.errors import PacelineError
 from paceline.extensions import ExtensionPoint
@@ -36,7 +36,6 @@ class Command:
         panel: heading in `paceline --help`; None for a command below another.
         example: a command line, shown at the end of `--help`.
         starts_ranks: True if the command may be started on every host; host 0 then runs it, and the others serve.
-        kind: class of the command, if it is not typer's own.
         settings: settings of click's context.
         commands: commands below this one, as in `paceline plan cost`.
     """
@@ -45,7 +44,6 @@ class Command:
     panel: Panel | None = None
     example: str = ""
     starts_ranks: bool = False
-    kind: type[TyperCommand] | None = None
     settings: dict[str, Any] | None = None
     commands: Mapping[str, Command] = field(default_factory=dict)
 
@@ -64,7 +62,7 @@ class Command:
             )
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = over_hosts(self.function) if self.starts_ranks else self.function
-        alone.command(name, cls=self.kind, epilog=epilog, context_settings=self.settings)(function)
+        alone.command(name, epilog=epilog, context_settings=self.settings)(function)
         found: Any = typer.main.get_command(alone)
         if below:
             found = CommandWithOthers(

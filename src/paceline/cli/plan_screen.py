@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD, Box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
@@ -19,6 +20,8 @@ from paceline.text import on_cores
 from paceline.units import count, digits, large, money, percent, seconds, size, span
 
 if TYPE_CHECKING:
+    from paceline.cluster.cluster import Cluster
+    from paceline.job.job import Job
     from paceline.planning.explain.explain import Explanation
     from paceline.planning.explain.questions import BatchAdvice
     from paceline.planning.explain.training_run import TrainingRun
@@ -40,20 +43,40 @@ def fitted(console: Console) -> Console:
     return console
 
 
-def show(explanation: Explanation, console: Console, *, top: int) -> None:
-    """All of it, in the order of the questions that one asks."""
-    show_head(explanation, console)
-    show_winner(explanation, console)
-    show_time(explanation, console)
-    show_memory(explanation, console)
-    _candidates(explanation, console, top)
-    _excluded(explanation, console)
-    _helps(explanation, console)
-    _answers(explanation, console)
-    _run(explanation, console)
-    _failures(explanation, console)
-    _notes(explanation, console)
-    _search(explanation, console)
+def show_plans(found: Explanation, console: Console, *, top: int) -> None:
+    """Show the best plans as a table, and how they were searched."""
+    show_head(found, console)
+    _candidates(found, console, top)
+    _search(found, console)
+
+
+def show_explanation(one: Explanation, best: Explanation, console: Console) -> None:
+    """Show where the time and memory of one plan go, and what would help.
+
+    Args:
+        best: the explanation of the best plan, which may be another.
+    """
+    show_head(one, console)
+    show_winner(one, console)
+    if one is not best:
+        _behind(one, best, console)
+    show_time(one, console)
+    show_memory(one, console)
+    _excluded(best, console)
+    _helps(one, console)
+    _answers(one, console)
+    _notes(one, console)
+    _search(best, console)
+
+
+def show_costs(found: Explanation, console: Console) -> None:
+    """Show what a whole training takes: time, money, energy, and failures."""
+    show_head(found, console)
+    console.print()
+    print_inset(console, Text(str(found.winner.plan), style="bold cyan"))
+    _run(found, console)
+    _failures(found, console)
+    _notes(found, console)
 
 
 def show_advice(advice: BatchAdvice, console: Console) -> None:
@@ -81,15 +104,20 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
 
 
 def show_head(explanation: Explanation, console: Console) -> None:
-    """The job, the cluster and the model."""
+    """Show the job, the cluster and the model."""
     trace, job = explanation.winner.layout.trace, explanation.job
     tokens = f", {explanation.tokens:,} tokens a sample" if explanation.tokens > 1 else ""
     about = (
         f"{large(trace.parameters)} parameters{tokens}, global batch {job.global_batch:,}, {job.optimizer.name}, "
         f"{job.precision}"
     )
-    console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {explanation.cluster.describe()}"))
+    show_case(job, explanation.cluster, console)
     console.print(Text(about, style=QUIET))
+
+
+def show_case(job: Job, cluster: Cluster, console: Console) -> None:
+    """Show the job and the cluster in one line."""
+    console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {cluster.describe()}"))
 
 
 def show_winner(explanation: Explanation, console: Console) -> None:
@@ -181,40 +209,47 @@ def _bar(share: float) -> str:
 # The others
 
 
+def _behind(one: Explanation, best: Explanation, console: Console) -> None:
+    """How much slower a plan is than the best one, and why."""
+    more = one.winner.prediction.step_time_s / best.winner.prediction.step_time_s - 1
+    how = f"{percent(more)} slower than" if more > 0 else "as fast as"
+    print_inset(console, Text(f"{how} the best plan, {best.winner.plan}: {one.winner.why}"))
+
+
 def _candidates(explanation: Explanation, console: Console, top: int) -> None:
-    priced = explanation.cost(explanation.winner)
-    about = [
-        f"predicted, ± {percent(explanation.winner.interval.relative, 0)}; ≈: too near the fastest to tell apart",
-        *([f"cost: of {priced.of}"] if priced else []),
-    ]
-    titled(console, "the best plans", "; ".join(about))
-    table = table_of("", "step", "memory", "MFU", *(["cost"] if priced else []), "plan, and why it loses")
-    for number, candidate in enumerate(explanation.found.best[:top], 1):
-        table.add_row(*_row(explanation, number, candidate), style="" if number > 1 else "bold")
-    print_inset(console, table)
-    shown = explanation.found.best[:top]
-    if len(alike := equals(shown)) > 1:
-        numbers = ", ".join(str(number) for number, candidate in enumerate(shown, 1) if candidate in alike)
-        why = "it has the fewest moving parts, then the fewest ranks, then the most free memory"
-        equal = f"The model cannot tell plans {numbers} apart in speed."
-        print_inset(console, Text(f"{equal} Plan 1 of these is recommended: {why}."))
-
-
-def _row(explanation: Explanation, number: int, candidate: Candidate) -> list[RenderableType]:
-    best, prediction, cost = (
-        explanation.winner.prediction.step_time_s,
-        candidate.prediction,
-        explanation.cost(candidate),
+    best, shown = explanation.winner, explanation.found.best[:top]
+    priced = explanation.cost(best)
+    columns = ["", "step", "slower", "memory", "MFU", *(["cost"] if priced else []), "plan"]
+    table = table_of(*columns, box=SIMPLE_HEAD)
+    alike = equals(explanation.found.best)
+    for number, candidate in enumerate(shown, 1):
+        table.add_row(
+            *_row(explanation, number, candidate, alike=candidate in alike), style="" if number > 1 else "bold"
+        )
+    console.print()
+    console.print(table)
+    known = best.interval
+    console.print(
+        Text(f"step: predicted, ± {percent(known.relative, 0)} (80 %); that rests on {known.rests_on}", style=QUIET)
     )
-    step, plan = Text(str(seconds(prediction.step_time_s)), justify="right"), Text(str(candidate.plan))
+    if priced:
+        console.print(Text(f"cost: of {priced.of}", style=QUIET))
+    if len([candidate for candidate in shown if candidate in alike]) > 1:
+        why = "it has the fewest moving parts, then the fewest ranks, then the most free memory"
+        console.print(Text(f"≈: the prediction cannot tell these plans apart. Plan 1 is recommended: {why}."))
+
+
+def _row(explanation: Explanation, number: int, candidate: Candidate, *, alike: bool) -> list[RenderableType]:
+    prediction, cost = candidate.prediction, explanation.cost(candidate)
+    more = prediction.step_time_s / explanation.winner.prediction.step_time_s - 1
+    slower = f"{'≈ ' if alike else ''}{'+' if more >= 0 else chr(0x2212)}{percent(abs(more))}"
+    plan = Text(str(candidate.plan))
     if number > 1:
-        equal = "≈ " if candidate in equals(explanation.found.best) else ""
-        more = prediction.step_time_s / best - 1
-        step.append(f"\n{equal}{'+' if more >= 0 else chr(0x2212)}{percent(abs(more))}", style=QUIET)
         plan.append(f"\n{candidate.why}", style=QUIET)
     return [
         str(number),
-        step,
+        str(seconds(prediction.step_time_s)),
+        slower if number > 1 else "",
         str(size(prediction.memory_bytes)),
         "" if prediction.mfu is None else str(percent(prediction.mfu)),
         *([digits(cost.value)] if cost else []),
@@ -408,9 +443,10 @@ def titled(console: Console, title: str, about: str = "") -> None:
     )
 
 
-def table_of(*columns: str, heads: bool = True) -> Table:
+def table_of(*columns: str, heads: bool = True, box: Box | None = None) -> Table:
     """A table of right-aligned figures, with a last column of words that may wrap."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style=QUIET, show_header=heads)
+    padding = (0, 1) if box else (0, 2, 0, 0)
+    table = Table(box=box, padding=padding, pad_edge=False, header_style=QUIET, show_header=heads)
     for column in columns[:-1]:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column(columns[-1], overflow="fold", ratio=1)

@@ -412,7 +412,7 @@ def _batch(model: Model) -> list[Suggestion]:
     if isinstance(parts, str):
         return []
     gain = 2 * run.step_s / sum(parts.values()) - 1
-    but = "samples a second; another training: `paceline plan --batch-advice` says how far it learns as well"
+    but = "samples a second; another training: `paceline plan batch` says how far it learns as well"
     return [Suggestion(f"global_batch: {twice:,}", gain, "predicted", but=but)] if gain >= WORTH else []
 
 

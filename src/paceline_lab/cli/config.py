@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.command import Command
-from paceline.cli.plan import AsJson, CalibrateOn, cluster_of, factors_of
+from paceline.cli.plan_options import AsJson, CalibrateOn, cluster_of, factors_of
 from paceline.errors import PlanError
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
         (Advice("twice the memory of a device", str(room)), memory(2), True),
         (Advice("twice the devices", f"{2 * on.devices:,}", but="twice the price an hour"), devices(2), True),
         (
-            Advice("twice the global batch", f"{batches:,}", but="another training: see --batch-advice"),
+            Advice("twice the global batch", f"{batches:,}", but="another training: see `paceline plan batch`"),
             batch(batches),
             True,
         ),
