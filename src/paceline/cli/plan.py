@@ -61,7 +61,7 @@ def plan(
     out: PageFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the plans that are predicted to be the fastest for a job on a cluster.
+    """Predict the fastest plans for a job on a cluster, and list them.
 
     Nothing is trained, and the machines of the cluster need not exist.
     """

@@ -137,7 +137,7 @@ def setting(
     price: float | None = None,
     failures: float | None = None,
 ) -> tuple[Setting, Console]:
-    """Load the job and the cluster, and measure this machine or read measured runs if asked to.
+    """Load the job and the cluster; measure this machine or read measured runs.
 
     Returns the console to print on as well.
     """
@@ -154,7 +154,7 @@ def setting(
 
 
 def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
-    """Return the cluster, and True if it can be measured: this machine, or hosts emulated on it."""
+    """Return the cluster, and True if it is this machine, or emulated on it."""
     from paceline.planning import arguments
 
     where = arguments.cluster_of(text)
@@ -164,7 +164,7 @@ def cluster_of(text: str | None, price: float | None, failures: float | None = N
 
 
 def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
-    """Return the factors of measured runs, and print what was read; None if no runs are named."""
+    """Return the factors of measured runs, and print what was read; None without runs."""
     from rich.text import Text
 
     from paceline.console import Console
@@ -181,7 +181,7 @@ def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: C
 
 
 def measure_machine(job: Job, cluster: Cluster, console: Console) -> Calibration | None:
-    """Return measurements of the machine; None, with a printed reason, if it could not be measured."""
+    """Return measurements of the machine; None, with a printed reason, if that fails."""
     from rich.text import Text
 
     from paceline.console import Console
