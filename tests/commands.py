@@ -20,11 +20,20 @@ import pytest
 import yaml
 
 from forked import Forked, can_be_forked, share_forkserver
-from paceline.cli import main
+from paceline.cli import commands, main
 from paceline.cluster.cgroup import remove_group
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 100.0  # ten times what any of them takes on a busy machine of two cores
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """Values of the options and arguments of a command line after `paceline`, without running the command."""
+    found, (name, *arguments) = commands(), words
+    while arguments and arguments[0] in vars(found[name]).get("commands", {}):
+        found, (name, *arguments) = found[name].commands, arguments
+    values: dict[str, Any] = found[name].make_context(name, arguments).params
+    return values
 
 
 @dataclass(frozen=True)

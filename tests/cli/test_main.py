@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import paceline as package
-from commands import in_a_process, paceline
+from commands import in_a_process, paceline, parsed
 from paceline.cli import commands
 from paceline.planning.plan import Plan
 
@@ -167,7 +167,7 @@ def test_help_ends_with_an_example_that_the_command_takes(name: str, tmp_path: P
     shown = paceline(*words, "--help", folder=tmp_path, columns=200).out
     program, *arguments = shlex.split(shown.partition("Example: ")[2].strip())
     assert (program, *arguments[: len(words)]) == ("paceline", *words)
-    values = commands_of(commands())[name].make_context(name, arguments[len(words) :]).params
+    values = parsed(arguments)
     if values.get("plan"):
         Plan.parse(values["plan"])
     assert [path for path in re.findall(r"examples/[\w/.]+", shown) if not (ROOT / path).is_file()] == []

@@ -17,9 +17,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from commands import in_a_process, paceline
+from commands import in_a_process, paceline, parsed
 from handmade_search import RARER, cluster, found, job
-from paceline.cli import commands
 from paceline.cli import plan_options as command
 from paceline.cli.command import to_run_on
 from paceline.cli.plan_screen import fitted, show_costs, show_explanation, show_plans
@@ -234,14 +233,11 @@ def test_every_command_of_the_documentation_is_one() -> None:
     pages = "\n".join(page.read_text() for page in sorted((root / "docs").rglob("*.md")))
     lines = re.findall(r"^paceline plan (.*examples/\S.*)$", pages, re.MULTILINE)
     assert len(lines) >= 6
-    plan = commands()["plan"]
     for line in lines:
-        arguments = shlex.split(line, comments=True)
-        below = plan.commands.get(arguments[0])
-        context = below.make_context(arguments[0], arguments[1:]) if below else plan.make_context("plan", arguments)
-        Job.load(root / context.params["job"])
-        if context.params["cluster"] is not None:
-            assert command.cluster_of(context.params["cluster"], None)[0].devices in (8, 128)
+        values = parsed(["plan", *shlex.split(line, comments=True)])
+        Job.load(root / values["job"])
+        if values["cluster"] is not None:
+            assert command.cluster_of(values["cluster"], None)[0].devices in (8, 128)
 
 
 def test_one_plan_is_recommended_for_a_small_model_that_many_devices_train_no_faster(tmp_path: Path) -> None:
