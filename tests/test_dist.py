@@ -32,12 +32,12 @@ SOURCES = (
 )
 PAGES = (
     "index.html",
-    "tutorial.html",
-    "plans.html",
+    "tutorials/first_run.html",
+    "reference/plan.html",
     "reference/api.html",
     "reference/cli.html",
     "architecture.html",
-    "results.html",
+    "results/index.html",
 )
 
 
