@@ -24,8 +24,9 @@ from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss import LossSpec
 from paceline.job.model import ModelSpec
-from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.optimizer import OptimizerSpec
 from paceline.job.partition import PartitionSpec
+from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import SECTIONS
 from paceline.job.stop import PlateauSpec, StopSpec
 from paceline.job.zoo import _MODELS

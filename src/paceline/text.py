@@ -34,7 +34,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     A name with another meaning is not a misspelling: `fp16` is not `fp64`, `metric_below` is not `metric_above`, and
     `radam` is not `adam`.
     """
-    by_lower_case = {n.lower(): n for n in known}
+    by_lower_case = {n.lower(): n for n in reversed(list(known))}  # the first of names that differ in case
     given = name.lower()
     close = difflib.get_close_matches(given, by_lower_case, n=3)
     return next((by_lower_case[one] for one in close if _is_misspelled(given, one)), None)
@@ -43,7 +43,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 def _is_misspelled(given: str, meant: str) -> bool:
     """True if a few letters differ, and none of them changes the meaning."""
     numbers = re.findall(r"[0-9]+", given)
-    if given in _MEAN_OTHER_THINGS or (numbers and meant in _PRECISIONS):
+    if (given in _MEAN_OTHER_THINGS and given != meant) or (numbers and meant in _PRECISIONS):
         return False
     for word, other in itertools.product(re.split("[_-]", given), re.split("[_-]", meant)):
         if (word, other) in _OPPOSITES or (other, word) in _OPPOSITES:

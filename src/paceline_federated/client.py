@@ -186,6 +186,11 @@ def federated(job: Job) -> FederateSpec:
         raise JobError("stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps")
     if job.nonfinite != "stop" or job.spike.policy != "off":
         raise JobError("nonfinite and spike are about steps of one run; updates with NaN or Inf are always refused")
+    if keys := job.beyond_plain_steps:
+        raise JobError(
+            f"{', '.join(keys)}: federated clients do not follow this. Use sgd, adam, adamw, lars or lamb for all "
+            "parameters alike, and a schedule of constant, linear, cosine or step"
+        )
     if job.trackers:
         raise JobError(
             "trackers follow the runs of paceline train; a federated run has its record alone: leave them out"

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.optimizer import OptimizerSpec
+from paceline.job.schedule import ScheduleSpec
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:

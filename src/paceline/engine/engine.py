@@ -30,6 +30,7 @@ from paceline.engine.reduction import (
     ReductionAhead,
     StepSignals,
     UnreadStep,
+    clip_elements,
 )
 from paceline.engine.replica_state import ReplicaState
 from paceline.errors import DataError, JobError, PlanError
@@ -344,7 +345,8 @@ class RankEngine:
     ) -> UnreadStep:
         """Queue the rest of a step without a wait for the device."""
         by_samples = self.compute.normalization.by_samples
-        unread = reduction.queue(local, step, by_samples=by_samples, clip_norm=self.settings.clip_norm)
+        limits = {"clip_norm": self.settings.clip_norm, "clip_value": self.settings.clip_value}
+        unread = reduction.queue(local, step, by_samples=by_samples, **limits)
         unread.step, unread.total, unread.batch, unread.samples = step, position.total, batch, self.loader.indices
         self.on_phase("optimizer", step)
         self._prepare_update(step)
@@ -509,7 +511,9 @@ class RankEngine:
     # Update
 
     def _clip(self, norm: float, most: float | None = None) -> None:
-        """Clip gradients whose norm is `norm` to `most`, by default to the job's limit."""
+        """Clip gradients whose norm is `norm` to `most`, by default to the job's limits."""
+        if most is None and self.settings.clip_value is not None:
+            clip_elements(self.reduction.gradients, self.settings.clip_value)
         most = self.settings.clip_norm if most is None else most
         if most is not None and norm > most:
             torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))

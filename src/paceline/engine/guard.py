@@ -252,6 +252,7 @@ class Settings:
     compare_every: int = 100
     run_ahead: bool = False
     spike: SpikeSpec = field(default_factory=SpikeSpec)
+    clip_value: float | None = None
 
     def runs_ahead(self, plan: Plan, device: torch.device) -> bool:
         """True if the host queues a step before it reads the last one's numbers.

@@ -160,6 +160,13 @@ def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> li
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
 
+def clip_elements(gradients: Sequence[Tensor], most: float) -> None:
+    """Clip every element of reduced gradients to at most `most` in absolute value, in place."""
+    if gradients:
+        torch._foreach_clamp_min_(list(gradients), -most)
+        torch._foreach_clamp_max_(list(gradients), most)
+
+
 class GradientReduction:
     """Gradients, losses and votes are those of all replicas in every step.
 
@@ -380,12 +387,21 @@ class UnreadStep:
 class ReductionAhead(GradientReduction):
     """Reduction under synchronous rules without a wait; it rescales and clips on the device."""
 
-    def queue(self, local: LocalLoss, step: int, *, by_samples: bool, clip_norm: float | None) -> UnreadStep:
+    def queue(
+        self,
+        local: LocalLoss,
+        step: int,
+        *,
+        by_samples: bool,
+        clip_norm: float | None,
+        clip_value: float | None,
+    ) -> UnreadStep:
         """Reduce as `reduce` does, and clip the gradients, without a wait for the device.
 
         Args:
             by_samples: the items of all ranks are known to sum to 1.
             clip_norm: the largest L2 norm of the whole gradient; None for any.
+            clip_value: the largest absolute value of an element; None for any.
         """
         own_busy_s, alone = self.signals.seal(self.meter, local), self.world.size == 1
         self.apply_rule(step)
@@ -407,6 +423,8 @@ class ReductionAhead(GradientReduction):
             # a factor in a gradient's own low precision would be off by a hundredth
             wide = torch.promote_types(self.gradients[0].dtype, torch.float32)
             torch._foreach_mul_(self.gradients, factor.to(wide))
+        if clip_value is not None:
+            clip_elements(self.gradients, clip_value)
         if not alone:
             self.meter.mark(COMM)
         return unread

@@ -22,9 +22,11 @@ from paceline.errors import JobError, StorageError
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
-from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.optimizer import OptimizerSpec
 from paceline.job.overrides import Overrides, override
+from paceline.job.parameters import Patterns
 from paceline.job.partition import PartitionSpec
+from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
 from paceline.job.stop import SpikeSpec, StopSpec
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
@@ -99,6 +101,7 @@ class Job(Spec):
 
     name: str = Field("job", pattern=r"^[A-Za-z0-9._-]+$")
     model: ModelSpec
+    freeze: Patterns = ()  # parameters that are not trained
     data: DataSpec
     loss: LossSpec
     metrics: tuple[MetricSpec, ...] = ()
@@ -107,6 +110,7 @@ class Job(Spec):
     global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
     drop_last: bool = False  # leave out the last, smaller batch of an epoch; else it is weighted exactly
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
+    clip_value: float | None = Field(None, gt=0)  # largest absolute value of an element of the gradient
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
     buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
     compare_every: int = Field(100, ge=1)  # steps between comparisons of replicas, which find silent corruption
@@ -133,6 +137,33 @@ class Job(Spec):
     @classmethod
     def _list_one_metric(cls, value: Any) -> Any:
         return [value] if isinstance(value, (str, dict)) else value
+
+    @model_validator(mode="after")
+    def _freeze_parameters(self) -> Job:
+        if self.freeze and self.model.transformer is not None:
+            raise ValueError("freeze names parameters of a model's code, and model.transformer gives dimensions alone")
+        object.__setattr__(self, "model", self.model.freezing(self.freeze))
+        return self
+
+    @model_validator(mode="after")
+    def _clip_once(self) -> Job:
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("clip_norm and clip_value both limit the gradient: choose one")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_metric_is_measured(self) -> Job:
+        if not self.schedule.follows_metric:
+            return self
+        if self.data.keeps_no_validation_set and not self.model_extra:
+            raise ValueError(
+                "schedule ReduceLROnPlateau follows a validation metric, but data.held_out is 0: hold out a share, "
+                "e.g. held_out: 0.1"
+            )
+        metric, names = self.schedule.metric, [entry.name for entry in self.metrics]
+        if metric not in (None, "loss", *names) and not any(":" in name for name in names):
+            raise ValueError(f"schedule.metric is {metric}, which metrics does not list, so it would never be measured")
+        return self
 
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
@@ -172,6 +203,23 @@ class Job(Spec):
             return job
         positions = (info.context or {}).get("positions")
         raise JobError(explain(errors, with_sections(cls), positions, name="job", hints=_HINTS))
+
+    @property
+    def beyond_plain_steps(self) -> list[str]:
+        """Keys of this job that only paceline's own training loop follows.
+
+        Parameter servers, federated clients and other systems refuse them.
+        """
+        optimizer, schedule = self.optimizer, self.schedule
+        found = {
+            f"optimizer.name: {optimizer.name}": not optimizer.has_short_name,
+            "optimizer.args": bool(optimizer.args),
+            "optimizer.groups": bool(optimizer.groups),
+            "optimizer.no_decay": bool(optimizer.no_decay),
+            f"schedule.name: {schedule.name}": schedule.by_class,
+            "clip_value": self.clip_value is not None,
+        }
+        return [key for key, used in found.items() if used]
 
     def fetch(self) -> dict[str, str]:
         """Fetch data and weights that are named by a URL.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from paceline.errors import JobError
 from paceline.job.data import DataPath
 from paceline.job.known import must_find_model
+from paceline.job.parameters import matching, names_of
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import is_url
 
@@ -50,6 +51,7 @@ class ModelSpec(Spec):
     task: Task | None = None
     weights: DataPath | None = None
     args: Args = Field(default_factory=dict)
+    _frozen: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="before")
     @classmethod
@@ -93,17 +95,36 @@ class ModelSpec(Spec):
         if self.transformer is not None:
             raise JobError(_DIMENSIONS_ONLY)
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained: the job's `freeze`."""
+        return self._frozen
+
+    def freezing(self, patterns: tuple[str, ...]) -> ModelSpec:
+        """The same model with these parameters frozen."""
+        spec = self.model_copy()
+        spec._frozen = patterns
+        return spec
+
     def build(self) -> nn.Module:
         """The model on the CPU, initialised from torch's current random state.
 
+        Parameters that the job freezes have no `requires_grad`.
+
         Raises:
             JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
-                a result that is not an `nn.Module`, or a model of which only the dimensions are known.
+                a result that is not an `nn.Module`, a model of which only the dimensions are known, or a pattern of
+                `freeze` that matches no parameter.
         """
         self.must_be_at_hand()
         from paceline.job.zoo import build_model
 
-        return build_model(self)
+        model = build_model(self)
+        if self.frozen:
+            held = dict(model.named_parameters())
+            for name in matching("freeze", self.frozen, names_of(model)):
+                held[name].requires_grad_(False)
+        return model
 
     def input_shape(self) -> tuple[int, ...] | None:
         """Shape of one sample (channels, height, width) that the model needs; None if the data decides.

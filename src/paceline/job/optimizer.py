@@ -1,167 +1,327 @@
-"""The optimizer and learning-rate schedule of a job."""
+"""The optimizer of a job, its parameter groups, and what an update of it depends on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
-from pydantic import Field, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from paceline.errors import JobError
-from paceline.job.spec import Spec
+from paceline.job.parameters import Names, Patterns, matching
+from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     import torch
 
+    from paceline.job.zoo.optimizer_trials import Scope, StateTried
+
+
+class GroupSpec(Spec):
+    """Parameters that share settings: `{match: ["*.bias"], weight_decay: 0, lr: 0.001}`.
+
+    Every key but `match` is an argument of the optimizer, and holds for these parameters alone.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    match: Patterns = Field(min_length=1)
+    lr: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> GroupSpec:
+        if not self.settings:
+            raise ValueError("the group sets nothing: give it a key of the optimizer, e.g. lr or weight_decay")
+        return self
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keywords of the group."""
+        return _as_arguments(self.model_dump(exclude={"match"}, exclude_defaults=True))
+
 
 class OptimizerSpec(Spec):
-    """`optimizer: adamw`, or `{name: sgd, lr: 0.1, momentum: 0.9}`.
+    """`optimizer: adamw`, `{name: RMSprop, lr: 0.01, args: {alpha: 0.9}}`, or `{name: pkg.mod:Class, lr: 0.1}`.
 
     LARS (You et al., 2017, arXiv:1708.03888) and LAMB (You et al., 2020, arXiv:1904.00962) are for large batches:
     they scale each layer's step by the ratio of its weight norm to its update norm.
     """
 
     short: ClassVar[str | None] = "name"
-    name: Literal["sgd", "adam", "adamw", "lars", "lamb"]
-    lr: float = Field(1e-3, gt=0)
+    name: str  # sgd, adam, adamw, lars, lamb; a class of torch.optim; or an import path
+    lr: float = Field(default=cast("float", None), gt=0)  # 0.001 by default; of a class of torch.optim, its own default
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.0, ge=0, lt=1)  # sgd, lars
     nesterov: bool = False  # sgd
     betas: tuple[float, float] = (0.9, 0.999)  # adam, adamw, lamb
     eps: float = Field(1e-8, gt=0)
     trust: float = Field(1e-3, gt=0)  # lars: the trust coefficient
+    args: Args = Field(default_factory=dict)  # further arguments of the class
+    groups: tuple[GroupSpec, ...] = ()
+    no_decay: Patterns = ()  # parameters without weight decay, whichever group they are in
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_arguments(cls, value: Any) -> Any:
+        """Fill in the learning rate; of a class, every argument but that goes into `args`."""
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return value
+        name, given = value["name"], dict(value)
+        if name not in _SHORT and isinstance(args := given.get("args", {}), dict):
+            keys = [key for key in _ARGUMENTS if key in given]
+            for key in [key for key in (*keys, "lr") if key in args and key in given]:
+                raise ValueError(f"{key} is given twice: once in args")
+            given["args"] = args | {key: given.pop(key) for key in keys}
+            if "lr" in args:
+                given |= {"lr": args["lr"], "args": {k: v for k, v in given["args"].items() if k != "lr"}}
+        if given.get("lr") is None:
+            if ":" in name:
+                raise ValueError(f"the optimizer {name} needs a learning rate: lr: 0.001, for example")
+            given["lr"] = _TORCH.get(name, 1e-3)
+        return given
+
+    @model_serializer(mode="wrap")
+    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A class has its arguments in `args` alone, so that reading the values again changes no default of its own."""
+        values: dict[str, Any] = write(self)
+        unused = () if self.has_short_name else (*_ARGUMENTS, "trust")
+        return {key: value for key, value in values.items() if key not in unused}
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if ":" in value:
+            return resolve_import_path(value, info.context)
+        if value not in _SHORT and value not in _TORCH:
+            raise ValueError(f'unknown optimizer "{value}". {nearest(value, (*_SHORT, *_TORCH))}')
+        return value
 
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> OptimizerSpec:
-        _refuse_unused(self, _OPTIMIZERS[self.name].options)
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum, e.g. {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}")
+        if self.name in _SHORT:
+            kind = _SHORT[self.name]
+            refuse_unused(self, self.name, (*kind.options, *_OF_ALL))
+            if self.nesterov and not self.momentum:
+                raise ValueError("nesterov needs a momentum, e.g. {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}")
+            if twice := [key for key in self.args if key in kind.options]:
+                raise ValueError(f"{twice[0]} is a key of {self.name}: write it beside args")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas should be at least 0 and less than 1, got {self.betas}")
         return self
 
     @property
-    def state_tensors(self) -> int:
-        """Number of tensors kept for a parameter, each of the parameter's shape and type."""
-        return 0 if self.name == "sgd" and not self.momentum else _OPTIMIZERS[self.name].state_tensors
+    def has_short_name(self) -> bool:
+        """True for sgd, adam, adamw, lars and lamb."""
+        return self.name in _SHORT
+
+    # What an update depends on
 
     @property
-    def further_state_bytes(self) -> int:
-        """Bytes kept for a parameter besides `state_tensors`."""
-        return _OPTIMIZERS[self.name].further_state_bytes
+    def scope(self) -> Scope:
+        """What an update of an element depends on: on it alone, its parameter, all parameters, or random numbers."""
+        from paceline.job.zoo.optimizer_trials import scope_of
 
-    def build(self, parameters: Iterable[torch.nn.Parameter], *, fused: bool = False) -> torch.optim.Optimizer:
+        return _tried(self, scope_of)  # type: ignore[no-any-return]
+
+    @property
+    def has_fused_step(self) -> bool:
+        """True if torch has a fused step, and `args` choose no other."""
+        return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
+
+    @property
+    def state_tensors(self) -> float:
+        """Number of tensors kept for a matrix of float32, each of its shape and type."""
+        tensors = self._state(2).tensors
+        return sum((kept.element_bytes or 4) / 4 for kept in tensors if kept.dims == (0, 1))
+
+    def state_bytes(self, shape: Sequence[int], element_bytes: int) -> int:
+        """Bytes that the optimizer keeps for a parameter."""
+        return sum(kept.bytes(shape, element_bytes) for kept in self._state(len(shape)).tensors)
+
+    def refusal(self, dims: int) -> str:
+        """Reason why the optimizer takes no parameter of so many dimensions; "" if it does."""
+        return self._state(dims).refused
+
+    def _state(self, dims: int) -> StateTried:
+        from paceline.job.zoo.optimizer_trials import state_of
+
+        return _tried(self, state_of, dims)  # type: ignore[no-any-return]
+
+    # Building it
+
+    def build(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter] | Iterable[torch.nn.Parameter],
+        *,
+        names: Names | None = None,
+        fused: bool = False,
+    ) -> torch.optim.Optimizer:
         """Build the optimizer of a model's trainable parameters.
 
-        Weight decay applies to all of them, except with LARS and LAMB.
+        Weight decay applies to all of them, except with LARS and LAMB. Every rank has the same groups, some without
+        parameters where a rank holds a part of the model; the first has the parameters that no group names.
 
         Args:
+            parameters: those that are here, by name; without names if the job has no groups.
+            names: names of the whole model's parameters; None if all are here.
             fused: use torch's fused step if torch has one for these parameters' device and dtype.
 
         Raises:
-            JobError: no parameter is trainable.
+            JobError: no parameter is trainable, or the class does not take the arguments.
         """
-        parameters = [p for p in parameters if p.requires_grad]
-        if not parameters:
+        named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        if not trained and names is None:
             raise JobError("the model has no parameters to train: none has requires_grad")
-        kind = _OPTIMIZERS[self.name]
-        options = {option: getattr(self, option) for option in kind.options}
-        if kind.path.startswith("torch."):
+        kind, options = self._class(), self._options()
+        if self.has_fused_step:
             from paceline.device import has_fused_optimizers
 
-            has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in parameters)
+            has_fused = all(p.is_floating_point() and has_fused_optimizers(p.device.type) for p in trained.values())
             options["fused"] = True if fused and has_fused else None
-        optimizer: torch.optim.Optimizer = resolve_name(kind.path)(parameters, **options)
+        groups = [
+            {"params": [trained[name] for name in held if name in trained], **settings}
+            for settings, held in self.groups_of(names if names is not None else {name: (name,) for name in named})
+        ]
+        optimizer: torch.optim.Optimizer = _made(self.name, kind, groups, options)
+        for group in optimizer.param_groups:
+            group[BASE_LR] = group.get("lr", self.lr)
         return optimizer
+
+    def groups_of(self, names: Names) -> list[tuple[dict[str, Any], list[str]]]:
+        """Settings and parameters of every group; the first has those that no group names.
+
+        Raises:
+            JobError: a pattern matches no parameter, or two groups name one.
+        """
+        owner: dict[str, int] = {}
+        for number, group in enumerate(self.groups, 1):
+            for name in matching("optimizer.groups", group.match, names):
+                if name in owner:
+                    both = f"{_written(self.groups[owner[name] - 1].match)} and {_written(group.match)}"
+                    raise JobError(
+                        f"optimizer.groups: two groups, {both}, match {name}: make the patterns of one of them narrower"
+                    )
+                owner[name] = number
+        without = set(matching("optimizer.no_decay", self.no_decay, names))
+        found: dict[tuple[int, bool], list[str]] = {(0, False): []}
+        for name in names:
+            found.setdefault((owner.get(name, 0), name in without), []).append(name)
+        return [
+            ((self.groups[n - 1].settings if n else {}) | ({"weight_decay": 0.0} if kept else {}), held)
+            for (n, kept), held in sorted(found.items())
+        ]
+
+    def _class(self) -> type[torch.optim.Optimizer]:
+        import torch
+
+        from paceline.job.zoo.optimizer_trials import check_step
+
+        if self.name in _SHORT:
+            return resolve_name(_SHORT[self.name].path)  # type: ignore[no-any-return]
+        found = load_object(self.name if ":" in self.name else f"torch.optim:{self.name}")
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise JobError(f"{self.name} is not a class of optimizers: a job names a torch.optim.Optimizer")
+        check_step(self.name, found)
+        return found
+
+    def _options(self) -> dict[str, Any]:
+        own = _SHORT[self.name].options if self.name in _SHORT else ("lr",)
+        return {option: getattr(self, option) for option in own} | _as_arguments(self.args)
+
+
+BASE_LR = "base_lr"  # a group's learning rate before any schedule
+
+
+def _made(
+    name: str, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    check_call(name, kind, groups, **options)
+    known = inspect.signature(kind).parameters.keys() - {"params"}
+    for key in dict.fromkeys(key for group in groups for key in group if key != "params" and key not in known):
+        raise JobError(f'optimizer.groups: {name} has no argument "{key}". {nearest(key, sorted(known))}')
+    try:
+        return kind(groups, **options)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"optimizer {name}: {error}") from error
+
+
+@cache
+def _tried_by_json(text: str, trial: Any, *args: Any) -> Any:
+    spec = OptimizerSpec.model_validate_json(text)
+    return trial(spec.build, *args)
+
+
+def _tried(spec: OptimizerSpec, trial: Any, *args: Any) -> Any:
+    plain = spec.model_copy(update={"groups": (), "no_decay": ()})
+    try:
+        return _tried_by_json(plain.model_dump_json(), trial, *args)
+    except JobError as error:
+        raise error if spec.name in str(error) else JobError(f"optimizer {spec.name}: {error}") from error
+
+
+def _as_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a file as Python arguments: lists become tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _written(patterns: Iterable[str]) -> str:
+    return f"[{', '.join(patterns)}]"
 
 
 class _Optimizer(NamedTuple):
-    """Class of an optimizer, its options, and the state that it keeps for a parameter."""
+    """Class of an optimizer with a short name, and those of its arguments that are keys."""
 
     path: str
     options: tuple[str, ...]
-    state_tensors: int
-    further_state_bytes: int = 0
 
 
 _COMMON = ("lr", "weight_decay")
 _ADAM = (*_COMMON, "betas", "eps")
-_STEP_BYTES = 4  # Adam's step counter, a float32
-_OPTIMIZERS = {
-    "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov"), 1),
-    "adam": _Optimizer("torch.optim:Adam", _ADAM, 2, _STEP_BYTES),
-    "adamw": _Optimizer("torch.optim:AdamW", _ADAM, 2, _STEP_BYTES),
-    "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1),
-    "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, _STEP_BYTES),
+_OF_ALL = ("args", "groups", "no_decay")
+_ARGUMENTS = ("weight_decay", "momentum", "nesterov", "betas", "eps")
+_SHORT = {
+    "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov")),
+    "adam": _Optimizer("torch.optim:Adam", _ADAM),
+    "adamw": _Optimizer("torch.optim:AdamW", _ADAM),
+    "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust")),
+    "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM),
+}
+# torch's classes and the learning rates that they have by default; known without torch, which is slow to import
+_TORCH = {
+    "ASGD": 0.01,
+    "Adadelta": 1.0,
+    "Adafactor": 0.01,
+    "Adagrad": 0.01,
+    "Adam": 0.001,
+    "AdamW": 0.001,
+    "Adamax": 0.002,
+    "LBFGS": 1.0,
+    "Muon": 0.001,
+    "NAdam": 0.002,
+    "RAdam": 0.001,
+    "RMSprop": 0.01,
+    "Rprop": 0.01,
+    "SGD": 0.001,
+    "SparseAdam": 0.001,
 }
 
 
-class ScheduleSpec(Spec):
-    """Learning-rate schedule: linear warm-up, then `constant`, `linear`, `cosine` or `step` decay.
-
-    `decay_steps` is the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
-    """
-
-    short: ClassVar[str | None] = "name"
-    name: Literal["constant", "linear", "cosine", "step"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    decay_steps: int | None = Field(None, ge=1)
-    final: float = Field(0.0, ge=0, le=1)  # the rate at the end, as a share of the first
-    milestones: tuple[int, ...] = ()  # step: the steps at which the rate is multiplied by `factor`
-    factor: float = Field(0.1, gt=0, lt=1)
-
-    @model_validator(mode="after")
-    def _takes_what_is_given(self) -> ScheduleSpec:
-        if (self.name == "step") != bool(self.milestones):
-            raise ValueError(
-                "the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}"
-            )
-        _refuse_unused(self, _SCHEDULE_KEYS[self.name])
-        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is "
-                f"{self.decay_steps}"
-            )
-        return self
-
-    def factor_at(self, step: int, total_steps: int | None) -> float:
-        """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
-
-        Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from
-        its end on. `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
-
-        Raises:
-            JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.name == "constant":
-            return 1.0
-        if self.name == "step":
-            return self.factor ** sum(step >= milestone for milestone in self.milestones)
-        end = self.decay_steps or total_steps
-        if end is None:
-            raise JobError(
-                f"schedule {self.name} does not know where the decay ends: give schedule.decay_steps, or "
-                "stop.epochs or stop.steps"
-            )
-        progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
-        remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return self.final + (1 - self.final) * remaining
-
-
-_SCHEDULE_KEYS = {
-    "constant": ("warmup_steps",),
-    "linear": ("warmup_steps", "decay_steps", "final"),
-    "cosine": ("warmup_steps", "decay_steps", "final"),
-    "step": ("warmup_steps", "milestones", "factor"),
-}
-
-
-def _refuse_unused(spec: OptimizerSpec | ScheduleSpec, keys: tuple[str, ...]) -> None:
+def refuse_unused(spec: Spec, name: str, keys: tuple[str, ...]) -> None:
     """Refuse a key that the chosen kind ignores, which is most likely a mistake."""
     unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys)]
     if unused:
-        raise ValueError(f"{spec.name} has no {' or '.join(unused)}; it takes {', '.join(keys)}")
+        raise ValueError(f"{name} has no {' or '.join(unused)}; it takes {', '.join(keys)}")

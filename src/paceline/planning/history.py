@@ -197,7 +197,9 @@ def kind_of(plan: Plan) -> str:
 
 def work_of(job: Job) -> str:
     """Short hash of the work that affects step time: model, data, loss, optimizer, batch, precision."""
-    return short_hash(work_facts(job, ("model", "data", "loss", "optimizer", "global_batch", "precision"))["job"])
+    return short_hash(
+        work_facts(job, ("model", "freeze", "data", "loss", "optimizer", "global_batch", "precision"))["job"]
+    )
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
@@ -241,12 +243,14 @@ def _kind_of_text(text: str) -> str:
 # keys of a job that decide what a step computes
 WORK = (
     "model",
+    "freeze",
     "data",
     "loss",
     "optimizer",
     "global_batch",
     "drop_last",
     "clip_norm",
+    "clip_value",
     "batch_norm",
     "precision",
     "partition",

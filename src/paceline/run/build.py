@@ -18,6 +18,7 @@ from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.errors import ClusterError, DataError
 from paceline.job.job import Job
+from paceline.job.parameters import names_of
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
@@ -107,8 +108,28 @@ def _engine(
     goes_on: bool = False,
 ) -> RankEngine:
     loss = job.loss.build()
+    settings = settings_of(job)
+    source = None if goes_on else _published(job, model)
+    names = names_of(model if isinstance(model, nn.Module) else model.model)
+    if plan.splits:
+        from paceline.engine.split_model import divide
+
+        split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
+        if source is not None:
+            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
+        optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
+        return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
+    assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
+    if source is not None:
+        _load_whole(model, source)
+    optimizer = optimizer or job.optimizer.build(dict(model.named_parameters()), fused=plan.fused)
+    return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
+
+
+def settings_of(job: Job) -> Settings:
+    """The engine's settings."""
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
-    settings = Settings(
+    return Settings(
         job.clip_norm,
         job.nonfinite,
         job.batch_norm,
@@ -118,21 +139,8 @@ def _engine(
         compare_every=job.compare_every,
         run_ahead=not by_loss,
         spike=job.spike,
+        clip_value=job.clip_value,
     )
-    source = None if goes_on else _published(job, model)
-    if plan.splits:
-        from paceline.engine.split_model import divide
-
-        split = divide(model, plan, mesh, loader, loss, settings, weights=not goes_on)
-        if source is not None:
-            load_weights({**split.parameters, **_kept(split.named_buffers(), source)}, split.parts, source)
-        optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
-        return RankEngine(split.model, optimizer, loss, loader, plan, mesh.world, settings, split, identical=goes_on)
-    assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
-    if source is not None:
-        _load_whole(model, source)
-    optimizer = optimizer or job.optimizer.build(model.parameters(), fused=plan.fused)
-    return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
 
 
 def load_published(job: Job, model: nn.Module) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.comm import Group
 from paceline.data.loader import changed_data
@@ -172,6 +172,13 @@ class CheckpointSchedule:
 MAX_REWINDS = 3
 
 
+class Stateful(Protocol):
+    """Part of the loop whose state is in checkpoints, as JSON values."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Checkpoints:
     """Saves a run when that is due, and restores it.
 
@@ -180,11 +187,20 @@ class Checkpoints:
         saving: when a checkpoint is due, and what happens where one fails.
         memory: the last good state in memory; None where the job does not rewind.
         rejected: steps whose batch a rewind leaves out.
+        further: what else of the loop has a state, by the name in a checkpoint.
     """
 
     def __init__(
-        self, run: Run, engine: RankEngine, data: DataSets, stop: StopRule, group: Group, events: Events
+        self,
+        run: Run,
+        engine: RankEngine,
+        data: DataSets,
+        stop: StopRule,
+        group: Group,
+        events: Events,
+        further: Mapping[str, Stateful] | None = None,
     ) -> None:
+        self.further = further or {}
         self.run, self.engine, self.data, self.stop, self.group, self.events = run, engine, data, stop, group, events
         job = run.job
         self.writer = Checkpointer(
@@ -241,6 +257,7 @@ class Checkpoints:
             self._refuse_other_data(loaded.values["loop"].get("data"))
             values = restore(self.engine, loaded, self.events)
             self.stop.load_state_dict(values["stop"])
+            self._load_further(values)
             self.rejected = values["rejected"]
             if self.engine.step_count != loaded.step:
                 raise ValueError(f"step {self.engine.step_count!r}")
@@ -283,6 +300,7 @@ class Checkpoints:
         else:
             values = self._from_disk(result)
         self.stop.rewind(values["stop"])
+        self._load_further(values)
         self.rejected = [*self.rejected, result.step]
         self.engine.meter.restart()
         kept = "memory" if state is not None else "disk"
@@ -301,9 +319,12 @@ class Checkpoints:
         return values
 
     def _values(self) -> dict[str, Any]:
-        return {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic} | {
-            "data": self._fingerprint
-        }
+        values = {"stop": self.stop.state_dict(), "rejected": self.rejected, "synthetic": self.data.synthetic}
+        return values | {"data": self._fingerprint} | {name: own.state_dict() for name, own in self.further.items()}
+
+    def _load_further(self, values: Mapping[str, Any]) -> None:
+        for name, own in self.further.items():
+            own.load_state_dict(values.get(name) or {})
 
     def continued(self) -> None:
         """Count from the newest whole checkpoint, after going on from memory."""

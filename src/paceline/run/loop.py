@@ -24,6 +24,7 @@ from paceline.job.stop import StopRule
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import predicted_state_bytes
 from paceline.run.checkpoints import Checkpoints
+from paceline.run.learning_rate import LearningRate
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
 from paceline.run.record.recorder import WITNESS, Board, Events, Remarks, StepInfo, StepRecorder, Witness
@@ -59,9 +60,10 @@ class Loop:
         self.recorder = StepRecorder(run.path, engine, epoch_steps=self.epoch_steps, board=board)
         self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
-        self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events)
+        self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epoch_steps)
+        self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, {"schedule": self.rates})
         self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
-        self.evaluations.told = self.recorder.on_evaluation
+        self.evaluations.told = self._on_evaluation
         self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
         self.witness = Witness(engine, writes_starts=first) if WITNESS in os.environ else None
         self.signal: str | None = None
@@ -170,7 +172,7 @@ class Loop:
         if step in self.checkpoints.rejected:
             engine.step_count = step
             return
-        lr = self._set_learning_rate(step - 1)
+        lr = self.rates.before(step - 1)
         self.vote()
         before, self._begun = self._begun, _Begun(engine.begin(batch), engine.loader.position, lr)
         votes: dict[str, int] = {}
@@ -263,6 +265,7 @@ class Loop:
             step=self.engine.step_count,
             acted=self._acted,
             stop=self.stop.state_dict(),
+            schedule=self.rates.state_dict(),
             evaluated_at=self.evaluations.at,
             rejected=list(self.checkpoints.rejected),
             items_per_sample=self.engine.compute.normalization.items_per_sample,
@@ -287,6 +290,7 @@ class Loop:
         if engine.guard.spikes is not None:
             engine.guard.spikes.load_state_dict((boundary.outcome or {}).get("last_losses", []))
         self.stop.load_state_dict(boundary.stop)
+        self.rates.load_state_dict(boundary.schedule)
         self.evaluations.at, self.checkpoints.rejected = boundary.evaluated_at, boundary.rejected
         engine.replica_state.corruption.times, self.recutting.recuts = list(boundary.corrupted), boundary.recuts
         self.checkpoints.continued()
@@ -321,6 +325,7 @@ class Loop:
 
         Returns the reason if the run has ended before.
         """
+        self.rates.start()
         resumed = self.checkpoints.resume()
         engine = self.engine
         self.events(
@@ -386,11 +391,9 @@ class Loop:
 
     # Cadence
 
-    def _set_learning_rate(self, step: int) -> float:
-        lr = self.job.optimizer.lr * self.job.schedule.factor_at(step, self.total_steps)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+    def _on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.rates.after_evaluation(step, metrics)
+        self.recorder.on_evaluation(step, metrics)
 
     def vote(self) -> None:
         """Vote, with the next step's gradients, for this rank's clock or signal."""

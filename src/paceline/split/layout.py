@@ -270,7 +270,7 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
         parameters += own
         if like[name].requires_grad:
             gradients += own
-            state += optimizer.state_tensors * own + optimizer.further_state_bytes
+            state += optimizer.state_bytes(part.layout.shape, like[name].element_size())
     return StateBytes(parameters, gradients, state)
 
 

@@ -126,6 +126,8 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
         )
     if job.precision != "fp32":
         raise RunError(f"systems are compared in fp32, and the job says precision: {job.precision}: leave it out")
+    if keys := job.beyond_plain_steps:
+        raise RunError(f"other systems do not follow {', '.join(keys)}: leave that out of the job to compare systems")
     stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
     return job.model_copy(update={**stop, "trackers": ()})
 

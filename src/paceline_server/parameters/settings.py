@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from paceline.errors import ServerRefused
-from paceline.job.optimizer import OptimizerSpec, ScheduleSpec
+from paceline.job.optimizer import OptimizerSpec
+from paceline.job.schedule import ScheduleSpec
 from paceline.partition import contiguous
 
 _Kind = TypeVar("_Kind", OptimizerSpec, ScheduleSpec)

@@ -11,6 +11,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.errors import PacelineError
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
+from paceline.planning.check.optimizers import check_optimizer
 from paceline.planning.check.plan_context import Check, PlanContext, Rule, memory_shortage
 from paceline.planning.limits import (
     NO_ATTENTION,
@@ -33,13 +34,9 @@ from paceline.planning.plan import DATA_AXES, DEGREES, MEANT_FOR, V_SCHEDULES, P
 from paceline.planning.sync_info import RULES, TRANSPORTS, CompressSpec, SyncSpec, sync_info
 from paceline.units import count, size
 
-# optimizers that update each element by itself, so that they work on any shard
-_BY_NUMBER = ("sgd", "adam", "adamw")
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
 # built-in metrics that need every prediction at once
 _GATHER = ("auc", "r2")
-# torch's own; LARS and LAMB are ours
-_WITH_FUSED_STEP = ("sgd", "adam", "adamw")
 # memory of a rank that has loaded torch, but no model yet
 _RANK_BYTES = 2**28
 # keys that decide if the state fits the memory
@@ -175,12 +172,21 @@ def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
     )
 
 
+@_check()
+def _optimizer_of_this_model(context: PlanContext) -> str | None:
+    """Raise JobError if the job's optimizer or schedule does not fit its model, whatever the plan."""
+    check_optimizer(context.job)
+    return None
+
+
 @_check("fused")
 def _no_fused_step(context: PlanContext) -> str | None:
-    name = context.job.optimizer.name
-    if not context.plan.fused or name in _WITH_FUSED_STEP:
+    optimizer = context.job.optimizer
+    if not context.plan.fused or optimizer.has_fused_step:
         return None
-    return f"needs a fused step of {name}; torch has one of {', '.join(_WITH_FUSED_STEP)} only: fused=off."
+    if {"fused", "foreach"} & optimizer.args.keys():
+        return "chooses a fused step, and the job's optimizer.args choose another: fused=off."
+    return f"needs a fused step of {optimizer.name}; torch has one of sgd, adam, adamw only: fused=off."
 
 
 @_check("onednn")
@@ -260,6 +266,8 @@ def _not_by_servers(context: PlanContext) -> str | None:
     if not sync_info(plan.sync).served:
         return None
     start = "has servers deal pieces of the batches to workers"
+    if keys := job.beyond_plain_steps:
+        return f"{start}, and servers do not follow {', '.join(keys)}: leave that out of the job, or sync=server."
     if context.world is not None:
         return f"{start}, which only paceline train starts: without torchrun, or sync=server."
     if job.partition.kind == "hierarchical" or job.partition.weights is not None:
@@ -497,15 +505,23 @@ def _loss_over_stages(context: PlanContext) -> str | None:
     )
 
 
-@_check("fsdp", "tp", "ep")
-def _norms_of_whole_layers(context: PlanContext) -> str | None:
-    plan, name = context.plan, context.job.optimizer.name
-    divided = [key for key in ("fsdp", "tp", "ep") if getattr(plan, key) > 1]
-    if name in _BY_NUMBER or not divided:
+@_check(*DEGREES)
+def _updates_of_whole_parameters(context: PlanContext) -> str | None:
+    """Refuse to divide what one update of the optimizer depends on."""
+    plan, optimizer = context.plan, context.job.optimizer
+    if plan.ranks == 1 or (not context.divides and ":" not in optimizer.name):
         return None
+    scope = optimizer.scope
+    if scope == "random":
+        return f"has {count(plan.ranks, 'rank')}, and {optimizer.name} draws random numbers, which differ: dp=1."
+    keys = {"element": (), "parameter": ("fsdp", "tp", "ep"), "model": ("fsdp", "tp", "ep", "pp")}[scope]
+    divided = [key for key in keys if getattr(plan, key) > 1]
+    if not divided:
+        return None
+    whole = {"parameter": "each parameter by values of the whole of it", "model": "all parameters by common values"}
     return (
-        f"divides layers ({', '.join(divided)}), and {name} scales each layer's step by the norm of the "
-        f"whole layer: {', '.join(_BY_NUMBER)} work, or {' '.join(f'{key}=1' for key in divided)}."
+        f"divides the model ({', '.join(divided)}), and {optimizer.name} updates {whole[scope]}: RMSprop, sgd, adam, "
+        f"adamw work, or {' '.join(f'{key}=1' for key in divided)}."
     )
 
 

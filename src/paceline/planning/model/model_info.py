@@ -102,6 +102,12 @@ class ModelInfo:
     compares_samples: bool = False
 
     @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """Every name of each parameter; tied ones have several."""
+        tied = {names[0]: names for names in self.tied}
+        return {shape.name: tied.get(shape.name, (shape.name,)) for shape in self.parameters}
+
+    @property
     def takes_parts_of_sequences(self) -> bool:
         """True if ranks of `cp` may each hold a part of the tokens.
 
@@ -140,7 +146,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
     Raises:
         JobError: the model cannot be built.
     """
-    return _model_info_of_json(spec.model_dump_json())
+    return _model_info_of_json(spec.model_dump_json(), spec.frozen)
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
@@ -171,8 +177,8 @@ def model_info_of(model: nn.Module) -> ModelInfo:
 
 
 @cache
-def _model_info_of_json(text: str) -> ModelInfo:
-    spec = ModelSpec.model_validate_json(text)
+def _model_info_of_json(text: str, frozen: tuple[str, ...]) -> ModelInfo:
+    spec = ModelSpec.model_validate_json(text).freezing(frozen)
     if spec.transformer is not None:
         return model_info_by_dimensions(spec.transformer)
     return model_info_of(without_memory(spec))
@@ -385,7 +391,7 @@ def undivided_attention(job: Job, tp: int) -> str | None:
 
 
 def _traced(job: Job) -> TracedModel:
-    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss"}), TracedModel(job))
+    return _MODELS.setdefault(job.model_dump_json(include={"model", "data", "loss", "freeze"}), TracedModel(job))
 
 
 class TracedModel:

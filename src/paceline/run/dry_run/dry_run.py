@@ -43,6 +43,7 @@ from paceline.errors import BatchError, DataError, PacelineError, PlanError
 from paceline.job.batch import Batch
 from paceline.job.experts import by_expert
 from paceline.job.job import Job
+from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
 from paceline.planning.check.plan_errors import plan_errors
@@ -197,6 +198,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         loader = loader_of(job, mesh, data)
         batch = _first(loader)
         recorded = _recorded(job)
+        names = names_of(recorded.model)
         loss, settings = (
             job.loss.build(),
             Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers),
@@ -207,7 +209,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         with without_logs(), FakeTensorMode(allow_non_fake_inputs=True), watch, watch.resizing():
             split.allocate(DeferredModel(recorded.model, None, _nothing))
             route_evenly(_own(experts, split.modules), mesh.group("ep"), watch)
-            optimizer = job.optimizer.build(split.parameters.values(), fused=plan.fused)
+            optimizer = job.optimizer.build(split.parameters, names=names, fused=plan.fused)
             engine = RankEngine(split.model, optimizer, loss, loader, plan, world, settings, split)
             engine.reduction.signals = _DryRunSignals(world)
             watch.begin()

@@ -162,7 +162,7 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
     alone, group, model = Plan(precision=plan.precision), Group(), job.model.build()
     loader, settings = loader_of(job, Mesh.of(alone, group), data), Settings(precision=job.precision, seed=job.seed)
     engine = RankEngine(
-        model, job.optimizer.build(model.parameters()), job.loss.build(), loader, alone, group, settings
+        model, job.optimizer.build(dict(model.named_parameters())), job.loss.build(), loader, alone, group, settings
     )
     try:
         engine.plan = plan  # whose parts the loss is held against

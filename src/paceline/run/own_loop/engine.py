@@ -24,6 +24,7 @@ from paceline.data.loader import Loader
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
+from paceline.engine.reduction import clip_elements
 from paceline.errors import JobError
 from paceline.job.batch import Batch
 from paceline.job.loss import Loss, Metric
@@ -203,8 +204,7 @@ class Engine(RankEngine):
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.unscale(gradients)
         if clip_value is not None:
-            torch._foreach_clamp_min_(gradients, -clip_value)
-            torch._foreach_clamp_max_(gradients, clip_value)
+            clip_elements(gradients, clip_value)
         norm = self.reduction.norm()
         loss, step = float(self._newest_loss), self.step_count + 1
         problem = self.guard.check(self.reduction.deciders, None, [], step=step, loss=loss, norm=norm)

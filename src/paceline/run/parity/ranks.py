@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from paceline.job.partition import Partition
 from paceline.job.samples import DataSets
 from paceline.planning.plan import Plan
 from paceline.run.build import build_engine, built
+from paceline.run.learning_rate import LearningRate
 from paceline.run.parity import Compared, Reference, Steps
 from paceline.split.layout import ShardLayout, local
 
@@ -49,7 +50,9 @@ def take_reference(steps: Steps) -> Reference:
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
         initial, losses, inputs = _tensors(engine), [], []
         outputs = ModuleOutputs(engine.model)
+        rates = _rates(steps, engine)
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
+            rates(step)
             losses.append(engine.step(batch).loss)
             inputs.append(engine.loader.digests())
             outputs.close()
@@ -72,7 +75,9 @@ def compare(steps: Steps, reference: Reference) -> Compared:
         found = Compared()
         found.report = engine.split.report if engine.split is not None else []
         outputs = ModuleOutputs(engine.model) if engine.split is None or engine.split.pipeline is None else None
+        rates = _rates(steps, engine)
         for step, batch in enumerate(_steps(engine.loader, steps.count), 1):
+            rates(step)
             found.losses.append(engine.step(batch).loss)
             found.inputs.append(engine.loader.digests())
             if outputs is not None:
@@ -107,6 +112,19 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
     if group.size == 1 and steps.parts.data_ranks > 1:
         _Dealt(engine, job, data, steps.parts.data_ranks, together=steps.parts.together)
     return engine
+
+
+def _rates(steps: Steps, engine: RankEngine) -> Callable[[int], object]:
+    """Sets the rates of a step (from 1), if the job has a scheduler class, which also changes momentum.
+
+    Another schedule leaves the first rate, so that all steps move the parameters alike.
+    """
+    if not steps.job.schedule.by_class:
+        return lambda step: None
+    epoch_steps = engine.loader.partition.steps_per_epoch
+    rates = LearningRate(steps.job.schedule, engine.optimizer, max(steps.count, 2), epoch_steps)
+    rates.start()
+    return lambda step: rates.before(step - 1)
 
 
 def _perturb(engine: RankEngine) -> None:

@@ -192,7 +192,7 @@ class RankCalibration:
         found = {}
         for fused in (False, True):
             try:
-                optimizer = self.job.optimizer.build(model.parameters(), fused=fused)
+                optimizer = self.job.optimizer.build(dict(model.named_parameters()), fused=fused)
             # not every optimizer has a fused step
             except (PacelineError, RuntimeError):
                 continue

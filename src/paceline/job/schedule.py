@@ -1,0 +1,191 @@
+"""The learning-rate schedule of a job."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from paceline.errors import JobError
+from paceline.job.optimizer import refuse_unused
+from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
+from paceline.text import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+Period = Literal["step", "epoch", "evaluation"]
+
+
+class ScheduleSpec(Spec):
+    """`schedule: cosine`, or a scheduler of torch: `{name: OneCycleLR, args: {max_lr: 0.1}, every: step}`.
+
+    Paceline's own schedules are a linear warm-up, then `constant`, `linear`, `cosine` or `step` decay. `decay_steps` is
+    the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
+    """
+
+    short: ClassVar[str | None] = "name"
+    name: str = "constant"  # constant, linear, cosine, step; a class of torch.optim.lr_scheduler; or an import path
+    warmup_steps: int = Field(0, ge=0)
+    decay_steps: int | None = Field(None, ge=1)
+    final: float = Field(0.0, ge=0, le=1)  # the rate at the end, as a share of the first
+    milestones: tuple[int, ...] = ()  # step: the steps at which the rate is multiplied by `factor`
+    factor: float = Field(0.1, gt=0, lt=1)
+    args: Args = Field(default_factory=dict)  # of a class
+    every: Period | None = None  # how often a class is stepped: every step, ReduceLROnPlateau every evaluation
+    metric: str | None = None  # ReduceLROnPlateau: the validation metric that it follows; the loss by default
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if ":" in value:
+            return resolve_import_path(value, info.context)
+        if value not in _SCHEDULE_KEYS and value not in _TORCH:
+            raise ValueError(f'unknown schedule "{value}". {nearest(value, (*_SCHEDULE_KEYS, *_TORCH))}')
+        return value
+
+    @field_validator("args")
+    @classmethod
+    def _resolve_functions(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return _with_functions(value, lambda path: resolve_import_path(path, info.context))
+
+    @model_validator(mode="after")
+    def _takes_what_is_given(self) -> ScheduleSpec:
+        if self.by_class:
+            refuse_unused(self, self.name, ("args", "every", "metric"))
+            if self.metric is not None and not self.follows_metric:
+                raise ValueError(f"{self.name} follows no metric: only ReduceLROnPlateau does")
+            if self.follows_metric and self.period != "evaluation":
+                raise ValueError(
+                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations: leave every out"
+                )
+            return self
+        if (self.name == "step") != bool(self.milestones):
+            raise ValueError(
+                "the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}"
+            )
+        refuse_unused(self, self.name, _SCHEDULE_KEYS[self.name])
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is "
+                f"{self.decay_steps}"
+            )
+        return self
+
+    @property
+    def by_class(self) -> bool:
+        """True if a scheduler class sets the rates; else `factor_at` gives them."""
+        return self.name not in _SCHEDULE_KEYS
+
+    @property
+    def follows_metric(self) -> bool:
+        """True if the scheduler is stepped with a validation metric."""
+        return self.name.rpartition(":")[2] == "ReduceLROnPlateau"
+
+    @property
+    def period(self) -> Period:
+        """How often the scheduler is stepped."""
+        return self.every or ("evaluation" if self.follows_metric else "step")
+
+    def factor_at(self, step: int, total_steps: int | None) -> float:
+        """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
+
+        Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from
+        its end on. `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
+
+        Raises:
+            JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return 1.0
+        if self.name == "step":
+            return self.factor ** sum(step >= milestone for milestone in self.milestones)
+        end = self.decay_steps or total_steps
+        if end is None:
+            raise JobError(
+                f"schedule {self.name} does not know where the decay ends: give schedule.decay_steps, or "
+                "stop.epochs or stop.steps"
+            )
+        progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
+        remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.final + (1 - self.final) * remaining
+
+    def build(self, optimizer: torch.optim.Optimizer, total: int | None) -> Any:
+        """Build the scheduler that the job names by its class.
+
+        Args:
+            total: how often it is stepped in the whole run; None if the stop rule does not tell.
+
+        Raises:
+            JobError: there is no such class, or it does not take the arguments.
+        """
+        return _built(self.name, self.args, optimizer, total)
+
+
+def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer, total: int | None) -> Any:
+    kind = load_object(name if ":" in name else f"torch.optim.lr_scheduler:{name}")
+    called = {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
+    called = _with_functions(called, load_object)
+    if "schedulers" in called:
+        inner = [ScheduleSpec.model_validate(entry) for entry in called["schedulers"]]
+        called["schedulers"] = [_built(spec.name, spec.args, optimizer, total) for spec in inner]
+    if name == "OneCycleLR" and not {"total_steps", "epochs"} & called.keys():
+        if total is None:
+            raise JobError(
+                "schedule OneCycleLR does not know where the cycle ends: give total_steps in its args, or stop.steps "
+                "or stop.epochs"
+            )
+        called["total_steps"] = total
+    if name == "ChainedScheduler":
+        called.setdefault("optimizer", optimizer)
+        positional: tuple[Any, ...] = ()
+    else:
+        positional = (optimizer,)
+    check_call(name, kind, *positional, **called)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the order of calls, which the loop keeps
+        try:
+            return kind(*positional, **called)
+        except (TypeError, ValueError, KeyError) as error:
+            raise JobError(f"schedule {name}: {error}") from error
+
+
+def _with_functions(args: Mapping[str, Any], each: Any) -> dict[str, Any]:
+    """Arguments, with import paths of functions (`lr_lambda`, `scale_fn`) replaced."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(replaced, value))
+        return each(value) if isinstance(value, str) else value
+
+    return {key: replaced(value) if key in ("lr_lambda", "scale_fn") else value for key, value in args.items()}
+
+
+_SCHEDULE_KEYS = {
+    "constant": ("warmup_steps",),
+    "linear": ("warmup_steps", "decay_steps", "final"),
+    "cosine": ("warmup_steps", "decay_steps", "final"),
+    "step": ("warmup_steps", "milestones", "factor"),
+}
+_TORCH = (
+    "ChainedScheduler",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LambdaLR",
+    "LinearLR",
+    "MultiStepLR",
+    "MultiplicativeLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "StepLR",
+)

@@ -1,0 +1,185 @@
+"""Short trials of an optimizer: the state that it keeps, and the divisions of a model under which it is exact."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import JobError
+from paceline.own_random import kept_random
+
+# What one update of an element depends on: its own history, the whole parameter, all parameters, or random numbers.
+Scope = Literal["element", "parameter", "model", "random"]
+Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+_SIZES = (2, 3, 5, 7, 11)  # of dimensions; all differ, so that a state's shape tells them apart
+_STEPS = 4
+_TOLERANCE = 1e-12  # relative, in float64: elementwise updates may differ in the last digit
+
+
+class StateTensor(NamedTuple):
+    """A tensor of an optimizer's state.
+
+    Attributes:
+        dims: dimensions of the parameter that its shape has.
+        factor: elements for one element of these dimensions.
+        element_bytes: bytes of an element; 0 for those of the parameter's type.
+    """
+
+    dims: tuple[int, ...]
+    factor: int
+    element_bytes: int
+
+    def bytes(self, shape: Sequence[int], element_bytes: int) -> int:
+        """Bytes for a parameter of `shape` with elements of `element_bytes`."""
+        return math.prod(shape[dim] for dim in self.dims) * self.factor * (self.element_bytes or element_bytes)
+
+
+class StateTried(NamedTuple):
+    """State of an optimizer for a parameter of some number of dimensions.
+
+    Attributes:
+        tensors: what it keeps.
+        refused: why it does not take such a parameter; "" if it does.
+    """
+
+    tensors: tuple[StateTensor, ...]
+    refused: str
+
+
+def state_of(build: Build, dims: int) -> StateTried:
+    """State that an optimizer keeps after one step on a tiny parameter of `dims` dimensions.
+
+    Raises:
+        JobError: it does not even take a step on a matrix.
+    """
+    shape = (_SIZES * (1 + dims // len(_SIZES)))[:dims]
+    parameter = nn.Parameter(torch.ones(shape))
+    with kept_random():
+        try:
+            optimizer = build([parameter])
+            parameter.grad = torch.full(shape, 0.5)
+            _step(optimizer)
+        except Exception as error:
+            if dims == 2:
+                raise _refused(error) from error
+            return StateTried((), _first_line(error))
+    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+    return StateTried(tuple(_described(value, shape, parameter.dtype) for value in kept), "")
+
+
+def _described(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> StateTensor:
+    element_bytes = 0 if value.dtype == dtype and value.dim() else value.element_size()
+    if value.shape == shape:
+        return StateTensor(tuple(range(len(shape))), 1, element_bytes)
+    dims = tuple(shape.index(size) for size in value.shape if size in shape)
+    factor = math.prod(size for size in value.shape if size not in shape)
+    return StateTensor(dims, factor, element_bytes)
+
+
+def scope_of(build: Build) -> Scope:
+    """What an update depends on, found by steps on a matrix and on its halves.
+
+    Gradients of the halves differ a hundredfold, so that norms, means and maxima over the matrix show.
+
+    Raises:
+        JobError: the optimizer takes no step on matrices with dense gradients.
+    """
+    with kept_random():
+        try:
+            together = _stepped(build, _whole, seed=1)
+        except Exception as error:
+            raise _refused(error) from error
+        if not _alike(together, _stepped(build, _whole, seed=2)):
+            return "random"
+        if not _alike(together, _stepped(build, _apart, seed=1)):
+            return "model"
+        divisions = (partial(_halves, dim=0), partial(_halves, dim=1))
+        try:
+            divided = all(_alike(together, _stepped(build, division, seed=1)) for division in divisions)
+        except Exception:  # noqa: BLE001 - an optimizer that does not take parts of a matrix
+            divided = False
+        return "element" if divided else "parameter"
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step without the hooks that a process has on the steps of all its optimizers."""
+    step = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+
+
+Division = Callable[[list[Tensor]], list[list[Tensor]]]
+
+
+def _whole(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [tensors]
+
+
+def _apart(tensors: list[Tensor]) -> list[list[Tensor]]:
+    return [[tensor] for tensor in tensors]
+
+
+def _halves(tensors: list[Tensor], dim: int) -> list[list[Tensor]]:
+    halves = [tensor.chunk(2, dim) for tensor in tensors]
+    return [[half[index] for half in halves] for index in range(2)]
+
+
+def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
+    """The parameters after some steps, as an optimizer for each part of the division leaves them."""
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    start = [draw(4, 6), draw(6, 4)]
+    scale = torch.tensor([1.0, 1.0, 0.01, 0.01], dtype=torch.float64)
+    gradients = [[draw(4, 6) * scale.view(4, 1), draw(6, 4) * 3 * scale] for _ in range(_STEPS)]
+    torch.manual_seed(seed)
+    ranks = [[nn.Parameter(part.clone()) for part in parts] for parts in division(start)]
+    optimizers = [build(parameters) for parameters in ranks]
+    for step in gradients:
+        for parameters, parts, optimizer in zip(ranks, division(step), optimizers, strict=True):
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.clone()
+            _step(optimizer)
+    # as parts of the whole, to be compared with those of another division
+    return [[p.detach() for p in parameters] for parameters in ranks]
+
+
+def _alike(whole: list[list[Tensor]], divided: list[list[Tensor]]) -> bool:
+    """True if the whole parameters, divided in the same way, have the values of the parts."""
+    expected = next(parts for parts in (d(whole[0]) for d in _DIVISIONS) if _shapes(parts) == _shapes(divided))
+    pairs = zip((t for part in expected for t in part), (t for part in divided for t in part), strict=True)
+    return all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for a, b in pairs)
+
+
+_DIVISIONS: tuple[Division, ...] = (_whole, _apart, partial(_halves, dim=0), partial(_halves, dim=1))
+
+
+def _shapes(parts: list[list[Tensor]]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(tensor.shape) for tensor in part] for part in parts]
+
+
+def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer whose step needs a closure.
+
+    Raises:
+        JobError: it does, as L-BFGS.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"optimizer {name} computes the loss several times in a step, by a closure, which a job does not have. Use "
+            "another optimizer, or write your own loop with paceline.setup, which takes closures"
+        )
+
+
+def _refused(error: Exception) -> JobError:
+    return error if isinstance(error, JobError) else JobError(f"the optimizer takes no step: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

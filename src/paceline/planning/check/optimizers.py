@@ -1,0 +1,52 @@
+"""Check of a job's optimizer and schedule, whatever the plan."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from paceline.errors import JobError
+from paceline.job.optimizer import OptimizerSpec
+from paceline.job.schedule import ScheduleSpec
+from paceline.planning.model.model_info import ModelInfo, model_info
+
+if TYPE_CHECKING:
+    from paceline.job.job import Job
+
+
+def check_optimizer(job: Job) -> None:
+    """Refuse an optimizer, groups, frozen parameters or a schedule that do not fit the model.
+
+    Raises:
+        JobError: one does not; names what to change.
+    """
+    optimizer, schedule = job.optimizer, job.schedule
+    if job.model.transformer is not None:  # its parameters have no names
+        optimizer = optimizer.model_copy(update={"groups": (), "no_decay": ()})
+    by_name = bool(job.freeze or optimizer.groups or optimizer.no_decay)
+    if optimizer.has_short_name and not optimizer.args and not by_name and not schedule.by_class:
+        return
+    _check(optimizer.model_dump_json(), schedule.model_dump_json(), model_info(job.model), job.stop.steps)
+
+
+@cache
+def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int | None) -> None:
+    import torch
+
+    optimizer = OptimizerSpec.model_validate_json(optimizer_json)
+    schedule = ScheduleSpec.model_validate_json(schedule_json)
+    trained = [shape for shape in info.parameters if shape.trainable]
+    if not trained:
+        raise JobError("the model has no parameters to train: freeze names all of them")
+    for dims in dict.fromkeys(len(shape.sizes) for shape in trained):
+        if why := optimizer.refusal(dims):
+            first = next(shape for shape in trained if len(shape.sizes) == dims)
+            raise JobError(
+                f"optimizer {optimizer.name} does not take {first.name} of shape {first.sizes}: {why}. Choose another "
+                "optimizer, or freeze such parameters"
+            )
+    parameters = {shape.name: torch.nn.Parameter(torch.empty((1,) * len(shape.sizes))) for shape in trained}
+    made = optimizer.build(parameters, names=info.names)
+    if schedule.by_class:
+        # a run of epochs has a number of steps that only its data tells
+        schedule.build(made, steps or 100)

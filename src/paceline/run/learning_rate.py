@@ -1,0 +1,154 @@
+"""Learning rates of a run: the job's schedule, followed by every group of its optimizer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.job.optimizer import BASE_LR
+from paceline.job.schedule import ScheduleSpec
+
+_FIXED = ("params", "fused", "foreach", BASE_LR)  # settings of a group that no schedule changes
+
+
+class LearningRate:
+    """Sets the learning rates of an optimizer before each step.
+
+    A scheduler class is stepped as often as the number of the step says, so ranks that broke off in different places
+    go on with equal rates. A step whose update is left out counts.
+
+    Args:
+        optimizer: made by the job; its groups have rates from before any schedule.
+        total_steps: most steps of the run; None if unknown.
+    """
+
+    def __init__(
+        self, spec: ScheduleSpec, optimizer: torch.optim.Optimizer, total_steps: int | None, epoch_steps: int
+    ) -> None:
+        self.spec, self.optimizer, self.total_steps, self.epoch_steps = spec, optimizer, total_steps, epoch_steps
+        self._base = [group[BASE_LR] for group in optimizer.param_groups]
+        self._stepped = 0
+        self._evaluated = -1  # step of the newest evaluation that was followed
+        self._scheduler: Any = None
+        if spec.by_class:
+            found = self._settings()
+            for group, lr in zip(optimizer.param_groups, self._base, strict=True):
+                group.pop("initial_lr", None)
+                group["lr"] = lr
+            total = total_steps
+            if total is not None and spec.period == "epoch":
+                total = math.ceil(total / epoch_steps)
+            self._scheduler = spec.build(optimizer, None if spec.period == "evaluation" else total)
+            self._first, self._first_state = self._settings(), _plain(self._scheduler.state_dict())
+            self._set(found)  # of a run that goes on in memory
+
+    def start(self) -> None:
+        """Set the rates of the first step."""
+        if self._scheduler is not None:
+            self._load({"stepped": 0, "evaluated": -1, "state": self._first_state, "groups": self._first})
+
+    def before(self, step: int) -> float:
+        """Set the rates of the step after `step`; returns that of the first group."""
+        groups = self.optimizer.param_groups
+        if self._scheduler is None:
+            factor = self.spec.factor_at(step, self.total_steps)
+            for group, lr in zip(groups, self._base, strict=True):
+                group["lr"] = lr * factor
+        elif self.spec.period != "evaluation":
+            due = step if self.spec.period == "step" else step // self.epoch_steps
+            while self._stepped < due:
+                self._step()
+        return float(groups[0]["lr"])
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Follow the metrics that were measured after `step`, once."""
+        if self._scheduler is None or self.spec.period != "evaluation" or step == self._evaluated:
+            return
+        self._evaluated = step
+        if self.spec.follows_metric:
+            self._step(metrics[self.spec.metric or "loss"])
+        else:
+            self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as JSON values; {} where the number of the step tells everything."""
+        if self._scheduler is None:
+            return {}
+        state = _plain(self._scheduler.state_dict())
+        return {
+            "name": self.spec.name,
+            "stepped": self._stepped,
+            "evaluated": self._evaluated,
+            "state": state,
+            "groups": self._settings(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take over what an earlier run saved; one of another schedule begins anew."""
+        if self._scheduler is None:
+            return
+        if state and state["name"] == self.spec.name and len(state["groups"]) == len(self._first):
+            self._load(state)
+        else:
+            self.start()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        fresh = self._scheduler.state_dict()
+        self._scheduler.load_state_dict(_merged(fresh, state["state"]))
+        self._stepped, self._evaluated = state["stepped"], state["evaluated"]
+        self._set(state["groups"])
+
+    def _step(self, *metric: float) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an update that was left out looks like a wrong order of calls
+            self._scheduler.step(*metric)
+        self._stepped += 1
+
+    def _settings(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [{k: _plain(v) for k, v in group.items() if k not in _FIXED} for group in groups]
+
+    def _set(self, settings: list[dict[str, Any]]) -> None:
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group |= {k: tuple(v) if isinstance(v, list) else _number(v) for k, v in own.items()}
+
+
+class _Left(Exception):
+    """A value is no JSON: the job's arguments make it anew."""
+
+
+def _plain(value: Any) -> Any:
+    """A value of a scheduler's state as JSON; numbers that JSON lacks become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float {value}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        found = {}
+        for key, entry in value.items():
+            try:
+                found[key] = _plain(entry)
+            except _Left:
+                continue
+        return found
+    raise _Left
+
+
+def _merged(fresh: Any, saved: Any) -> Any:
+    """State of a new scheduler with the saved values in it."""
+    if isinstance(fresh, dict) and isinstance(saved, dict):
+        return {**fresh, **{key: _merged(fresh.get(key), value) for key, value in saved.items()}}
+    if isinstance(fresh, (list, tuple)) and isinstance(saved, list) and len(fresh) == len(saved):
+        return type(fresh)(_merged(a, b) for a, b in zip(fresh, saved, strict=True))
+    return _number(saved)
+
+
+def _number(value: Any) -> Any:
+    is_text = isinstance(value, str) and value.startswith("float ")
+    return float(value.removeprefix("float ")) if is_text else value
