@@ -1,4 +1,4 @@
-"""The optimizer of a job, its parameter groups, and what an update of it depends on."""
+"""The optimizer of a job, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class OptimizerSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A class has its arguments in `args` alone, so that reading the values again changes no default of its own."""
+        """Leave out what a class has in `args`, so that its own defaults survive reading."""
         values: dict[str, Any] = write(self)
         unused = () if self.has_short_name else (*_ARGUMENTS, "trust")
         return {key: value for key, value in values.items() if key not in unused}
@@ -131,7 +131,7 @@ class OptimizerSpec(Spec):
 
     @property
     def scope(self) -> Scope:
-        """What an update of an element depends on: on it alone, its parameter, all parameters, or random numbers."""
+        """What an update of an element depends on, found by trying it."""
         from paceline.job.zoo.optimizer_trials import scope_of
 
         return _tried(self, scope_of)  # type: ignore[no-any-return]
@@ -283,7 +283,7 @@ def _written(patterns: Iterable[str]) -> str:
 
 
 class _Optimizer(NamedTuple):
-    """Class of an optimizer with a short name, and those of its arguments that are keys."""
+    """Class behind a short name, and the arguments that are keys."""
 
     path: str
     options: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Short trials of an optimizer: the state that it keeps, and the divisions of a model under which it is exact."""
+"""Short trials of an optimizer: its state, and what an update depends on."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def scope_of(build: Build) -> Scope:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without the hooks that a process has on the steps of all its optimizers."""
+    """Take a step without the hooks that watch every optimizer of a process."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
@@ -131,7 +131,7 @@ def _halves(tensors: list[Tensor], dim: int) -> list[list[Tensor]]:
 
 
 def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
-    """The parameters after some steps, as an optimizer for each part of the division leaves them."""
+    """Return the parameters after some steps, with an optimizer for each part of the division."""
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     start = [draw(4, 6), draw(6, 4)]
@@ -150,7 +150,7 @@ def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
 
 
 def _alike(whole: list[list[Tensor]], divided: list[list[Tensor]]) -> bool:
-    """True if the whole parameters, divided in the same way, have the values of the parts."""
+    """True if the whole parameters have the values of the divided ones."""
     expected = next(parts for parts in (d(whole[0]) for d in _DIVISIONS) if _shapes(parts) == _shapes(divided))
     pairs = zip((t for part in expected for t in part), (t for part in divided for t in part), strict=True)
     return all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for a, b in pairs)

@@ -174,7 +174,7 @@ def _models_loss_over_the_whole_batch(context: PlanContext) -> str | None:
 
 @_check()
 def _optimizer_of_this_model(context: PlanContext) -> str | None:
-    """Raise JobError if the job's optimizer or schedule does not fit its model, whatever the plan."""
+    """Raise JobError if the optimizer or schedule does not fit the model."""
     check_optimizer(context.job)
     return None
 

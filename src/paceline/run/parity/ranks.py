@@ -115,9 +115,9 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
 
 
 def _rates(steps: Steps, engine: RankEngine) -> Callable[[int], object]:
-    """Sets the rates of a step (from 1), if the job has a scheduler class, which also changes momentum.
+    """Return a function that sets the rates of a step, counted from 1.
 
-    Another schedule leaves the first rate, so that all steps move the parameters alike.
+    Only scheduler classes are followed. Other schedules leave the first rate, so that steps move parameters alike.
     """
     if not steps.job.schedule.by_class:
         return lambda step: None
