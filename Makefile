@@ -19,7 +19,7 @@ install: $(VENV)/.test ## Make .venv with the package and all its extras.
 
 demo: $(VENV)/.test ## Train on real data with all cores, then measure 1 against all of them: ends with report.html.
 	@$(BIN)/paceline train examples/digits.yaml
-	@$(BIN)/paceline bench examples/digits.yaml --repeat 5
+	@$(BIN)/paceline bench scaling examples/digits.yaml --repeat 5
 
 # Tests also wait for processes that they start, so there is one more of them at work than cores.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))

@@ -1,4 +1,4 @@
-"""Published curves of scaling, predicted as `paceline bench --simulate` does: how far off, and how often inside?
+"""Published curves of scaling, predicted as `paceline bench simulate` does: how far off, and how often inside?
 
     python benchmarks/scale_published.py [--points] [--json]
 

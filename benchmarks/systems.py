@@ -3,7 +3,7 @@
     python benchmarks/systems.py [--json] [--works cnn,gpt] [--settings one-host,1gbit] [--systems all] [--repeat 3]
                                  [--out DIR]
 
-Each comparison is `paceline bench --systems`: the same job, weights, order of batches, threads and precision; losses
+Each comparison is `paceline bench compare`: the same job, weights, order of batches, threads and precision; losses
 are compared with those of one process before anything is timed; runs are interleaved. paceline trains by the plan that
 `--plan auto` finds. Each other system runs as its documentation shows, and once more tuned. Emulated hosts need root.
 In the setting `weak` every rank has the work's global batch; in all others they share it. In `slow-host` one of four

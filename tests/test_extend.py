@@ -333,7 +333,20 @@ def test_a_panel_from_a_package_is_on_the_page_of_a_run(runs: Path) -> None:
 @pytest.mark.timeout(300)  # eleven starts of ranks
 def test_a_system_from_a_package_is_compared_with_ours_on_the_same_losses(installed: str, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml")
-    command = ["bench", "job.yaml", "--systems", "ddp-bucket", "--steps", "12", "--repeat", "1", "--out", "b", "--json"]
+    command = [
+        "bench",
+        "compare",
+        "job.yaml",
+        "--systems",
+        "ddp-bucket",
+        "--steps",
+        "12",
+        "--repeat",
+        "1",
+        "--out",
+        "b",
+        "--json",
+    ]
     lines = loaded(COMMAND.format(arguments=command), installed, tmp_path, deadline_s=280)
     figures = json.loads(lines[-1])["figures"]
     assert figures["systems_run"] == 2

@@ -25,21 +25,26 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def test_a_benchmark_is_scaling_compare_or_simulate(job: Path, tmp_path: Path) -> None:
+    shown = paceline("bench", job, folder=tmp_path, columns=200)
+    assert shown.code == 2
+    assert shown.says("bench scaling", "bench compare", "bench simulate")
+    assert not (tmp_path / "bench").exists()
+
+
 def test_options_that_mean_nothing_for_a_comparison_of_systems_are_refused(job: Path, tmp_path: Path) -> None:
     for options in (("--devices", "1,2"), ("--hosts", "a,b")):
-        refused = paceline("bench", job, "--systems", "ddp", *options, folder=tmp_path)
-        assert refused.code == 2
-        assert "leave it out" in " ".join(refused.err.replace("│", " ").split())
-    assert paceline("bench", job, "--kill-rank", folder=tmp_path).code == 2
-    unknown = paceline("bench", job, "--systems", "dpd", folder=tmp_path)
-    assert unknown.error.startswith('unknown system "dpd". Did you mean "ddp"?')
+        assert paceline("bench", "compare", job, *options, folder=tmp_path).code == 2
+    assert paceline("bench", "scaling", job, "--kill-rank", folder=tmp_path).code == 2
+    unknown = paceline("bench", "compare", job, "--systems", "dpd", folder=tmp_path)
+    assert 'Did you mean "ddp"?' in unknown.error
     assert not (tmp_path / "bench").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: Path, tmp_path: Path) -> None:
-    command = ("paceline", "bench", job, "--systems", "plain", "--repeat", 2, "--steps", 12, "--out", "c")
+    command = ("paceline", "bench", "compare", job, "--systems", "plain", "--repeat", 2, "--steps", 12, "--out", "c")
     kept = tmp_path / "c" / "measured.jsonl"
     with started(*command, folder=tmp_path) as process:
         wait_for(lambda: kept.exists() and kept.read_text().count("\n") > 0, process)
@@ -59,7 +64,20 @@ def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: P
 @pytest.mark.timeout(400)  # fourteen starts
 def test_a_weak_comparison_trains_the_batch_of_all_ranks_to_the_losses_of_one_process(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", data={"kind": "synthetic", "samples": 4096, "held_out": 0})
-    command = ("paceline", "bench", job, "--systems", "plain,ddp", "--repeat", 1, "--steps", 12, "--out", "c")
+    command = (
+        "paceline",
+        "bench",
+        "compare",
+        job,
+        "--systems",
+        "plain,ddp",
+        "--repeat",
+        1,
+        "--steps",
+        12,
+        "--out",
+        "c",
+    )
     with started(*command, "--weak", "--json", folder=tmp_path) as process:
         outcome = ended(process, deadline_s=360)
     assert outcome.code == 0, outcome.err
@@ -79,7 +97,7 @@ def test_a_weak_comparison_trains_the_batch_of_all_ranks_to_the_losses_of_one_pr
 @pytest.mark.timeout(240)  # six starts of ranks
 def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_path: Path) -> None:
     with started(
-        "paceline", "bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 12, "--json", folder=tmp_path
+        "paceline", "bench", "scaling", job, *TWO_DEVICES, "--repeat", 2, "--steps", 12, "--json", folder=tmp_path
     ) as process:
         outcome = ended(process, deadline_s=200)
     assert outcome.code == 0, outcome.err
@@ -120,7 +138,7 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
 
 @pytest.mark.slow
 def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, tmp_path: Path) -> None:
-    command = ("bench", job, *TWO_DEVICES, "--repeat", 1, "--steps", 600, "--no-weak")
+    command = ("bench", "scaling", job, *TWO_DEVICES, "--repeat", 1, "--steps", 600, "--no-weak")
     with started("paceline", *command, folder=tmp_path) as process:
         wait_for_step(1, tmp_path / "b" / "runs" / "2-devices-r1", process)
         process.send_signal(signal.SIGINT)
@@ -145,7 +163,7 @@ def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, 
 def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with_for_the_same_job(
     job: Path, tmp_path: Path
 ) -> None:
-    with started("paceline", "bench", job, *TWO_DEVICES, folder=tmp_path) as process:
+    with started("paceline", "bench", "scaling", job, *TWO_DEVICES, folder=tmp_path) as process:
         wait_for((tmp_path / "b" / "runs" / "1-device-r1" / "events.jsonl").exists, process)
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
@@ -155,7 +173,7 @@ def test_an_interrupt_before_the_first_step_leaves_a_benchmark_to_go_on_with_for
     assert (tmp_path / "b" / "protocol.json").exists()
 
     write_job(job, global_batch=24)
-    outcome = paceline("bench", job, "--devices", "1", "--out", "b", folder=tmp_path)
+    outcome = paceline("bench", "scaling", job, "--devices", "1", "--out", "b", folder=tmp_path)
     assert outcome.code == 1
     assert outcome.error.startswith("b belongs to another benchmark: job.global_batch was 16, is 24; settings.")
 
@@ -172,7 +190,7 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
         model={"factory": "mine.py:net"},
         data={"kind": "synthetic", "samples": 48, "shape": [1, 28, 28]},
     )
-    outcome = paceline("bench", job, *TWO_DEVICES, "--repeat", 2, "--steps", 8, "--no-weak", folder=tmp_path)
+    outcome = paceline("bench", "scaling", job, *TWO_DEVICES, "--repeat", 2, "--steps", 8, "--no-weak", folder=tmp_path)
     assert outcome.code == 1
     assert outcome.says(
         "2 cores: failed, and left out from now on", "made for one", "warning  2 cores could not be measured"
@@ -200,7 +218,7 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
 def test_what_cannot_work_is_told_before_anything_runs(
     arguments: list[str], code: int, text: str, job: Path, tmp_path: Path
 ) -> None:
-    outcome = paceline("bench", job, *arguments, folder=tmp_path, columns=200)
+    outcome = paceline("bench", "scaling", job, *arguments, folder=tmp_path, columns=200)
     assert outcome.code == code
     assert outcome.says(text)
     assert not (tmp_path / "bench").exists()

@@ -1,4 +1,4 @@
-"""`paceline bench --simulate`: from the command to the table, the page and the figures; and what it refuses."""
+"""`paceline bench simulate`: from the command to the table, the page and the figures; and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LLAMA = Path(__file__).parents[2] / "examples" / "plan" / "llama_8b.yaml"
 
 
 def simulated(folder: Path, *arguments: object) -> Outcome:
-    outcome = paceline("bench", LLAMA, *arguments, folder=folder)
+    outcome = paceline("bench", "simulate", LLAMA, *arguments, folder=folder)
     assert outcome.code == 0, outcome.err
     return outcome
 
 
 def test_a_thousand_gpus_are_told_with_intervals_limits_and_published_curves(tmp_path: Path) -> None:
-    outcome = simulated(tmp_path, "--simulate", "1024xH100", "--out", "s", "--json")
+    outcome = simulated(tmp_path, "--cluster", "1024xH100", "--out", "s", "--json")
     assert outcome.says(
         "llama-8b on 128x8xH100  simulated, not measured",
         "It fits from 2 devices on, which speedups are against",
@@ -43,7 +43,7 @@ def test_a_thousand_gpus_are_told_with_intervals_limits_and_published_curves(tmp
 
 def test_several_clusters_stand_on_one_page_and_weak_scaling_can_be_left_out(tmp_path: Path) -> None:
     outcome = simulated(
-        tmp_path, "--simulate", "2x8xH100-SXM, 400gbit; 64xTPU-v5p", "--no-weak", "--out", "s", "--seed", 3
+        tmp_path, "--cluster", "2x8xH100-SXM, 400gbit; 64xTPU-v5p", "--no-weak", "--out", "s", "--seed", 3
     )
     assert outcome.says("llama-8b on 2x8xH100-SXM, 400gbit", "llama-8b on 16x4xTPU-v5p")
     assert "Weak scaling" not in outcome.out
@@ -55,7 +55,7 @@ def test_several_clusters_stand_on_one_page_and_weak_scaling_can_be_left_out(tmp
 def test_stragglers_and_failures_are_those_that_are_given(tmp_path: Path) -> None:
     outcome = simulated(
         tmp_path,
-        "--simulate",
+        "--cluster",
         "8x8xH100-SXM",
         "--straggler-sigma",
         "0.03",
@@ -71,23 +71,22 @@ def test_stragglers_and_failures_are_those_that_are_given(tmp_path: Path) -> Non
 
 def test_measured_runs_of_a_table_correct_it_and_are_named(tmp_path: Path) -> None:
     table = LLAMA.parents[2] / "benchmarks" / "tables" / "torchtitan_llama_given.csv"
-    outcome = simulated(tmp_path, "--simulate", "2x8xH100-SXM", "--calibrate-on", table, "--no-weak", "--out", "s")
+    outcome = simulated(tmp_path, "--cluster", "2x8xH100-SXM", "--calibrate-on", table, "--no-weak", "--out", "s")
     assert outcome.says("measured runs of other software, hardware or precision")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--simulate", "8xH100-SXM", "--repeat", "3"), "nothing is run with --simulate"),
-        (("--simulate", "8xH100-SXM", "--devices", "1,2"), "nothing is run with --simulate"),
-        (("--seed", "3"), "it goes with --simulate"),
-        (("--failures-per-host-day", "0.1"), "it goes with --simulate"),
-        (("--simulate", "8xH100-SXM", "--straggler-sigma", "2"), "below 1"),
-        (("--simulate", "8xH100-SXM", "--out", "s3://bucket/s"), "not to a URL"),
+        (("--cluster", "8xH100-SXM", "--repeat", "3"), "--repeat"),
+        (("--cluster", "8xH100-SXM", "--devices", "1,2"), "--devices"),
+        (("--seed", "3"), "--cluster"),
+        (("--cluster", "8xH100-SXM", "--straggler-sigma", "2"), "below 1"),
+        (("--cluster", "8xH100-SXM", "--out", "s3://bucket/s"), "not to a URL"),
     ],
 )
 def test_options_that_would_have_no_effect_are_refused(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
-    outcome = paceline("bench", LLAMA, *arguments, folder=tmp_path, columns=200)
+    outcome = paceline("bench", "simulate", LLAMA, *arguments, folder=tmp_path, columns=200)
     assert outcome.code == 2
     assert outcome.says(says)
     assert not list(tmp_path.iterdir())
@@ -95,25 +94,40 @@ def test_options_that_would_have_no_effect_are_refused(tmp_path: Path, arguments
 
 @pytest.mark.parametrize(("name", "says"), [("1001xH100-SXM", "do not fill hosts of 8"), ("8xH10000", "H100")])
 def test_a_cluster_that_is_none_is_an_error_with_what_is_near(tmp_path: Path, name: str, says: str) -> None:
-    assert says in paceline("bench", LLAMA, "--simulate", name, folder=tmp_path).error
+    assert says in paceline("bench", "simulate", LLAMA, "--cluster", name, folder=tmp_path).error
 
 
 def test_a_job_that_fits_on_none_of_the_devices_is_an_error(tmp_path: Path) -> None:
-    assert "fits on" in paceline("bench", LLAMA.with_name("llama_70b.yaml"), "--simulate", "T4", folder=tmp_path).error
+    assert (
+        "fits on"
+        in paceline("bench", "simulate", LLAMA.with_name("llama_70b.yaml"), "--cluster", "T4", folder=tmp_path).error
+    )
 
 
 @pytest.mark.timeout(240)  # two runs of ranks, and two simulations
 def test_a_benchmark_of_this_machine_corrects_the_same_device_and_no_other(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     measured = paceline(
-        "bench", job, "--devices", 1, "--repeat", 1, "--steps", 30, "--no-weak", "--out", "b", folder=tmp_path
+        "bench",
+        "scaling",
+        job,
+        "--devices",
+        1,
+        "--repeat",
+        1,
+        "--steps",
+        30,
+        "--no-weak",
+        "--out",
+        "b",
+        folder=tmp_path,
     )
     assert measured.code == 0, measured.err
     from paceline.cluster.discover import discover
     from paceline.planning.machines import machines
 
     own = machines(discover()).device.name
-    alike = paceline("bench", job, "--simulate", f"2x2x{own}, 10gbit", "--out", "b", folder=tmp_path)
+    alike = paceline("bench", "simulate", job, "--cluster", f"2x2x{own}, 10gbit", "--out", "b", folder=tmp_path)
     assert alike.code == 0, alike.err
     told = " ".join(alike.out.split())  # lines are wrapped
     assert f"{own} is what is simulated, too, so 1 run of it correct the step times" in told
@@ -122,12 +136,12 @@ def test_a_benchmark_of_this_machine_corrects_the_same_device_and_no_other(tmp_p
     one = simulation["curves"][0]["points"][0]["step_time_s"]
     measured_s = json.loads((tmp_path / "b" / "report.json").read_text())["settings"][0]["step_time_s"]["middle"]
     assert one["low"] < measured_s < one["high"], "what was measured is inside of what is said of it"
-    other = paceline("bench", job, "--simulate", "2xH100-SXM", "--out", "b", folder=tmp_path)
+    other = paceline("bench", "simulate", job, "--cluster", "2xH100-SXM", "--out", "b", folder=tmp_path)
     told = " ".join(other.out.split())
     assert "That says nothing of H100-SXM, and nothing of the curve rests on it" in told
     assert "step times: the cost model alone" in told
     [run] = (tmp_path / "b" / "runs").iterdir()
     jittered = paceline(
-        "bench", job, "--simulate", "2xH100-SXM", "--straggler-sigma", run, "--out", "c", folder=tmp_path
+        "bench", "simulate", job, "--cluster", "2xH100-SXM", "--straggler-sigma", run, "--out", "c", folder=tmp_path
     )
     assert jittered.says(f"measured in {run.name}")

@@ -54,7 +54,7 @@ def test_help_needs_nothing_heavy() -> None:
 
 def test_a_mistake_in_the_job_file_waits_for_nothing_that_trains(tmp_path: Path) -> None:
     (job := tmp_path / "job.yaml").write_text("model: [mlp")
-    called = [[command, str(job)] for command in ("train", "bench", "plan")]
+    called = [[*command.split(), str(job)] for command in ("train", "bench scaling", "plan")]
     called.append(["check", str(job), "--plan", "dp=2"])
     loaded = modules_after(
         f"import paceline.cli\nfor sys.argv[1:] in {called}:\n  try: paceline.cli.main()\n  except SystemExit: pass"
@@ -116,7 +116,9 @@ def test_the_version_is_the_one_that_pyproject_names(tmp_path: Path) -> None:
 
 COMMANDS = (
     "train",
-    "bench",
+    "bench scaling",
+    "bench compare",
+    "bench simulate",
     "chaos",
     "check",
     "doctor",

@@ -172,7 +172,7 @@ def test_links_between_accelerators_are_measured_beside_those_between_cores(
 @pytest.mark.slow
 def test_a_benchmark_measures_it_and_has_a_page(simulated: Simulated, tmp_path: Path) -> None:
     options = ["--repeat", "1", "--steps", "8", "--out", "bench"]
-    shown = patiently("bench", job_file(tmp_path, 8), *options, folder=tmp_path, **simulated.environment())
+    shown = patiently("bench", "scaling", job_file(tmp_path, 8), *options, folder=tmp_path, **simulated.environment())
     assert shown.code == 0, shown
     report = json.loads((tmp_path / "bench" / "report.json").read_text())
     assert report["kind"] == "sim"

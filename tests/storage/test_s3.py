@@ -192,7 +192,18 @@ def test_two_trainings_of_one_url_from_two_machines_are_one(server: S3, tmp_path
 @pytest.mark.slow
 def test_a_benchmark_of_a_job_on_s3_is_kept_there_and_goes_on_elsewhere(server: S3, tmp_path: Path) -> None:
     put(server, "job.yaml", write_job(tmp_path / "job.yaml").read_bytes())
-    what = ("bench", "s3://bucket/job.yaml", "--devices", 1, "--steps", 6, "--no-weak", "--out", "s3://bucket/bench")
+    what = (
+        "bench",
+        "scaling",
+        "s3://bucket/job.yaml",
+        "--devices",
+        1,
+        "--steps",
+        6,
+        "--no-weak",
+        "--out",
+        "s3://bucket/bench",
+    )
     first = in_a_process(*what, "--repeat", 1, folder=tmp_path, **server.environment)
     assert first.code == 0, first.err
     there = names(server).split()

@@ -285,6 +285,8 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
 
     signature = inspect.signature(command, eval_str=True)
+    if "hosts" not in signature.parameters:  # it cannot start on hosts by ssh, and takes no number of them
+        return started
     after_hosts = [*signature.parameters].index("hosts") + 1
     parameters = [*signature.parameters.values()]
     parameters.insert(after_hosts, inspect.Parameter("num_hosts", _BY_NAME, default=None, annotation=NumHosts))

@@ -321,7 +321,7 @@ def _must_be_short(plan: Plan) -> None:
     if not _is_short(plan):
         raise RunError(
             f"sync={plan.sync} exchanges less often than in every step, which a few steps in turn do not show: "
-            "compare whole runs with `paceline bench --plans`"
+            "compare whole runs with `paceline bench scaling --plans`"
         )
 
 

@@ -473,7 +473,7 @@ def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
         return
     yield (
         f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that synchronizes less often "
-        "(local:8, diloco:30); paceline bench with one --plan for each measures whether that is faster here, and "
+        "(local:8, diloco:30); paceline bench scaling with --plans measures whether that is faster here, and "
         "what it does to the loss."
     )
 

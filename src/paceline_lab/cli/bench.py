@@ -1,4 +1,4 @@
-"""`paceline bench job.yaml`: measure scaling, compare systems, or simulate other machines."""
+"""`paceline bench`: measure scaling, compare systems, or simulate other machines."""
 
 from __future__ import annotations
 
@@ -6,98 +6,109 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from paceline.cli.command import EXIT_CODES, ClusterFile, Command, Hosts, JobFile, start_on
+from paceline.cli.command import EXIT_CODES, ClusterFile, Command, Hosts, JobFile, SetKeys, load_job, start_on
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
     from paceline.job.job import Job
     from paceline_lab.simulated.measured_here import Jitter
 
-_SIMULATED = "Machines that are not here"
-_OF_SIMULATED = dict.fromkeys(
-    ("failures_per_host_day", "straggler_sigma", "calibrate_on", "seed"), "it goes with --simulate"
-)
-# By what is measured: the options that have no effect, and why.
-_WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
-    "simulate": dict.fromkeys(
-        ("systems", "kill_rank", "cluster", "hosts", "devices", "plans", "repeat", "steps"),
-        "nothing is run with --simulate, so it has no effect",
+Plans = Annotated[
+    str | None,
+    typer.Option(help='More settings to measure, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".'),
+]
+Repeat = Annotated[int, typer.Option(min=1, help="Runs of each setting; fewer than 3 show no difference.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(min=6, help="Steps of each run.", show_default="to the target that the job names, else 60"),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        "--out",
+        metavar="DIR|URL",
+        help="Directory or URL of the benchmark; an interrupted benchmark goes on there.",
+        show_default="bench/JOB-TIME",
     ),
-    "systems": _OF_SIMULATED
-    | {
-        "devices": "--systems compares on all devices, and on one",
-        "hosts": "systems are compared on this machine, or on hosts that it emulates (--cluster)",
-    },
-    "": _OF_SIMULATED | {"kill_rank": "it goes with --systems"},
-}
+]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")]
 
 
-def command(
-    context: typer.Context,
+def scaling(
     job: JobFile,
+    changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
     devices: Annotated[
         str | None,
         typer.Option(
-            help="How many devices to compare, e.g. 1,2,4. One is always measured: it is what a speedup is against.",
+            help="Numbers of devices to measure, e.g. 1,2,4; 1 is always measured, as the base of speedups.",
             show_default="1 and all",
         ),
     ] = None,
-    plans: Annotated[
-        str | None, typer.Option(help='More settings, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".')
-    ] = None,
-    systems: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Measure these systems on the same job instead: all, or e.g. ddp,fsdp,horovod,tf-mirrored.",
-            show_default="paceline alone",
-        ),
-    ] = None,
-    kill_rank: Annotated[
-        bool, typer.Option("--kill-rank", help="With --systems: run each once more with a rank killed half-way.")
-    ] = False,
-    repeat: Annotated[int, typer.Option(min=1, help="Runs of every setting; fewer than 3 claim no difference.")] = 5,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=6, help="Steps of every run.", show_default="to the target that the job names, else 60"),
-    ] = None,
+    plans: Plans = None,
     weak: Annotated[
-        bool | None,
-        typer.Option(
-            "--weak/--no-weak",
-            help="Measure N devices also with N times the global batch. With --systems: compare at that batch instead.",
-            show_default="--weak; with --systems --no-weak",
-        ),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|URL",
-            help="Directory of the benchmark, or its URL; one that was interrupted goes on.",
-            show_default="bench/JOB-TIME",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
+        bool, typer.Option("--weak/--no-weak", help="Also measure N devices with N times the global batch.")
+    ] = True,
+    repeat: Repeat = 5,
+    steps: Steps = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how a job scales on 1 and N devices, and what limits it.
+
+    Runs are interleaved, and every figure has an interval.
+    """
+    start_on(hosts, cluster)
+    asked = _asked(job, changes, cluster, plans, repeat, steps, out)
+    _end(_scale(asked, _numbers(devices), weak=weak), asked, as_json=as_json)
+
+
+def compare(
+    job: JobFile,
+    changes: SetKeys = None,
+    cluster: ClusterFile = None,
+    systems: Annotated[
+        str, typer.Option(metavar="LIST", help="Systems to compare with, e.g. ddp,fsdp,horovod,tf-mirrored; or all.")
+    ] = "ddp,fsdp",
+    plans: Plans = None,
+    kill_rank: Annotated[
+        bool, typer.Option("--kill-rank", help="Run each system once more, and kill a rank half-way.")
     ] = False,
-    simulate: Annotated[
-        str | None,
+    weak: Annotated[
+        bool, typer.Option("--weak/--no-weak", help="Compare at a global batch that is N times as large on N devices.")
+    ] = False,
+    repeat: Repeat = 5,
+    steps: Steps = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the same job under paceline and other systems, losses before times.
+
+    The systems run on this machine, or on hosts that it emulates (--cluster), in interleaved runs.
+    """
+    start_on(None, cluster)
+    asked = _asked(job, changes, cluster, plans, repeat, steps, out)
+    _end(_compare(asked, systems, weak=weak, kill=kill_rank), asked, as_json=as_json)
+
+
+def simulate(
+    job: JobFile,
+    cluster: Annotated[
+        str,
         typer.Option(
             metavar="NAMES",
-            help='Predict the curves up to clusters that are not here, e.g. 1024xH100 or "64x8xH100-SXM, 400gbit; '
-            '256xTPU-v5p". Nothing is trained.',
-            rich_help_panel=_SIMULATED,
+            help='Clusters to simulate, e.g. 1024xH100 or "64x8xH100-SXM, 400gbit; 256xTPU-v5p".',
         ),
-    ] = None,
+    ],
+    changes: SetKeys = None,
     failures_per_host_day: Annotated[
         float | None,
         typer.Option(
@@ -105,17 +116,14 @@ def command(
             min=0,
             metavar="X",
             help="Failures of a host in a day; 0 for none.",
-            show_default="as published of Llama 3",
-            rich_help_panel=_SIMULATED,
+            show_default="as published for Llama 3",
         ),
     ] = None,
     straggler_sigma: Annotated[
         str | None,
         typer.Option(
             metavar="X|RUN",
-            help="Draw the slowest rank of each step: standard deviation of a rank's step time, relative to it, or a "
-            "run that has the times.",
-            rich_help_panel=_SIMULATED,
+            help="Standard deviation of a rank's step time relative to its mean, or a run to measure it from.",
         ),
     ] = None,
     calibrate_on: Annotated[
@@ -123,38 +131,42 @@ def command(
         typer.Option(
             "--calibrate-on",
             metavar="PATH",
-            help="Measured runs of such machines that correct the prediction: a table (CSV), a run directory, a log.",
-            rich_help_panel=_SIMULATED,
+            help="Measured runs that correct the prediction: a table (CSV), a run directory, a log; may be repeated.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.", rich_help_panel=_SIMULATED)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
+    weak: Annotated[bool, typer.Option("--weak/--no-weak", help="Also predict weak scaling.")] = True,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory of the page.", show_default="bench/JOB-TIME")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has every figure.")] = False,
 ) -> None:
-    """Measure how a job scales on 1 and N devices, and say what limits it.
+    """Predict how a job scales on machines that are not here; nothing is trained."""
+    what = load_job(job, changes)  # before heavy imports, so that a mistake is shown at once
+    line, jitter = shlex.join(["paceline", *sys.argv[1:]]), _jitter(straggler_sigma)
+    _simulate(what, cluster, line, out, failures_per_host_day, jitter, calibrate_on, seed, weak, as_json)
 
-    Runs are interleaved. With --simulate, predict that for machines that are not here.
-    """
-    _refuse_what_has_no_effect(context)
-    start_on(hosts, cluster)
-    from paceline.job.job import Job
 
-    # A mistake in the file is told before all else is imported.
-    what = Job.load(job)
-    line = shlex.join(["paceline", *sys.argv[1:]])
-    if simulate is not None:
-        jitter = _jitter(straggler_sigma)
-        _simulate(
-            what, simulate, line, out, failures_per_host_day, jitter, calibrate_on, seed, weak is not False, as_json
-        )
-        return
+def _asked(
+    job: str,
+    changes: list[str] | None,
+    cluster: str | None,
+    plans: str | None,
+    repeat: int,
+    steps: int | None,
+    out: str | None,
+) -> _Asked:
+    what = load_job(job, changes)  # before heavy imports, so that a mistake is shown at once
     from paceline.cli.command import to_run_on
 
-    asked = _Asked(what, to_run_on(cluster), _plans(plans), repeat, steps, out, line)
-    if systems is not None:
-        measured = _compare(asked, systems, weak=bool(weak), kill=kill_rank)
-    else:
-        measured = _scale(asked, _numbers(devices), weak=weak is not False)
+    line = shlex.join(["paceline", *sys.argv[1:]])
+    return _Asked(what, to_run_on(cluster), _plans(plans), repeat, steps, out, line)
+
+
+def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
+    """Print how to go on and the figures, and leave with the exit code of the benchmark."""
     if measured.stopped_by:
-        go_on = line if out else f"{line} --out {shlex.quote(str(measured.path))}"
+        go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; what is measured is kept. Go on: {go_on}")
     if as_json and measured.figures is not None:
         typer.echo(json.dumps({"figures": measured.figures, "environment": measured.environment}))
@@ -314,19 +326,6 @@ def _new_folder(name: str) -> Path:
     return BENCHES / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _refuse_what_has_no_effect(context: typer.Context) -> None:
-    """Refuse options that belong to another way of measuring."""
-    given = [
-        name
-        for name in context.params
-        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
-    ]
-    mode = "simulate" if "simulate" in given else "systems" if "systems" in given else ""
-    for name in given:
-        if why := _WITHOUT_EFFECT[mode].get(name):
-            raise typer.BadParameter(f"{why}; leave it out", param_hint=f"--{name.replace('_', '-')}")
-
-
 def _plans(text: str | None) -> list[str]:
     return [plan.strip() for plan in (text or "").split(";") if plan.strip()]
 
@@ -355,4 +354,18 @@ def _jitter(text: str | None) -> Jitter | None:
     return Jitter(sigma, words=f"normal with a standard deviation of {sigma:g}, as given")
 
 
-COMMAND = Command(command, "Measure", "paceline bench examples/digits.yaml --devices 1,2 --repeat 3", starts_ranks=True)
+_SCALING = "paceline bench scaling examples/digits.yaml --devices 1,2 --repeat 3"
+COMMAND = Command(
+    "Measure how a job scales, compare it with other systems, or simulate other machines.",
+    "Measure",
+    _SCALING,
+    commands={
+        "scaling": Command(scaling, example=_SCALING, starts_ranks=True),
+        "compare": Command(
+            compare, example="paceline bench compare examples/digits.yaml --systems ddp,fsdp", starts_ranks=True
+        ),
+        "simulate": Command(
+            simulate, example="paceline bench simulate examples/plan/llama_8b.yaml --cluster 1024xH100"
+        ),
+    },
+)

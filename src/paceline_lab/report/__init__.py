@@ -17,7 +17,7 @@ def _is_benchmark(folder: Path) -> bool:
 
 
 def _is_comparison(folder: Path) -> bool:
-    """True for the directory of `bench --systems`."""
+    """True for the directory of `bench compare`."""
     try:
         protocol = json.loads(read_text(folder / "protocol.json"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The page of `paceline bench --simulate`: curves of machines that are not here."""
+"""The page of `paceline bench simulate`: curves of machines that are not here."""
 
 from __future__ import annotations
 

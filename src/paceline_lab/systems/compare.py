@@ -1,4 +1,4 @@
-"""`paceline bench --systems`: one job under several systems, in interleaved runs, losses before times."""
+"""`paceline bench compare`: one job under several systems, in interleaved runs, losses before times."""
 
 from __future__ import annotations
 
