@@ -164,7 +164,7 @@ def _asked(
 
 
 def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
-    """Print how to go on and the figures, and leave with the exit code of the benchmark."""
+    """Print the figures and how to go on; leave with the exit code."""
     if measured.stopped_by:
         go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; what is measured is kept. Go on: {go_on}")
