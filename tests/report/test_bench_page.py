@@ -18,6 +18,7 @@ from browser import Browser, tab
 from handmade_reports import alike, around, rank_use, report, setting
 from paceline.engine.meter import PARTS
 from paceline.errors import RunError
+from paceline.planning.shortlist import Trial
 from paceline.report import figures
 from paceline.text import on_cores
 from paceline_lab.report import figures as of_the_lab
@@ -125,7 +126,8 @@ def test_the_numbers_are_those_of_the_report(shown: Browser) -> None:
         values.command,
         values.cluster,
         *map(on_cores, values.limits),
-        *values.knobs,
+        *(row.knob for row in values.tried),
+        values.reason,
         "2.13.0+cpu",
         "0.04, 0.17, 0.08",
     ):
@@ -154,12 +156,13 @@ def test_every_figure_tells_its_definition_to_pointer_keyboard_and_screen_reader
 def test_where_the_intervals_overlap_no_speedup_stands_anywhere(browser: Browser, tmp_path: Path) -> None:
     values = alike()
     browser.open(page_of(values, tmp_path))
-    assert browser.one("#verdict").text == "No difference between 1 core and 2 cores: the intervals overlap."
+    verdict = "No difference between 1 core and 2 cores by plan dp=2: the intervals overlap."
+    assert browser.one("#verdict").text == verdict
     assert browser.one(".card[data-figure=speedup] .value").text == "no difference"
     assert browser.all(".card[data-figure=efficiency]") == []
     assert shown_values(browser, "speedup") == shown_values(browser, "efficiency") == []
     texts = [text.text for text in browser.all("#plot-scaling .word")]
-    assert [text for text in texts if text] == ["no difference"]
+    assert texts == ["the reference", "no difference"]
     assert values.warnings[0] in browser.one("#warnings").text
     gain = values.settings[1].speedup
     assert gain is not None
@@ -183,7 +186,8 @@ def test_what_a_user_wrote_is_text_and_never_a_script(browser: Browser, tmp_path
         settings=[one, two],
         limits=[HOSTILE],
         warnings=[HOSTILE],
-        knobs=[HOSTILE],
+        tried=[Trial(HOSTILE, HOSTILE)],
+        reason=HOSTILE,
         environment={"host": HOSTILE, HOSTILE: {"a": HOSTILE}, "gpus": [{"name": HOSTILE, "memory_bytes": 1}]},
     )
     browser.open(page_of(hostile, tmp_path))
@@ -260,15 +264,15 @@ def test_synthetic_data_and_an_interrupted_benchmark_are_said_at_the_top(tmp_pat
         ),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "strong", 40, 0.01)],
-            "Slower with 2 cores: 0.480 of the speed of one core.",
+            "Slower with 2 cores by plan dp=2: 0.480 of the speed of one core.",
         ),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "weak", 20, 0.01)],
-            "1.92 times as fast with 2 cores, at the same batch per core.",
+            "1.92 times as fast with 2 cores by plan dp=2, at the same batch per core.",
         ),
         (
             [setting(1, "strong", 20, 0.01), setting(2, "strong", 9, 0.01, is_speedup=False, pairs=[2.1])],
-            "No difference between 1 core and 2 cores: too few repeats to tell.",
+            "No difference between 1 core and 2 cores by plan dp=2: too few repeats to tell.",
         ),
     ],
     ids=["one device", "no reference", "slower", "weak only", "one repeat"],
@@ -293,8 +297,31 @@ def test_a_plan_on_one_device_is_compared_as_well(tmp_path: Path) -> None:
     text = page_of(
         report(settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 11, 0.01), plan]), tmp_path
     ).read_text()
-    assert "1.40 ×" in text
-    assert 'data-name="other plans"' in text
+    assert "1.40 × · 140 %" in text
+    assert "dp=1 threads=2</text>" in text
+
+
+@needs_chromium
+def test_the_headline_and_its_figures_are_of_the_plan_that_auto_chose(browser: Browser, tmp_path: Path) -> None:
+    gain = around(1.9, 0.01)
+    more = {"speedup": gain, "efficiency": around(0.95, 0.01), "is_speedup": True}
+    chosen = setting(2, "strong", 10, 0.01, label="auto: dp=1 threads=2", plan="dp=1 threads=2", **more)
+    values = report(
+        settings=[setting(1, "strong", 19.2, 0.01), setting(2, "strong", 12, 0.01), chosen],
+        auto=chosen.plan,
+        auto_as_told="threads=2",
+    )
+    browser.open(page_of(values, tmp_path))
+    assert browser.one("#verdict").text == "1.90 times as fast with 2 cores by plan threads=2, which auto chose."
+    assert browser.one(".card[data-figure=throughput] .value").get_attribute("data-value") == str(
+        chosen.throughput.middle
+    )
+    assert "plan of auto" in browser.one("#figures thead th:nth-of-type(3)").text
+    assert "plan of auto" in [text.text for text in browser.all("#plot-scaling .ytick")]
+    rows = [row.text for row in browser.all("#tried tbody tr")]
+    assert rows[1].startswith("memory_format=channels_last 11.3 ms\n11.2 to 11.4\n0.570 ×")
+    assert rows[1].endswith("kept")
+    assert browser.console() == []
 
 
 def with_rules() -> Report:
@@ -367,13 +394,15 @@ def test_a_setting_without_ranks_curve_or_training_time_leaves_those_out(tmp_pat
         )
         for n in (1, 2)
     ]
-    text = page_of(report(settings=bare, target=None, limits=[], knobs=[], environment={}), tmp_path).read_text()
+    text = page_of(
+        report(settings=bare, target=None, limits=[], tried=[], reason="", environment={}), tmp_path
+    ).read_text()
     assert 'id="plot-scaling"' in text
     for absent in (
         'id="plot-breakdown"',
         'id="plot-loss',
         'data-figure="training_time"',
-        'id="knobs"',
+        'id="tried"',
         'id="runs"',
         'id="limits"',
     ):
@@ -421,5 +450,6 @@ def test_on_a_machine_without_gpus_devices_are_called_cores_but_in_options(tmp_p
 def test_a_speedup_that_is_not_the_ratio_of_the_times_beside_it_says_why(tmp_path: Path) -> None:
     one, two = setting(1, "strong", 20, 0.01), setting(2, "strong", 10, 0.01, speedup=around(1.7, 0.01))
     verdict = page_of(report(settings=[one, dataclasses.replace(two, training_time_s=None)]), tmp_path).read_text()
-    assert "1.70 times as fast with 2 cores. (This is the median of rounds" in verdict
+    assert "1.70 times as fast with 2 cores by plan dp=2." in verdict
+    assert "The speedup is the median of rounds" in verdict
     assert "are 2.00 times apart" in verdict

@@ -10,15 +10,32 @@ from typing import Any
 
 from paceline import units
 from paceline.errors import RunError
+from paceline.planning.shortlist import Trial
 from paceline.report import figures
-from paceline.report.charts import BLUE, GREEN, GREY, OCHRE, SERIES, Axis, Figure, Line, Panel, Points, lines, panelled
+from paceline.report.charts import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LEAF,
+    OCHRE,
+    SERIES,
+    Axis,
+    Bars,
+    Figure,
+    Line,
+    Panel,
+    Points,
+    lines,
+    panelled,
+)
 from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, RankFigure
 from paceline.report.page import PAGE, Card, Cell, Chart, Row, not_by_paceline, write_page
 from paceline.stats import LEAST_REPEATS, Interval
 from paceline.units import Shown, digits
 from paceline_lab.report.figures import DEFINITIONS, template_named
 from paceline_lab.scaling.result import AUTO, MeasuredSetting, Report
-from paceline_lab.scaling.table import excess_s
+from paceline_lab.scaling.table import excess_s, headline_of
 
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
 _VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures beside it without a word
@@ -39,12 +56,14 @@ def write_bench_page(report: Report, folder: Path) -> Path:
             "setting. Run its command again to go on."
         )
     with not_by_paceline(folder, "benchmark"):
-        best, one = _best(settings), next((s for s in settings if s.devices == 1), None)
+        one = next((s for s in settings if s.devices == 1), None)
+        best = headline_of(settings, report.auto) or _any(settings)
         there = {_name(s): [run for run in s.runs if (folder / run).is_dir()] for s in settings}
         view = {
             "created": _for_people(report.created),
             "best": best,
-            "verdict": _verdict(best, one),
+            "verdict": _verdict(best, one, report),
+            "remark": _medians_say(best, one) if best.is_speedup else "",
             "cards": _cards(best, one),
             "warnings": _warnings(report),
             "lost": _lost(best, one),
@@ -55,7 +74,9 @@ def write_bench_page(report: Report, folder: Path) -> Path:
             ],
             "any_alike": any(s.speedup is not None and not s.is_speedup for s in settings),
             "runs": {name: runs for name, runs in there.items() if runs},
-            "scaling": _scaling(settings, one),
+            "scaling": _scaling(settings, one, report.of_auto),
+            "bars": _is_bars(settings),
+            "tried": [_tried(row) for row in report.tried],
             "plans": _plans(settings),
             "breakdown": _breakdown(settings, one),
             "losses": _losses(settings),
@@ -90,21 +111,23 @@ def _name(setting: MeasuredSetting) -> str:
 # The headline
 
 
-def _verdict(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
-    """The result in one sentence; never a speedup if there is no difference."""
+def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report) -> str:
+    """The result in one sentence, with its plan; no speedup without a difference."""
     if best is one:
         return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
-    devices = f"{best.devices} devices" if best.devices > 1 else best.plan
+    chosen = best is report.of_auto
+    plan = f"by plan {report.auto_as_told or best.plan}, which auto chose" if chosen else f"by plan {best.plan}"
+    devices = "one device" if best.devices == 1 else f"{best.devices} devices"
     if best.speedup is None:
-        return f"{devices} were measured; to know what they gain, measure one device, too (--devices 1,{best.devices})."
+        return f"{devices} measured {plan}; to know the gain, measure one device, too (--devices 1,{best.devices})."
     if not best.is_speedup:
         why = "too few repeats to tell" if len(best.pairs) < LEAST_REPEATS else "the intervals overlap"
-        return f"No difference between 1 device and {devices}: {why}."
-    gain, medians = units.digits(best.speedup.middle), _medians_say(best, one)
+        return f"No difference between 1 device and {devices} {plan}: {why}."
+    gain = units.digits(best.speedup.middle)
     if best.speedup.middle < 1:
-        return f"Slower with {devices}: {gain} of the speed of one device.{medians}"
+        return f"Slower with {devices} {plan}: {gain} of the speed of one device."
     same = ", at the same batch per device" if best.scaling == "weak" else ""
-    return f"{gain} times as fast with {devices}{same}.{medians}"
+    return f"{gain} times as fast with {devices} {plan}{same}."
 
 
 def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
@@ -115,10 +138,10 @@ def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
     if abs(ratio / best.speedup.middle - 1) < _VISIBLE:
         return ""
     if best.training_time_s is not None and best.scaling == "strong":
-        return f" (This compares whole trainings; the steps alone are {units.digits(ratio)} times as fast.)"
+        return f"The speedup compares whole trainings; the steps alone are {units.digits(ratio)} times as fast."
     return (
-        " (This is the median of rounds, in each of which both took turns; the medians over all rounds, which "
-        f"stand beside it, are {units.digits(ratio)} times apart.)"
+        "The speedup is the median of rounds, in each of which both took turns; the medians over all rounds, which "
+        f"stand beside it, are {units.digits(ratio)} times apart."
     )
 
 
@@ -228,13 +251,59 @@ def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
     return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
 
 
-def _scaling(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
-    """The curve against the ideal; none if nothing was compared with one device."""
+_LEAST_POINTS = 3  # of a curve, one device included; fewer are bars
+
+
+def _scaling(
+    settings: Sequence[MeasuredSetting], one: MeasuredSetting | None, chosen: MeasuredSetting | None
+) -> Chart | None:
+    """Speedups against the ideal; none if nothing was compared with one device."""
     if all(s.speedup is None for s in settings):
         return None
     points = [f"{_name(s)}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
-    label = " ".join(["Speedup over the number of devices, against the ideal.", *points])
+    label = " ".join(["Speedup of each setting, against the ideal.", *points])
+    if _is_bars(settings):
+        return Chart("scaling", _speedup_bars([s for s in settings if s.speedup is not None], chosen), label)
     return Chart("scaling", _scaling_figure(settings), label)
+
+
+def _is_bars(settings: Sequence[MeasuredSetting]) -> bool:
+    """True if the settings have too few numbers of devices for a curve."""
+    return len({1, *(s.devices for s in settings if s.speedup is not None)}) < _LEAST_POINTS
+
+
+def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting | None) -> Figure:
+    """A bar for the speedup of each setting, and a tick at its ideal. Pale: no difference."""
+    gains = [s.speedup if s.speedup is not None and s.is_speedup else Interval(1.0, 1.0, 1.0) for s in compared]
+    words = [
+        f"{digits(gain.middle)} × · {units.percent(gain.middle / s.devices, 0)}" if s.is_speedup else "no difference"
+        for s, gain in zip(compared, gains, strict=True)
+    ]
+    names = ["1 device", *(f"{_name(s)}{chr(10) + 'plan of auto' if s is chosen else ''}" for s in compared)]
+    places = list(range(len(names)))
+    bars = Bars(
+        "speedup",
+        [1.0, *(gain.middle for gain in gains)],
+        places,
+        [GREY, *(LEAF if s.scaling == "weak" else BLUE for s in compared)],
+        opacity=[1.0, *(1.0 if s.is_speedup else 0.25 for s in compared)],
+        thick=0.6,
+        words=["the reference", *words],
+        low=[1.0, *(gain.low for gain in gains)],
+        high=[1.0, *(gain.high for gain in gains)],
+        hints=["1 device", *(f"{s.label}\n{s.plan}\n{text}" for s, text in zip(compared, words, strict=True))],
+    )
+    ideal = [float(s.devices) for s in compared]
+    hints = [f"ideal: {devices:g} ×" for devices in ideal]
+    ticks = Points("ideal", ideal, places[1:], INK, width=0, marks=34, symbol="tick", hints=hints)
+    most = max(*ideal, *(min(gain.high, 1.6 * s.devices) for s, gain in zip(compared, gains, strict=True)))
+    return Figure(
+        Axis("times the speed of one device", span=(0, 1.45 * most)),
+        Axis(span=(len(names) - 0.5, -0.5), ticks=list(zip(places, names, strict=True)), grid=False),
+        height=52 + 46 * len(names),
+        traces=[bars, ticks],
+        legend=False,
+    )
 
 
 def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None) -> Chart | None:
@@ -267,9 +336,20 @@ def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
     return charts if curves else []
 
 
-def _best(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
-    """The headline's setting: the fixed layout on most devices, else the fastest plan."""
-    return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.fixed, s.devices, s.throughput.middle))
+def _any(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
+    """The headline's setting if none is strong on several devices."""
+    return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
+
+
+def _tried(row: Trial) -> Row:
+    """A row of the table of plans and settings that `auto` tried."""
+    cells: list[Cell] = [
+        "" if row.predicted_s is None else units.seconds(row.predicted_s),
+        "" if row.step_s is None else units.seconds(row.step_s),
+        "" if row.ratio is None else units.ratio(row.ratio),
+        row.verdict,
+    ]
+    return Row(row.knob, cells, loud=row.verdict in ("chosen", "kept"))
 
 
 def _speedup(setting: MeasuredSetting) -> Cell:

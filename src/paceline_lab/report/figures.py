@@ -88,8 +88,11 @@ DEFINITIONS: Mapping[str, Definition] = {
     "final_loss": Definition(
         "final loss", "Training loss in the mean over the last 10 steps; of several runs the median."
     ),
-    "knobs": Definition(
-        "knobs", "Settings that change the speed and not the result, tried on the real model; the fastest are kept."
+    "setting": Definition(
+        "setting", "A key of a plan that changes the speed and not the result; auto tries it on the real model."
+    ),
+    "ratio": Definition(
+        "ratio to the best", "Step time / that of the best plan so far, measured in the same rounds; below 1 is faster."
     ),
     "simulated_speedup": Definition(
         "speedup", "Predicted throughput / that on the fewest devices on which the job fits."

@@ -9,6 +9,7 @@ import io
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from paceline.files import write_whole
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of
 from paceline.planning.check.plan_errors import auto_plan, warnings_about
 from paceline.planning.plan import Plan, spelled_out
+from paceline.planning.shortlist import Trial
 from paceline.run.record.run import WARM_UP_STEPS, read_lines
 from paceline.run.train import train
 from paceline.run.tuning.auto import choose
@@ -143,7 +145,7 @@ class Benchmark:
         settings = partial(settings_for, self.job, self.cluster, plans=several, devices=devices, steps=steps, weak=weak)
         settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
         self._say(self.cluster.describe())
-        self.auto, self.knobs = self._auto()
+        self.auto, self.tried, self.reason = self._auto()
         self.settings = settings(self.auto)
         self.directory.begin(self._protocol())
         self.runs = self.directory.finished(self.settings)
@@ -192,33 +194,36 @@ class Benchmark:
             steps=self.settings[0].steps,
             target=target_of(self.job) if self.settings[0].steps is None else None,
             settings=results,
-            limits=limits_of(results, auto),
+            limits=limits_of(results, auto, str(self.auto)),
             warnings=doubts,
             environment=environment(),
-            knobs=self.knobs,
+            tried=self.tried,
+            reason=self.reason,
             complete=not self._missing(),
             synthetic=any(run.synthetic for run in every),
             kind=self.cluster.kind,
             auto=auto,
+            auto_as_told=str(self.auto),
         )
 
     # What is to be measured
 
-    def _auto(self) -> tuple[Plan, list[str]]:
-        """The plan that `train` would choose, and the plans tried.
+    def _auto(self) -> tuple[Plan, list[Trial], str]:
+        """The plan that `train` would choose, what was tried, and why it was chosen.
 
         A continued benchmark keeps the plan that it began with.
         """
         if before := self.directory.begun_with():
             return before
         choice = choose(self.job, self.cluster, self._say)
-        return choice.plan, choice.lines
+        return choice.plan, choice.tried, choice.lines[-1].removeprefix("plan auto: ") if choice.lines else ""
 
     def _protocol(self) -> dict[str, Any]:
         known = environment()
         return {
             "plan": str(self.auto),
-            "knobs": self.knobs,
+            "tried": [asdict(row) for row in self.tried],
+            "reason": self.reason,
             "job": self.job.model_dump(mode="json"),
             "settings": {
                 s.key: {"plan": str(s.plan), "global_batch": s.global_batch, "steps": s.steps} for s in self.settings

@@ -25,6 +25,7 @@ from paceline.job.stop import StopSpec
 from paceline.planning.arguments import plan_of
 from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.plan import Plan, on_devices, spelled_out
+from paceline.planning.shortlist import Trial
 from paceline.report.advice import named
 from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.stats import Interval
@@ -118,9 +119,11 @@ class Report:
         settings: one per plan, device count and scaling, in the order asked for; the one-device setting first.
         limits: two or three sentences: what a reader learns, and what holds the scaling back.
         warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
-        knobs: what the automatic plan tried, one line each; empty where the plans were given.
+        tried: plans and settings that `auto` predicted or measured; empty if it chose without any.
+        reason: why `auto` chose its plan, in words.
         complete: whether every repeat of every setting was measured.
         auto: the plan that `auto` chose, as written in a setting; empty in files without this field.
+        auto_as_told: the same plan as `paceline train` prints it, without the keys that have their usual value.
         kind: torch's type of the devices (`cpu` for cores); None in files that do not say it.
     """
 
@@ -135,11 +138,13 @@ class Report:
     limits: list[str]
     warnings: list[str]
     environment: dict[str, Any]
-    knobs: list[str] = field(default_factory=list)
+    tried: list[Trial] = field(default_factory=list)
+    reason: str = ""
     complete: bool = True
     synthetic: bool = False
     kind: str | None = None
     auto: str = ""
+    auto_as_told: str = ""
 
     @property
     def of_auto(self) -> MeasuredSetting | None:

@@ -25,6 +25,7 @@ from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.plan import Plan
+from paceline.planning.shortlist import Trial
 from paceline.report.figures import combined, figures_of, per_step
 from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
@@ -337,8 +338,8 @@ class BenchmarkDirectory:
                 f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out."
             )
 
-    def begun_with(self) -> tuple[Plan, list[str]] | None:
-        """Plan for N devices and plans tried, if a benchmark was begun here.
+    def begun_with(self) -> tuple[Plan, list[Trial], str] | None:
+        """Plan of `auto`, its trials and its reason, if a benchmark was begun here.
 
         Raises:
             RunError: it was written by something else.
@@ -346,8 +347,9 @@ class BenchmarkDirectory:
         if self.protocol is None:
             return None
         try:
-            return Plan.parse(self.protocol["plan"]), [str(line) for line in self.protocol["knobs"]]
-        except (KeyError, TypeError, AttributeError) as error:
+            tried = msgspec.convert(self.protocol["tried"], list[Trial])
+            return Plan.parse(self.protocol["plan"]), tried, str(self.protocol["reason"])
+        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise RunError(
                 f"{self.path / PROTOCOL} is not of a benchmark ({error!r}). Name another directory with --out."
             ) from error

@@ -253,15 +253,15 @@ def _milliseconds(part_ms: float, step_ms: float) -> str:
     return f"{part_ms:.{digits}f}" if part_ms >= 0.5 * 10**-digits else "·"
 
 
-def limits_of(settings: list[MeasuredSetting], auto: str = "") -> list[str]:
-    """Describe the fixed layout, the plan of `auto`, and a larger batch.
+def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str = "") -> list[str]:
+    """Describe the speedup of the plan of `auto`, the fixed layout and a larger batch.
 
     Args:
         auto: the plan that `auto` chose, as written in its setting.
+        auto_as_told: the same plan as `paceline train` prints it.
     """
     one = next((s for s in settings if s.devices == 1), None)
-    strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
-    many = max(strong, key=lambda s: (s.fixed, s.devices, s.throughput.middle), default=None)
+    many, layout = headline_of(settings, auto), headline_of(settings)
     if one is None or many is None or many.speedup is None or many.efficiency is None:
         return ["One device and several are needed to say how the job scales."]
     if min(len(one.runs), len(many.runs)) < LEAST_REPEATS:
@@ -271,14 +271,25 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "") -> list[str]:
                 "--repeat 5 is the default."
             )
         ]
+    assert layout is not None
     chosen = next((s for s in settings if s.plan == auto and s.scaling == "strong"), None)
-    weak = next((s for s in settings if s.scaling == "weak" and s.devices == many.devices), None)
-    return [*_limits(one, many), *_about_auto(chosen, many), *_about_larger_batch(many, weak)]
+    weak = next((s for s in settings if s.scaling == "weak" and s.devices == layout.devices), None)
+    plan = f"{auto_as_told or auto}, the plan that auto chose" if many is chosen else many.plan
+    return [*_limits(one, many, plan), *_about_auto(chosen, layout), *_about_larger_batch(layout, weak)]
 
 
-def _limits(one: MeasuredSetting, many: MeasuredSetting) -> list[str]:
+def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> MeasuredSetting | None:
+    """The setting on several devices that a report is about.
+
+    It has the plan that `auto` chose; if that is not measured, the fixed layout on most devices, else the fastest plan.
+    """
+    strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
+    return max(strong, key=lambda s: (s.plan == auto, s.fixed, s.devices, s.throughput.middle), default=None)
+
+
+def _limits(one: MeasuredSetting, many: MeasuredSetting, plan: str) -> list[str]:
     assert many.efficiency is not None
-    headline = _headline(many)
+    headline = _headline(many, plan)
     if many.efficiency.high >= 1:
         enough = "Within the interval that is the ideal: nothing that could be measured is lost."
         unclear = "The intervals are too wide to say what limits it. Use more repeats, or reduce other load."
@@ -288,10 +299,8 @@ def _limits(one: MeasuredSetting, many: MeasuredSetting) -> list[str]:
 
 
 def _about_auto(chosen: MeasuredSetting | None, many: MeasuredSetting) -> list[str]:
-    if chosen is None:
+    if chosen is None or chosen is many:
         return []
-    if chosen is many:
-        return [f"This is the plan that auto chose: {chosen.plan}."]
     times = [s.training_time_s or s.step_time_s for s in (chosen, many)]
     repeats = min(len(chosen.runs), len(many.runs))
     ratio = times[1].middle / times[0].middle
@@ -328,21 +337,22 @@ def _gain(many: MeasuredSetting, weak: MeasuredSetting) -> Interval | None:
     return median_interval(pairs) if len(pairs) >= LEAST_REPEATS else None
 
 
-def _headline(many: MeasuredSetting) -> str:
+def _headline(many: MeasuredSetting, plan: str) -> str:
     assert many.speedup is not None
     assert many.efficiency is not None
     interval = f"95 % interval {many.speedup.low:.2f} to {many.speedup.high:.2f}"
     if not many.is_speedup:
         return (
-            f"No difference can be claimed between one device and {_name(many)}: the intervals of their times "
-            f"overlap ({interval})."
+            f"No difference can be claimed between one device and {many.devices} devices with {plan}: the intervals of "
+            f"their times overlap ({interval})."
         )
     if many.speedup.middle < 1:
-        return f"{_name(many)} are slower than one: {many.speedup.middle:.2f}× its speed ({interval})."
+        ratio = f"{many.speedup.middle:.2f}× its speed ({interval})"
+        return f"{many.devices} devices are slower than one with {plan}: {ratio}."
     share = percent(many.efficiency.middle)
     return (
-        f"{_name(many)} are {many.speedup.middle:.2f}× as fast as one ({interval}): {share} of the ideal "
-        f"{many.devices}×."
+        f"{many.devices} devices are {many.speedup.middle:.2f}× as fast as one with {plan} ({interval}): {share} of "
+        f"the ideal {many.devices}×."
     )
 
 

@@ -171,7 +171,8 @@ class Compare:
         job = self.job.model_dump(mode="json")
         return {
             "plan": str(self.plan),
-            "knobs": [],
+            "tried": [],
+            "reason": "",
             "systems": ways,
             "steps": self.steps,
             "scaling": self.scaling,

@@ -75,20 +75,21 @@ def test_the_plan_of_auto_is_compared_with_the_fixed_layout(chosen_ms: float, ve
         for what, parts in ((setting(), ALONE), (setting(2), two), (auto, {"compute": chosen_ms}))
     ]
     sentences = limits_of(found, auto="threads=2")
-    assert sentences[0].startswith("2 devices are"), "the headline is the fixed layout, whichever is faster"
+    assert "with threads=2, the plan that auto chose" in sentences[0], "whichever is faster"
     assert verdict in sentences[-1]
-    assert "This is the plan that auto chose" in limits_of(found, auto=found[1].plan)[-1]
+    assert "with dp=2, the plan that auto chose" in limits_of(found, found[1].plan, "dp=2")[0]
+    assert found[1].plan in limits_of(found)[0], "without auto the fixed layout, which is named too"
 
 
 def test_devices_that_are_slower_than_one_are_called_so_and_explained() -> None:
     headline, where = limits_of(settings({"compute": 4.0, "comm": 9.0}))
-    assert headline.startswith("2 devices are slower than one: 0.77× its speed")
+    assert headline.startswith("2 devices are slower than one with dp=2 threads=1: 0.77× its speed")
     assert "exposed communication" in where
 
 
 def test_nothing_is_claimed_where_the_intervals_overlap_but_what_is_certainly_lost_is_explained() -> None:
     headline, *more = limits_of(settings({"compute": 4.0, "comm": 5.9}, spread=0.02))
-    assert headline.startswith("No difference can be claimed between one device and 2 devices")
+    assert headline.startswith("No difference can be claimed between one device and 2 devices with")
     assert "exposed communication" in more[0]
     one = runs_of(setting(), 5, 10, 15)
     _, wide = limits_of([result(setting(), one, one), result(setting(2), runs_of(setting(2), 12, 7, 4), one)])

@@ -74,7 +74,7 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path)
     (tmp_path / "b" / "protocol.json").write_text("{")
     with pytest.raises(RunError, match=r"protocol\.json cannot be read"):
         BenchmarkDirectory(tmp_path / "b")
-    for other in ("{}", '{"plan": 2}', '{"plan": "dp=2", "knobs": 3}', "[]"):
+    for other in ("{}", '{"plan": 2}', '{"plan": "dp=2", "tried": 3, "reason": ""}', "[]"):
         (tmp_path / "b" / "protocol.json").write_text(other)
         with pytest.raises(RunError, match=r"protocol\.json is not of a benchmark .* Name another directory"):
             paceline_lab.bench(write_job(tmp_path / "job.yaml"), out=tmp_path / "b")

@@ -66,6 +66,7 @@ class AutoChoice:
     Attributes:
         plan: the fastest that was found, or the one to begin with.
         lines: the table of trials and the result, for people.
+        tried: the rows of that table: what was predicted or measured of each plan and setting.
         gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was
             better.
         seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
@@ -77,6 +78,7 @@ class AutoChoice:
     gain: float = 1.0
     seconds: float = 0.0
     forecast: Forecast | None = None
+    tried: list[Trial] = field(default_factory=list)
 
 
 def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> AutoChoice:
@@ -111,6 +113,7 @@ class _Search:
         self.known = kept.read(self.file, job, cluster)
         self.before_s = self.known.before_s if self.known else 0.0
         self.lines: list[str] = []
+        self.tried: list[Trial] = []
         self._rows_told = 0
 
     def choose(self) -> AutoChoice:
@@ -119,6 +122,7 @@ class _Search:
         if known and known.measured and (too_few or kept.enough(known, self.job)):
             # the screen shows rows once, when they are measured; a report has them all
             self.lines += [HEADING, *(row.line() for row in known.tried if row.tried)]
+            self.tried = known.tried
             self._tell(f"plan auto: {_result(known)}, as measured before ({self.file}; delete it to measure again)")
             return self._choice(known.best, known.forecast_of(known.best), known.gain)
         # on GPUs, where models are large, the plan's memory is still checked
@@ -156,6 +160,7 @@ class _Search:
             self._tell(f"plan auto: {self.default}; nothing is measured: {why}")
             return self._choice(self.default)
         self._tell(_predicted_line(best, listed, why))
+        self.tried = _predicted_rows(best, listed)
         return self._choice(best.plan, best)
 
     def _forecasts(self, calibration: Calibration | None) -> list[Forecast]:
@@ -186,6 +191,7 @@ class _Search:
             self._tell(f"plan auto: {self.default}; nothing is measured: {why}")
             return self._choice(self.default)
         self._tell(_predicted_line(best, listed, why))
+        self.tried = _predicted_rows(best, listed)
         before_s = self.before_s + run_s * self.runs
         found = TuningResult(str(self.default), best.plan, forecasts=forecasts, before_s=before_s, complete=False)
         kept.write(self.file, found)
@@ -205,6 +211,7 @@ class _Search:
         except LaunchError as error:
             self._tell(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
             return self._choice(begin, seconds=time.monotonic() - started)
+        self.tried = found.tried
         untried: dict[str, list[str]] = {}
         for row in found.tried:
             if not row.tried:
@@ -229,7 +236,7 @@ class _Search:
         self, plan: Plan | str, forecast: Forecast | None = None, gain: float = 1.0, seconds: float = 0.0
     ) -> AutoChoice:
         plan = plan_of(plan)
-        return AutoChoice(plan, self.lines, gain, seconds, forecast)
+        return AutoChoice(plan, self.lines, gain, seconds, forecast, self.tried)
 
     def _tell(self, line: str) -> None:
         self.lines.append(line)
@@ -243,6 +250,17 @@ class _Search:
             if row.tried:
                 self._tell(row.line())
         self._rows_told = len(tried)
+
+
+def _predicted_rows(best: Forecast, listed: Sequence[Forecast]) -> list[Trial]:
+    """The plans that were predicted and not measured, the chosen one first."""
+    found = [Trial(best.plan, "chosen", predicted_s=best.step_s)]
+    for forecast in sorted(listed, key=lambda one: one.step_s):
+        if forecast is not best:
+            slower = forecast.step_s > best.step_s
+            verdict = "not chosen: slower by prediction" if slower else "not chosen: the predictions are too close"
+            found.append(Trial(forecast.plan, verdict, predicted_s=forecast.step_s))
+    return found
 
 
 def _predicted_line(best: Forecast, listed: Sequence[Forecast], why: str) -> str:
