@@ -51,7 +51,7 @@ class Expert:
         layout, blocks = self.row.layout, len(self.row.layout.trace.blocks)
         stages = layout.pp * layout.chunks
         few = [f"{stages} stages of {blocks} blocks"] if stages > blocks else []
-        return [*plan_errors(self.job, self.plan, cluster=self.cluster), *few]
+        return [*(problem.text for problem in plan_errors(self.job, self.plan, cluster=self.cluster)), *few]
 
 
 def experts(table: Path = TABLE, names: Iterable[str] = ()) -> tuple[list[Expert], list[Skipped]]:

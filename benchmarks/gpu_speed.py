@@ -147,8 +147,8 @@ def _job(model: Any, data: dict[str, Any], batch: int, lr: float) -> dict[str, A
 def measured(case: SpeedCase, seconds: float) -> SpeedRow:
     """Predict, then measure for so many seconds beside the start. Raises what starting the ranks raises."""
     cluster, row = discover(), case.row
-    if reasons := plan_errors(case.job, case.plan, cluster=cluster):
-        return replace(row, verdict="refused", about=" ".join(reasons))
+    if problems := plan_errors(case.job, case.plan, cluster=cluster):
+        return replace(row, verdict="refused", about=" ".join(problem.text for problem in problems))
     row = _predicted(case, row)
     warm_up_for(case.job, case.plan)
     with tempfile.TemporaryDirectory(prefix="paceline-gpu-") as folder:

@@ -19,7 +19,6 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from paceline.cluster.discover import discover
 from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss import LossSpec
@@ -162,9 +161,9 @@ def test_what_is_printed_in_the_readme_is_on_a_page_that_explains_it() -> None:
     ]
     assert refusal in PLANS
     [plan] = re.findall(r'--plan "([^"]+)"', refusal)
-    reasons = plan_errors(Job.load(ROOT / "examples" / "gpt_text.yaml"), Plan.parse(plan), cluster=discover())
-    assert [reason for reason in reasons if reason not in refusal] == []
-    assert len(reasons) >= 3
+    lines = str(plan_errors(ROOT / "examples" / "gpt_text.yaml", plan)).splitlines()
+    assert [line for line in lines if line not in refusal] == []
+    assert len(lines) >= 3
 
 
 def section(title: str) -> str:

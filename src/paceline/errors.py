@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from paceline.planning.plan import Plan
 
 _to_be_told: list[Callable[[BaseException], None]] = []  # one at most
 
@@ -19,6 +25,90 @@ def tell_of_failure(error: BaseException) -> None:
     """Tell who wants to know of the error that ends this rank."""
     for tell in _to_be_told:
         tell(error)
+
+
+class Problem:
+    """A code for programs and a text for people, of one thing that is wrong.
+
+    A field that is a list is shown as `a, b, c`. Making a problem never fails: if a field is missing, or cannot be
+    shown as the template asks, the text is the template followed by the fields.
+
+    Args:
+        code: area and condition, such as `plan.heads_not_divisible`. It never changes.
+        template: the text with `{name}` in the place of each field. Never text from outside of the program.
+        fields: values of the text. Numbers, text, lists and mappings of such are kept; anything else becomes text.
+    """
+
+    def __init__(self, code: str, template: str, /, **fields: object) -> None:
+        given = {name: list(value) if isinstance(value, Iterator) else value for name, value in fields.items()}
+        self.code, self.template = code, template
+        self.fields: dict[str, Any] = {name: _plain(value) for name, value in given.items()}
+        try:
+            self.text = template.format(**{name: _shown(value) for name, value in given.items()})
+        except Exception:  # noqa: BLE001 - the error itself must not be lost
+            self.text = f"{template} {self.fields}"
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+    def __repr__(self) -> str:
+        """Return the class, the code and the text."""
+        return f"{type(self).__name__}({self.code}: {self.text})"
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the class, the code and the text."""
+        return type(self) is type(other) and isinstance(other, Problem) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Hash what `==` compares."""
+        return hash(self._key())
+
+    def _key(self) -> tuple[str, str]:
+        return self.code, self.text
+
+
+class PlanProblem(Problem):
+    """A reason why a plan cannot run a job on a cluster.
+
+    Attributes:
+        code: identifier of the reason, such as `plan.heads_not_divisible`; it does not change between versions.
+        fields: the values that the text is made of, by name; all are JSON values.
+        text: a sentence for people, with the value that would work.
+        template: the text with `{name}` in the place of each field.
+    """
+
+    def __init__(self, code: str, template: str, /, **fields: object) -> None:
+        super().__init__(code, template, **(({"plan": "…"} if "{plan}" in template else {}) | fields))
+
+    def about(self, plan: object) -> PlanProblem:
+        """Return the same problem with another plan as its subject."""
+        return PlanProblem(self.code, self.template, **(self.fields | {"plan": plan}))
+
+    @property
+    def predicate(self) -> str:
+        """The text without its subject, the plan."""
+        return self.text.removeprefix(f"plan {self.fields['plan']} ")
+
+
+def _shown(value: object) -> object:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _plain(value: object) -> Any:
+    """Return a value as JSON can hold it."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value) if isfinite(value) else str(value)
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - of any class, also one of a user
+        return f"<{type(value).__name__}>"
 
 
 class PacelineError(Exception):
@@ -62,7 +152,30 @@ class ClusterError(PacelineError):
 
 
 class PlanError(PacelineError):
-    """A plan cannot be read, or cannot run this job on this cluster. The message lists every reason."""
+    """A plan cannot be read, or cannot run this job on this cluster. The text lists every reason.
+
+    Attributes:
+        problems: every reason.
+        nearest: the plan that works and differs least; None if none was found or searched for.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    nearest: Plan | None = None
+
+    @classmethod
+    def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
+        """Make one error of all problems, one on each line; the nearest plan that works comes last."""
+        error = cls("\n".join(problem.text for problem in problems))
+        error.problems = tuple(problems)
+        error.__dict__.update(attributes)
+        if error.nearest is not None:
+            error.args = (f"{error}\n{proposal(error.nearest)}",)
+        return error
+
+
+def proposal(nearest: object) -> PlanProblem:
+    """Return the last line of a refusal: the plan that works."""
+    return PlanProblem("plan.nearest", "Nearest plan that works: {plan}.", plan=nearest)
 
 
 class NonFiniteError(PacelineError):

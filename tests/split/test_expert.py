@@ -221,9 +221,12 @@ def test_a_model_without_memory_is_divided_by_its_shapes() -> None:
 def test_what_cannot_be_divided_is_refused_with_the_degrees_that_work() -> None:
     model = zoo(experts=6)
     assert undivided(model, 3) is None
-    assert undivided(model, 4) == "divides 6 experts (blocks.0.mlp.experts) over 4 ranks: ep is one of 1, 2, 3, 6."
-    with pytest.raises(PlanError, match=r"^ep=4 divides 6 experts"):
+    problem = undivided(model, 4)
+    assert problem is not None
+    assert (problem.code, problem.fields["choices"]) == ("plan.experts_not_divisible", [1, 2, 3, 6])
+    with pytest.raises(PlanError) as error:
         divide_experts(model, whole_parts(model), Group(rank=0, size=4))
+    assert error.value.problems == (problem,)
 
 
 def test_a_model_without_experts_is_told_what_to_use_instead() -> None:

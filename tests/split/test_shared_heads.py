@@ -192,12 +192,13 @@ def test_padding_that_the_example_did_not_have_changes_no_result(ranks: Ranks) -
 
 def test_heads_that_neither_divide_nor_are_shared_evenly_are_refused_with_degrees_that_work() -> None:
     model, batch = grouped(12, 4, "groups")
-    (reason,) = prove(model, 6, batch, call).refused
-    assert "heads of keys and values in layers.0 and 1 more (4) by 6, which leaves a remainder: tp is one of" in reason
-    assert reason.endswith("tp is one of 1, 2, 4, 12.")
+    (problem,) = prove(model, 6, batch, call).refused
+    assert (problem.code, problem.fields["choices"]) == ("plan.heads_not_divisible", [1, 2, 4, 12])
+    assert "layers.0 and 1 more" in problem.fields["what"]
     assert prove(model, 12, batch, call).refused == []
-    with pytest.raises(PlanError, match="tp is one of 1, 2, 4, 12"):
+    with pytest.raises(PlanError) as error:
         shard_tensors(model, whole_parts(model), Group(0, 6), batch, call)
+    assert error.value.problems == (problem,)
 
 
 class Fused(nn.Module):
@@ -217,6 +218,6 @@ class Fused(nn.Module):
 
 def test_a_matrix_of_queries_and_shared_keys_is_refused_rather_than_cut_through_a_head() -> None:
     model, batch = decoder(Fused)
-    (reason,) = prove(model, 4, batch, call).refused
-    assert reason.endswith("tp is one of 1, 2.")
+    (problem,) = prove(model, 4, batch, call).refused
+    assert problem.fields["choices"] == [1, 2]
     assert prove(model, 2, batch, call).refused == []

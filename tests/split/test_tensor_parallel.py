@@ -284,19 +284,19 @@ def test_four_ranks_learn_what_one_learns(ranks: Ranks) -> None:
 def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None:
     model, batch = gpt()
     before = [(name, id(p), p.shape) for name, p in model.named_parameters()]
-    (reason,) = prove(model, 3, batch, call).refused
-    assert (
-        "tp=3 divides the model's heads in blocks.0.attention and 1 more (4) by 3, which leaves a remainder" in reason
-    )
-    assert reason.endswith("tp is one of 1, 2, 4.")
+    (problem,) = prove(model, 3, batch, call).refused
+    assert (problem.code, problem.fields["tp"]) == ("plan.heads_not_divisible", 3)
+    assert (problem.fields["heads"], problem.fields["choices"]) == ([4], [1, 2, 4])
+    assert "blocks.0.attention and 1 more" in problem.fields["what"]
     assert before == [(name, id(p), p.shape) for name, p in model.named_parameters()], "asking changes nothing"
     assert not any("forward" in module.__dict__ for module in model.modules())
-    with pytest.raises(PlanError, match="tp is one of 1, 2, 4"):
+    with pytest.raises(PlanError) as error:
         shard_tensors(model, whole_parts(model), Group(0, 3), batch, call)
+    assert error.value.problems == (problem,)
     assert prove(model, 4, batch, call).refused == []
     model, batch = llama()
     assert prove(model, 4, batch, call).refused == [], "two ranks share each head of keys and values"
-    assert "1 more (2) by 3, which leaves a remainder: tp is one of 1, 2, 4." in prove(model, 3, batch, call).refused[0]
+    assert prove(model, 3, batch, call).refused[0].fields["choices"] == [1, 2, 4]
 
 
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:

@@ -44,7 +44,7 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
     if getattr(engine.loss, "whole_batch", False):
         engine.loader.fill_every_rank("a loss over the whole batch")
         if plan.microbatches > 1:
-            raise PlanError(f"plan {plan} {whole_batch_in_parts('the loss', plan.microbatches)}")
+            raise PlanError.of_problems([whole_batch_in_parts("the loss", plan.microbatches).about(plan)])
     return model
 
 

@@ -1,8 +1,8 @@
 """Limits of plans: rules by which plans are refused, on numbers and names alone.
 
 The check before the start applies them to what is known of a model without a forward pass, the split at run time to the
-traced model. Each rule returns a sentence without its subject (`plan tp=3`, or `tp=3`), with the values that would
-work, or None if the plan passes.
+traced model. Each rule returns a problem of the part of the plan that it knows, such as `tp=3`, with the values that
+would work, or None if the plan passes. `PlanProblem.about` names the whole plan.
 """
 
 from __future__ import annotations
@@ -11,33 +11,55 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
+from paceline.errors import PlanProblem
 from paceline.partition import contiguous, starts
 from paceline.planning.plan import DEGREES, V_SCHEDULES, stages_per_rank
 from paceline.planning.sync_info import sync_info
-from paceline.text import nearest
+from paceline.text import closest, nearest
 from paceline.units import count
 
 if TYPE_CHECKING:
     from paceline.planning.plan import Plan
 
-NO_ATTENTION = "divides the tokens of a sequence, but the model has no attention over tokens: cp=1."
-NO_BLOCKS_TO_RECOMPUTE = (
-    "recomputes blocks instead of keeping their activations, but the model has no repeated blocks: remat=none."
-)
+
+def no_attention(cp: int) -> PlanProblem:
+    """Reason against context parallelism of a model without attention."""
+    return PlanProblem(
+        "plan.no_attention",
+        "plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1.",
+        plan=f"cp={cp}",
+    )
 
 
-def other_world(plan: Plan, world: int) -> str | None:
+def no_blocks_to_recompute(remat: str) -> PlanProblem:
+    """Reason against recomputing the activations of a model without repeated blocks."""
+    return PlanProblem(
+        "plan.no_blocks_to_recompute",
+        "plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: "
+        "remat=none.",
+        plan=f"remat={remat}",
+    )
+
+
+def other_world(plan: Plan, world: int) -> PlanProblem | None:
     """Reason why a plan cannot run on the number of ranks that were started."""
     if plan.ranks == world:
         return None
     others = plan.ranks // plan.dp
-    works = f"dp={world // others} here" if world % others == 0 else f"degrees that multiply to {world}"
-    return f"needs {count(plan.ranks, 'rank')}{multiplied(plan)}, but {world} were started: {works}."
+    return PlanProblem(
+        "plan.other_number_of_ranks",
+        "plan {plan} needs {need}, but {started} were started: {works}.",
+        plan=plan,
+        need=f"{count(plan.ranks, 'rank')}{multiplied(plan)}",
+        ranks=plan.ranks,
+        started=world,
+        works=f"dp={world // others} here" if world % others == 0 else f"degrees that multiply to {world}",
+    )
 
 
 def undivided_heads(
     heads: Mapping[str, Sequence[int]], tp: int, shared: Mapping[str, Sequence[int]] | None = None
-) -> str | None:
+) -> PlanProblem | None:
     """Reason why heads cannot be divided over `tp` ranks.
 
     Args:
@@ -50,8 +72,17 @@ def undivided_heads(
     if not wrong:
         return None
     divisors = _common_divisors([n for found in heads.values() for n in found])
-    working = [n for n in divisors if all(shares_heads(found, n) for found in keys.values())]
-    return f"divides the model's {' and '.join(wrong)} by {tp}, which leaves a remainder: {_one_of('tp', working)}."
+    choices = [n for n in divisors if all(shares_heads(found, n) for found in keys.values())]
+    return PlanProblem(
+        "plan.heads_not_divisible",
+        "plan {plan} divides the model's {what} by {tp}, which leaves a remainder: {works}.",
+        plan=f"tp={tp}",
+        tp=tp,
+        heads=sorted({n for found in (*heads.values(), *keys.values()) for n in found}),
+        choices=choices,
+        what=" and ".join(wrong),
+        works=_one_of("tp", choices),
+    )
 
 
 def shares_heads(heads: Sequence[int], tp: int) -> bool:
@@ -59,7 +90,7 @@ def shares_heads(heads: Sequence[int], tp: int) -> bool:
     return all(n % tp == 0 or tp % n == 0 for n in heads)
 
 
-def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> str | None:
+def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanProblem | None:
     """Reason why mixtures of experts cannot be divided over `ep` ranks.
 
     Args:
@@ -67,17 +98,29 @@ def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> str |
         where: the name of one that cannot be divided.
     """
     if not experts:
-        return (
-            f"divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} "
-            "shards any model)."
+        return PlanProblem(
+            "plan.no_experts",
+            "plan {plan} divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} "
+            "shards any model).",
+            plan=f"ep={ep}",
+            ep=ep,
         )
     if not any(n % ep for n in experts):
         return None
-    named = f"{_numbers(experts)} experts" + (f" ({where})" if where else "")
-    return f"divides {named} over {ep} ranks: {_one_of('ep', _common_divisors(experts))}."
+    choices = _common_divisors(experts)
+    return PlanProblem(
+        "plan.experts_not_divisible",
+        "plan {plan} divides {what} over {ep} ranks: {works}.",
+        plan=f"ep={ep}",
+        ep=ep,
+        experts=sorted(set(experts)),
+        choices=choices,
+        what=f"{_numbers(experts)} experts" + (f" ({where})" if where else ""),
+        works=_one_of("ep", choices),
+    )
 
 
-def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str | None:
+def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> PlanProblem | None:
     """Reason why `degree` ranks along an axis cannot divide sequences of `tokens`.
 
     Args:
@@ -87,18 +130,27 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> str
     parts = degree * others
     if tokens % parts == 0:
         return None
-    working = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
-    works = _one_of(key, working) if working else "cp=1" if key == "cp" else "sequence=off"
+    choices = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
     # with causal attention, ranks of cp have equal work if each holds two equal parts
     step = 2 * parts if key == "cp" else parts
-    lengths = " or ".join(f"{n:,}" for n in (tokens // step * step, -(-tokens // step) * step) if n)
-    return (
-        f"divides sequences of {tokens:,} tokens among {parts} ranks: {works}, or sequences of {lengths} tokens in "
-        "the job's data."
+    lengths = [n for n in (tokens // step * step, -(-tokens // step) * step) if n]
+    return PlanProblem(
+        "plan.tokens_not_divisible",
+        "plan {plan} divides sequences of {tokens:,} tokens among {parts} ranks: {works}, or sequences of {fitting} "
+        "tokens in the job's data.",
+        plan=f"{key}={degree}",
+        key=key,
+        degree=degree,
+        tokens=tokens,
+        parts=parts,
+        choices=choices,
+        lengths=lengths,
+        works=_one_of(key, choices) if choices else "cp=1" if key == "cp" else "sequence=off",
+        fitting=" or ".join(f"{n:,}" for n in lengths),
     )
 
 
-def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> str | None:
+def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> PlanProblem | None:
     """Reason why a plan's cuts do not name the stages of a model.
 
     Args:
@@ -106,15 +158,29 @@ def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> str
         blocks: those of its repeated blocks.
     """
     cuts, stages = plan.cut.split(","), plan.stages
-    wrong = [
-        f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in cuts if name not in modules
-    ]
-    wrong += [f"a stage begins at {name} once only." for name in dict.fromkeys(cuts) if cuts.count(name) > 1]
+    unknown = [name for name in cuts if name not in modules]
+    twice = [name for name in dict.fromkeys(cuts) if cuts.count(name) > 1]
+    even = even_cuts(blocks, stages)
+    wrong = [f'there is no module "{name}" in the model. {nearest(name, modules)}' for name in unknown]
+    wrong += [f"a stage begins at {name} once only." for name in twice]
     if len(cuts) != stages - 1:
-        proposal = f" cut={','.join(evenly)}" if (evenly := even_cuts(blocks, stages)) else f" name {stages - 1}"
+        proposal = f" cut={','.join(even)}" if even else f" name {stages - 1}"
         made = f"{stages} stages (schedule={plan.schedule})" if stages > plan.pp else f"{stages} stages"
         wrong.append(f"{made} have {count(stages - 1, 'cut')} between them, and there are {len(cuts)}:{proposal}.")
-    return f"cuts at {', '.join(cuts)}: {' '.join(wrong)}" if wrong else None
+    if not wrong:
+        return None
+    return PlanProblem(
+        "plan.wrong_cuts",
+        "plan {plan} cuts at {cuts}: {reasons}",
+        plan=plan,
+        cuts=cuts,
+        unknown=unknown,
+        meant=[meant for name in unknown if (meant := closest(name, modules))],
+        twice=twice,
+        stages=stages,
+        even=even,
+        reasons=" ".join(wrong),
+    )
 
 
 def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
@@ -122,12 +188,13 @@ def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
     return [blocks[start] for start in starts(contiguous([1] * len(blocks), stages))] if len(blocks) >= stages else []
 
 
-def too_many_stages(plan: Plan, places: int, have: str) -> str | None:
-    """Reason why a model has too few parts for a pipeline, without a full stop.
+def too_many_stages(plan: Plan, places: int, have: str, *, or_cuts: bool = False) -> PlanProblem | None:
+    """Reason why a model has too few parts for a pipeline.
 
     Args:
         places: the number of stages that the model could be cut into.
         have: why there are no more, such as `the model has 4 repeated blocks`.
+        or_cuts: True if cuts by name might make as many stages.
     """
     if places >= plan.stages:
         return None
@@ -135,7 +202,16 @@ def too_many_stages(plan: Plan, places: int, have: str) -> str | None:
     works = [f"pp is at most {most}" if most > 1 else "pp=1"]
     works = ["schedule=1f1b", *works] if virtual >= 1 else works
     works = [f"virtual is at most {virtual}", *works] if plan.schedule == "interleaved" and virtual >= 2 else works
-    return f"makes {plan.stages} stages, but {have}: {', '.join(works)}"
+    return PlanProblem(
+        "plan.too_many_stages",
+        "plan {plan} makes {stages} stages, but {have}: {works}.",
+        plan=plan,
+        stages=plan.stages,
+        places=places,
+        have=have,
+        choices=works,
+        works=", ".join([*works, "or cut names the modules where stages begin"] if or_cuts else works),
+    )
 
 
 def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
@@ -153,16 +229,25 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
     return True
 
 
-def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> str | None:
+def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem | None:
     """Reason why a schedule cannot run a number of microbatches."""
     if microbatches_fit(schedule, pp, microbatches):
         return None
     fitting = [n for n in range(1, 2 * microbatches + pp) if microbatches_fit(schedule, pp, n)]
     nearby = sorted(sorted(fitting, key=lambda n: (abs(n - microbatches), n))[:2])
     rules = {"1f1b": "at least one for each", "dualpipe": "at least two for each"}
-    rule = rules.get(schedule, f"equal rounds of {pp} or a few more")
-    has = f"has {count(microbatches, 'microbatch', 'microbatches')} for {pp} pipeline ranks"
-    return f"{has}; {schedule} needs {rule}: {_one_of('microbatches', nearby)}."
+    return PlanProblem(
+        "plan.microbatches_do_not_fit",
+        "plan {plan} has {has} for {pp} pipeline ranks; {schedule} needs {rule}: {works}.",
+        plan=f"pp={pp} microbatches={microbatches} schedule={schedule}",
+        pp=pp,
+        microbatches=microbatches,
+        schedule=schedule,
+        choices=nearby,
+        has=count(microbatches, "microbatch", "microbatches"),
+        rule=rules.get(schedule, f"equal rounds of {pp} or a few more"),
+        works=_one_of("microbatches", nearby),
+    )
 
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
@@ -173,56 +258,91 @@ def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
     return next(m for m in range(wanted, 0, -1) if not any(n % m for n in shares))
 
 
-def sharded_twice(weight: str, schedule: str) -> str:
+def sharded_twice(weight: str, schedule: str) -> PlanProblem:
     """Reason why FSDP2 cannot shard a weight that two stages of a rank share.
 
     Each stage is sharded by itself.
     """
-    works = "schedule=1f1b, gpipe or interleaved" if schedule in V_SCHEDULES else "schedule=1f1b or gpipe"
-    return f"would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1."
-
-
-def no_graphs(where: str) -> str:
-    """Reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
-    return f"replays graphs of kernels, and {where} has no GPU that can: compile=on."
-
-
-def whole_batch_in_parts(loss: str, microbatches: int) -> str:
-    """Reason against microbatches with a loss that compares the samples of a batch."""
-    return (
-        f"computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each other: "
-        "microbatches=1."
+    return PlanProblem(
+        "plan.sharded_twice",
+        "plan {plan} would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1.",
+        plan=f"schedule={schedule}",
+        weight=weight,
+        works="schedule=1f1b, gpipe or interleaved" if schedule in V_SCHEDULES else "schedule=1f1b or gpipe",
     )
 
 
-def no_balance(plan: Plan, kind: str) -> str | None:
+def no_graphs(where: str) -> PlanProblem:
+    """Reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
+    return PlanProblem(
+        "plan.no_graphs",
+        "plan {plan} replays graphs of kernels, and {where} has no GPU that can: compile=on.",
+        plan="compile=reduce-overhead",
+        where=where,
+    )
+
+
+def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
+    """Reason against microbatches with a loss that compares the samples of a batch."""
+    return PlanProblem(
+        "plan.whole_batch_in_parts",
+        "plan {plan} computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each "
+        "other: microbatches=1.",
+        plan=f"microbatches={microbatches}",
+        microbatches=microbatches,
+        loss=loss,
+    )
+
+
+def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
     """Reason why the replicas' shares of a batch cannot follow their speeds.
 
     Args:
-        kind: of the job's partition.
+        kind: kind of the job's partition.
     """
     if plan.dp == 1:
-        return "moves samples from slow replicas to fast ones, and there is only one: dp=2 or more, or balance=auto."
+        return PlanProblem(
+            "plan.balance_needs_replicas",
+            "plan {plan} moves samples from slow replicas to fast ones, and there is only one: dp=2 or more, or "
+            "balance=auto.",
+            plan=plan,
+        )
     if plan.pp > 1:
-        return "cannot move samples between pipelines, whose microbatches have to be equal: balance=auto."
+        return PlanProblem(
+            "plan.balance_of_pipelines",
+            "plan {plan} cannot move samples between pipelines, whose microbatches have to be equal: balance=auto.",
+            plan=plan,
+        )
     if sync_info(plan.sync).local_steps:
-        return f"cannot move samples between replicas that take steps of their own (sync={plan.sync}): balance=auto."
+        return PlanProblem(
+            "plan.balance_of_local_steps",
+            "plan {plan} cannot move samples between replicas that take steps of their own (sync={sync}): "
+            "balance=auto.",
+            plan=plan,
+            sync=plan.sync,
+        )
     if kind == "hierarchical":
-        return "cannot move samples between hosts that read their own part (partition: hierarchical): balance=auto."
+        return PlanProblem(
+            "plan.balance_of_host_parts",
+            "plan {plan} cannot move samples between hosts that read their own part (partition: hierarchical): "
+            "balance=auto.",
+            plan=plan,
+        )
     return None
 
 
 def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
-    """Reason why `balance=auto` leaves the replicas' shares as they are.
+    """Reason why `balance=auto` leaves the replicas' shares as they are, without its subject.
 
     Args:
-        kind: of the job's partition; `weighted`: whether it has weights.
+        kind: kind of the job's partition; `weighted`: whether it has weights.
     """
     if weighted:
         return "keeps to the weights of the job's partition, unless balance=on."
     if plan.compile != "off":
         return f"keeps shares that compile={plan.compile} has compiled code for, unless balance=on."
-    return no_balance(plan, kind)
+    found = no_balance(plan, kind)
+    return found.predicate if found else None
 
 
 def degrees(plan: Plan) -> str:

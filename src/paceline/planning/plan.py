@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
-from paceline.errors import PlanError
+from paceline.errors import PlanError, PlanProblem
 from paceline.job.job import Job, Precision
 from paceline.planning.sync_info import devices_of_ranks, problem_with, problem_with_transport, sync_info
 from paceline.text import nearest
@@ -86,12 +86,30 @@ class _Kind(NamedTuple):
     """
 
     read: Callable[[str], Any]
-    problem: Callable[[str, Any], str | None]
+    problem: Callable[[str, Any], PlanProblem | None]
     example: str
 
 
 def _kind(words: str, valid: Callable[[Any], bool], example: str, read: Callable[[str], Any] = str) -> _Kind:
-    return _Kind(read, lambda key, value: None if valid(value) else f'{key} is {words}, not "{value}"', example)
+    def problem(key: str, value: Any) -> PlanProblem | None:
+        if valid(value):
+            return None
+        return PlanProblem(
+            "plan.wrong_value", '{where}{key} is {takes}, not "{value}"', where="", key=key, takes=words, value=value
+        )
+
+    return _Kind(read, problem, example)
+
+
+def _named(reason: Callable[[str, Any], str | None], example: str) -> _Kind:
+    """Kind of values that name something of `sync_info`, which says what is wrong with one."""
+
+    def problem(key: str, value: Any) -> PlanProblem | None:
+        if (found := reason(key, value)) is None:
+            return None
+        return PlanProblem("plan.wrong_value", "{where}{reason}", where="", key=key, value=value, reason=found)
+
+    return _Kind(str, problem, example)
 
 
 def _whole(least: int, most: int | None = None, example: str = "2") -> _Kind:
@@ -129,9 +147,9 @@ _KINDS = {
         lambda value: isinstance(value, str) and (not value or all(value.split(","))),
         "blocks.2",
     ),
-    "sync": _Kind(str, problem_with, "allreduce:ring"),
-    "compress": _Kind(str, problem_with, "int8"),
-    "transport": _Kind(str, lambda _, value: problem_with_transport(value), "gloo"),
+    "sync": _named(problem_with, "allreduce:ring"),
+    "compress": _named(problem_with, "int8"),
+    "transport": _named(lambda _, value: problem_with_transport(value), "gloo"),
 }
 
 
@@ -179,7 +197,7 @@ class Plan:
     def __post_init__(self) -> None:
         problems = [p for key, kind in _KINDS.items() if (p := kind.problem(key, getattr(self, key)))]
         if problems:
-            raise PlanError("\n".join(problems))
+            raise PlanError.of_problems(problems)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -189,7 +207,9 @@ class Plan:
             PlanError: every wrong key and value, with the nearest or the valid ones, one per line of the message.
         """
         values: dict[str, Any] = {}
-        problems = [] if text.strip() else ["nothing is in it; one replica is dp=1"]
+        problems = []
+        if not text.strip():
+            problems = [PlanProblem("plan.empty", "{where}nothing is in it; one replica is dp=1")]
         for word in text.split():
             key, equals, value = word.partition("=")
             problem = _problem_of_key(key, equals, known=values)
@@ -199,7 +219,10 @@ class Plan:
             if problem:
                 problems.append(problem)
         if problems:
-            raise PlanError("\n".join(f'plan "{text}": {problem}' for problem in problems))
+            where = f'plan "{text}": '
+            raise PlanError.of_problems(
+                [PlanProblem(one.code, one.template, **(one.fields | {"where": where})) for one in problems]
+            )
         return cls(**values)
 
     def __str__(self) -> str:
@@ -282,14 +305,26 @@ def _part(whole: Sequence[T], index: int, parts: int) -> Sequence[T]:
     return whole[len(whole) * index // parts : len(whole) * (index + 1) // parts]
 
 
-def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> str | None:
+def _problem_of_key(key: str, equals: str, known: dict[str, Any]) -> PlanProblem | None:
     if key in known:
-        return f"{key} is given twice"
-    if key in _KINDS:
-        return None if equals else f"{key} needs a value, e.g. {key}={_KINDS[key].example}"
+        return PlanProblem("plan.key_twice", "{where}{key} is given twice", key=key)
     if key in ("device", "backend"):
-        return f'unknown key "{key}": leave it out. {devices_of_ranks()}'
-    return f'unknown key "{key}". {nearest(key, [*_KINDS])}'
+        return PlanProblem(
+            "plan.key_of_devices",
+            '{where}unknown key "{key}": leave it out. {devices}',
+            key=key,
+            devices=devices_of_ranks(),
+        )
+    if key not in _KINDS:
+        return PlanProblem(
+            "plan.unknown_key", '{where}unknown key "{key}". {hint}', key=key, hint=nearest(key, [*_KINDS])
+        )
+    if not equals:
+        example = f"{key}={_KINDS[key].example}"
+        return PlanProblem(
+            "plan.key_without_value", "{where}{key} needs a value, e.g. {example}", key=key, example=example
+        )
+    return None
 
 
 def _text(value: Any) -> str:

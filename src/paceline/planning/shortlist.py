@@ -556,8 +556,8 @@ def _hints(job: Job, cluster: Cluster) -> list[Knob]:
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
     """First reason against the changed plan, without the plan's text and the advice; or None."""
     known = reasons_against(plan, job, cluster)
-    reasons = [reason for reason in reasons_against(changed, job, cluster) if reason not in known]
-    return reasons[0].removeprefix(f"plan {changed} ").rpartition(": ")[0] if reasons else None
+    problems = [problem for problem in reasons_against(changed, job, cluster) if problem not in known]
+    return problems[0].predicate.rpartition(": ")[0] if problems else None
 
 
 def _why_no_compiler() -> str | None:

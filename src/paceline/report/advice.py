@@ -295,7 +295,7 @@ def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[s
     """Predicted parts of a plan, or the reason why there are none."""
     run = model.run.run
     if reasons := plan_errors(job or run.job, plan, cluster=run.cluster):
-        return reasons[0]
+        return reasons[0].text
     try:
         return model.parts_of(plan, job)
     except PacelineError as error:

@@ -27,11 +27,11 @@ from paceline.elastic.leadership import RunLock
 from paceline.elastic.place import RankPlace, cores_on, recovers_in_place, recovery_is_on, with_servers
 from paceline.elastic.ranks import Setting
 from paceline.elastic.run_on_ranks import warm_up_for
-from paceline.errors import LaunchError, PlanError, RunError
+from paceline.errors import LaunchError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_of, plan_or_auto
-from paceline.planning.check.plan_errors import plan_errors, warnings_about
+from paceline.planning.check.plan_errors import plan_errors, refuse, warnings_about
 from paceline.planning.plan import Plan, threads_on
 from paceline.planning.sync_info import ServerProcesses, sync_info
 from paceline.rank_environment import is_our_rank
@@ -316,9 +316,7 @@ def choice_of(
         fits = kept is not None and kept.ranks <= cluster.devices and not plan_errors(job, kept, cluster=cluster)
         return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = plan_of(plan)
-    reasons = plan_errors(job, chosen, cluster=cluster)
-    if reasons:
-        raise PlanError("\n".join(reasons))
+    refuse(job, chosen, cluster)
     return AutoChoice(chosen)
 
 
@@ -387,8 +385,7 @@ def _agreed_run(
     if group.rank == 0:
         try:
             chosen = plan if isinstance(plan, Plan) else Plan(dp=group.size)
-            if reasons := plan_errors(job, chosen, cluster=cluster, world=group.size):
-                raise PlanError("\n".join(reasons))
+            refuse(job, chosen, cluster, group.size)
             refuse_what_cannot_divide(job, chosen, cluster, group.size)
             say = partial(print, file=sys.stderr, flush=True)
             remote = _remote(run, say, held, resume=resume)

@@ -13,7 +13,7 @@ from paceline.comm.group import Bucket
 from paceline.device import uploaded, widest_float
 from paceline.errors import BatchError, PlanError
 from paceline.job.batch import Batch
-from paceline.planning.limits import NO_BLOCKS_TO_RECOMPUTE, fitting_microbatches
+from paceline.planning.limits import fitting_microbatches, no_blocks_to_recompute
 from paceline.planning.model.forward_pass import find_blocks, submodules
 from paceline.planning.plan import REPLICA, Plan
 from paceline.split.context_parallel import Context, divide_context
@@ -146,7 +146,7 @@ class Split:
         blocks = submodules(model, find_blocks(model)) if self.pipeline is None else self.pipeline.blocks()
         if plan.remat != "none":
             if not blocks and self.pipeline is None:
-                raise PlanError(f"plan {plan} {NO_BLOCKS_TO_RECOMPUTE}")
+                raise PlanError.of_problems([no_blocks_to_recompute(plan.remat).about(plan)])
             self._undo.append(rematerialise(blocks, plan.remat))
         if plan.compile != "off":
             self._undo.append(compile_blocks(blocks or self.modules, plan.compile, self.mesh.world.device))

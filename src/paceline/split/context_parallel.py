@@ -20,7 +20,7 @@ from paceline.errors import DataError, PlanError
 from paceline.job.batch import Batch, target_of
 from paceline.job.experts import routers_of
 from paceline.job.loss_items import IGNORED
-from paceline.planning.limits import NO_ATTENTION, undivided_tokens
+from paceline.planning.limits import no_attention, undivided_tokens
 from paceline.planning.model.record import Call, record_graph
 from paceline.planning.model.recorder import Graph
 from paceline.split.context_rows import (
@@ -80,7 +80,7 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
     except Exception as error:  # whatever the user's model raises
         raise PlanError("\n".join(reasons)) from error
     if not attends(graph):
-        raise PlanError(f"cp={cp.size} {NO_ATTENTION}")
+        raise PlanError.of_problems([no_attention(cp.size)])
     try:
         context.undo, line = divide_rows(model, parts, cp, graph)
     except PlanError as error:
@@ -121,7 +121,7 @@ class Context:
             raise DataError(f"cp={ranks}: {problem}")
         assert tokens is not None
         if reason := undivided_tokens(tokens, "cp", ranks):
-            raise DataError(f"cp={ranks} {reason}")
+            raise DataError(reason.text)
         if isinstance(batch, Mapping):
             extra = _shifted(batch["labels"]) if self.own_loss else {}
             return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # the labels stay last
@@ -270,7 +270,7 @@ def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examine
     if tokens is not None:
         problems = [_unfit_forward(model, example), masked(example), _unfit_target(example, tokens)]
         if reason := undivided_tokens(tokens, "cp", ranks):
-            found.reasons.append(f"cp={ranks} {reason}")
+            found.reasons.append(reason.text)
         elif not any(problems):
             problems += _run_shapes(model, example, call, tokens, found)
     found.reasons += [f"cp={ranks}: {problem}" for problem in problems if problem]

@@ -126,7 +126,7 @@ class CutModel:
         names = plan.cut.split(",") if plan.cut else []
         modules = [name for name, _ in self.model.named_modules() if name]
         if names and (reason := wrong_cuts(plan, modules, self.blocks)):
-            raise PlanError(f"plan {plan} {reason}")
+            raise PlanError.of_problems([reason])
         trace: ForwardTrace | None = None
         try:
             trace = self._trace(example)
@@ -136,9 +136,8 @@ class CutModel:
         if trace is not None:
             cuts, reasons = named_cuts(trace, names) if names else possible_cuts(trace, self.blocks)
             if reason := too_many_stages(plan, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"):
-                reasons = [
-                    f"plan {plan} {reason} (fsdp and tp divide any model).{f' {reasons[0]}.' if reasons else ''}"
-                ]
+                more = f" {reasons[0]}." if reasons else ""
+                reasons = [f"{reason.text.removesuffix('.')} (fsdp and tp divide any model).{more}"]
         # the model cannot be cut between all blocks
         if reasons:
             names = names or even_cuts(self.blocks, self._stages)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from paceline.comm import Group
-from paceline.errors import PlanError
+from paceline.errors import PlanError, PlanProblem
 from paceline.job.batch import Batch
 from paceline.job.experts import by_expert, combined, without_values
 from paceline.planning.limits import undivided_experts
@@ -79,7 +79,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     if ep.size == 1:
         return ExpertReport({}, {}, ())
     if reason := undivided(model, ep.size):
-        raise PlanError(f"ep={ep.size} {reason}")
+        raise PlanError.of_problems([reason])
     experts, own, divided = {}, {}, []
     for name, module in mixtures(model):
         total = module.num_experts
@@ -126,18 +126,23 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
                 )
 
 
-def undivided(model: nn.Module, ep_size: int) -> str | None:
+def undivided(model: nn.Module, ep_size: int) -> PlanProblem | None:
     """Reason why a model's experts cannot be divided over `ep_size` ranks, with a remedy."""
     found = {name: module.num_experts for name, module in mixtures(model)}
     where = next((name for name, number in found.items() if number % ep_size), "")
     reason = undivided_experts(tuple(dict.fromkeys(found.values())), ep_size, where)
     named = [module for name, module in model.named_modules() if "expert" in name.rpartition(".")[2].lower()]
     apart = sorted({type(module).__name__ for module in named if any(True for _ in module.parameters())})
-    if found or not apart:
+    if reason is None or found or not apart:
         return reason
-    return (
-        f"{reason} A module ({', '.join(apart)}) has experts, but those that can be divided have the parameters of all "
-        "in one tensor, and are called with tokens, expert indices and weights, as in transformers' Mixtral."
+    return PlanProblem(
+        "plan.experts_in_modules",
+        "plan {plan} cannot divide the experts of {modules}: experts that can be divided have the parameters of all in "
+        "one tensor, and are called with tokens, expert indices and weights, as in transformers' Mixtral. Use ep=1 "
+        "(fsdp={ep} shards any model).",
+        plan=f"ep={ep_size}",
+        modules=apart,
+        ep=ep_size,
     )
 
 

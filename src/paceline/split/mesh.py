@@ -41,7 +41,7 @@ class Mesh:
         """
         sizes = {axis: getattr(plan, axis) for axis in AXES}
         if reason := other_world(plan, world.size):
-            raise PlanError(f"plan {plan} {reason}")
+            raise PlanError.of_problems([reason])
         place, rest = {}, world.rank
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, sizes[axis])

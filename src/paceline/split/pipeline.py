@@ -254,7 +254,7 @@ class Pipeline:
     def _refuse_shards_of_shared(self, owners: dict[str, set[int]], plan: Plan) -> None:
         for name, stages in owners.items():
             if plan.fsdp > 1 and len({self._rank_of(i) for i in stages}) < len(stages):
-                raise PlanError(f"plan {plan} {sharded_twice(name, plan.schedule)}")
+                raise PlanError.of_problems([sharded_twice(name, plan.schedule).about(plan)])
 
     def _note(self, parts: Parts, owners: dict[str, set[int]]) -> dict[str, list[int]]:
         shared = {}

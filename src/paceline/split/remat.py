@@ -245,7 +245,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
         PlanError: as `compile_blocks`.
     """
     if mode == "reduce-overhead" and not has_graphs(device):
-        raise PlanError(f"compile=reduce-overhead {no_graphs('this rank')}")
+        raise PlanError.of_problems([no_graphs("this rank")])
     keep_compiled_code_private()
     made: Forward = torch.compile(forward, mode=None if mode == "on" else mode)
 

@@ -184,7 +184,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:
     size = x.shape[dim] // group.size
     if reason := undivided_tokens(x.shape[dim], "tp", group.size):
-        raise PlanError(f"sequence=on tp={group.size} {reason}")
+        raise PlanError.of_problems([reason.about(f"sequence=on tp={group.size}")])
     return x.narrow(dim, group.rank * size, size).contiguous()
 
 

@@ -125,7 +125,7 @@ def shard_tensors(
         return TensorReport()
     proof = prove(model, tp.size, example, call)
     if proof.refused:
-        raise PlanError("\n".join(proof.refused))
+        raise PlanError.of_problems(proof.refused)
     report = TensorReport(whole=dict(proof.why_whole), notes=proof.notes)
     region = prove_sequence(proof, model, tp.size, example, call) if sequence else None
     inside: dict[str, Any] = {}
@@ -356,7 +356,7 @@ def find_sequence_region(
     for span in spans:
         tokens = graph.values[span.enters].shape[TOKENS]
         if reason := undivided_tokens(tokens, "tp", ranks):
-            raise Unfollowable(f"it {reason}")
+            raise Unfollowable(f"it {reason.predicate}")
     # modules in the blocks, by their names there, that need all tokens
     whole: set[str] = set()
     while True:

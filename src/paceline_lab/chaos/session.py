@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.errors import PlanError, RunError
+from paceline.errors import RunError
 from paceline.files import private_folder, write_whole
 from paceline.job.job import Job
 from paceline.planning.arguments import cluster_to_run_on
-from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.check.plan_errors import PlanProblems, plan_errors
 from paceline.planning.plan import Plan
 from paceline.run.record.run import read_lines
 from paceline_lab.chaos.faults import Injected, keep_mounts_private, refuse_impossible, small_disk
@@ -117,7 +117,7 @@ class Session:
         """
         parsed = Plan.parse(plan)
         wide = str(replace(parsed, precision="fp64"))
-        if parsed.precision_for(self.job) == "fp32" and not self._reasons(wide):
+        if parsed.precision_for(self.job) == "fp32" and not self._problems(wide):
             with suppress(RunError):  # the model itself asks for float32
                 return wide, steps_that_take(self.job, wide, minutes, self.cluster, self.folder)
         return plan, steps_that_take(self.job, plan, minutes, self.cluster, self.folder)
@@ -163,11 +163,11 @@ class Session:
             yield disk
 
     def _refuse(self, plan: str) -> None:
-        if reasons := self._reasons(plan):
-            raise PlanError("\n".join(reasons))
+        if problems := self._problems(plan):
+            raise problems.error()
 
-    def _reasons(self, plan: str) -> list[str]:
-        return list(plan_errors(self.job, plan, cluster=cluster_to_run_on(self.cluster or None)))
+    def _problems(self, plan: str) -> PlanProblems:
+        return plan_errors(self.job, plan, cluster=cluster_to_run_on(self.cluster))
 
 
 _AGAIN = ("resume", "start")

@@ -257,7 +257,7 @@ def explain_configuration(
     return ConfiguredPlan(
         configuration=configuration,
         own=explain(job, cluster, SearchResult(best=(own,)), what_would_help=False),
-        refused=tuple(reasons_against(plan, job, cluster)),
+        refused=tuple(problem.text for problem in reasons_against(plan, job, cluster)),
         best=best if best is None or best.prediction.throughput > prediction.throughput or not prediction.fits else own,
         nothing=nothing,
         notes=(f"predicted as {framework.name} runs it, the better plan as well", *notes),

@@ -18,7 +18,7 @@ import msgspec
 
 from paceline.cluster.cluster import Cluster
 from paceline.device import CPU
-from paceline.errors import PlanError, RunError
+from paceline.errors import PlanError, PlanProblem, RunError, proposal
 from paceline.files import read_text
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
@@ -264,8 +264,8 @@ def settings_for(
             for n in counts
             if n > 1
         ]
-    if reasons := list(dict.fromkeys(_reasons_against(chosen, job, cluster))):
-        raise PlanError("\n".join(reasons))
+    if problems := list(dict.fromkeys(_problems_of(chosen, job, cluster))):
+        raise PlanError.of_problems(problems)
     for setting in chosen:
         refuse_what_cannot_divide(setting.job(job), setting.plan, cluster)
     return chosen
@@ -293,9 +293,11 @@ def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: in
     )
 
 
-def _reasons_against(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[str]:
+def _problems_of(settings: list[Setting], job: Job, cluster: Cluster) -> Iterator[PlanProblem]:
     for setting in settings:
-        yield from plan_errors(setting.job(job), setting.plan, cluster=cluster)
+        yield from (found := plan_errors(setting.job(job), setting.plan, cluster=cluster))
+        if found.nearest is not None:
+            yield proposal(found.nearest)
 
 
 def _key(devices: int) -> str:

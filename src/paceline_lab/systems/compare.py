@@ -18,12 +18,12 @@ from paceline.cluster.discover import environment
 from paceline.cluster.emulate import Emulation
 from paceline.elastic.failure import StopSignals
 from paceline.elastic.forkserver import ALLOCATOR
-from paceline.errors import PacelineError, PlanError, RunError
+from paceline.errors import PacelineError, RunError
 from paceline.files import scratch_folder, write_whole
 from paceline.job.job import EvaluateSpec, Job
 from paceline.job.stop import StopSpec
 from paceline.planning.arguments import cluster_to_run_on
-from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.check.plan_errors import refuse
 from paceline.planning.plan import Plan
 from paceline.run.tuning.auto import choose
 from paceline.units import seconds
@@ -151,8 +151,7 @@ class Compare:
             yield Way(OURS, system, "--plan auto", {"plan": str(self.plan)})
             for number, text in enumerate(plans):
                 plan = Plan.parse(text)
-                if reasons := plan_errors(self.job, plan, cluster=self.cluster):
-                    raise PlanError("\n".join(reasons))
+                refuse(self.job, plan, self.cluster)
                 yield Way(f"{OURS}-{number + 1}", system, text, {"plan": text}, exact=not plan.inexact)
         elif system.name == PLAIN:
             own = self.base_batch if self.scaling == "weak" else None

@@ -88,9 +88,9 @@ def test_a_division_that_ranks_would_refuse_is_refused_with_the_nearest_plan_tha
     assert plan_errors(job("Recurrent"), Plan.parse("dp=2 cp=2"), cluster=discover()) == [], (
         "else it is known without dividing the model"
     )
-    *reasons, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())
-    assert "no attention" in reasons[0]
-    assert nearest == "Nearest plan that works: dp=2."
+    refusal = Preflight(job("Recurrent")).refusal(Plan.parse("dp=2 cp=2"), discover())
+    assert refusal is not None
+    assert (refusal.problems[0].code, refusal.nearest) == ("plan.no_attention", Plan(dp=2))
 
 
 def test_a_plan_that_is_proposed_was_itself_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,20 +101,24 @@ def test_a_plan_that_is_proposed_was_itself_divided(monkeypatch: pytest.MonkeyPa
         return dry_run_stage(job, plan, *of)
 
     monkeypatch.setattr("paceline.run.dry_run.preflight.dry_run_stage", noted)
-    *_, nearest = Preflight(job("Recurrent")).refusal(Plan.parse("cp=2 tp=2"), discover())
-    assert nearest == "Nearest plan that works: tp=2."
+    refusal = Preflight(job("Recurrent")).refusal(Plan.parse("cp=2 tp=2"), discover())
+    assert refusal is not None
+    assert refusal.nearest == Plan(tp=2)
     assert Plan.parse("tp=2") in divided
 
 
 def test_a_step_that_fails_only_where_the_model_is_divided_is_refused() -> None:
-    [reason, _] = Preflight(job("OfWholeRows")).refusal(Plan.parse("cp=2"), discover())
-    assert f"expected {TOKENS} tokens" in reason
+    refusal = Preflight(job("OfWholeRows")).refusal(Plan.parse("cp=2"), discover())
+    assert refusal is not None
+    [problem] = refusal.problems
+    assert problem.code == "plan.step_fails"
+    assert f"expected {TOKENS} tokens" in problem.fields["error"], "it is the model's own text"
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "fsdp=2", "remat=block"])
 def test_code_that_needs_values_is_left_to_the_ranks(plan: str) -> None:
     found = Preflight(job("OfValues")).reasons(Plan.parse(plan))
-    assert found == [] or "no repeated blocks" in found[0]
+    assert {problem.code for problem in found} <= {"plan.no_blocks_to_recompute"}
 
 
 class WithANumber(Recurrent):
@@ -189,7 +193,7 @@ def test_only_a_cut_that_the_plan_names_refuses_the_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr("paceline.run.dry_run.dry_run.find_blocks", lambda _model: ("bottom.0", "bottom.0"))
     assert preflight.reasons(plan) == []
     named = Plan.parse("pp=2 microbatches=2 cut=bottom.0")
-    assert "nothing is computed before bottom.0" in preflight.reasons(named)[0]
+    assert "nothing is computed before bottom.0" in preflight.reasons(named)[0].text
 
 
 # losses that cannot be computed in parts
@@ -246,14 +250,15 @@ def own_job(model: str) -> Job:
     ("plan", "nearest"), [("dp=2", "dp=1"), ("fsdp=2", "dp=1"), ("tp=2 microbatches=2", "tp=2"), ("dp=2 tp=2", "tp=2")]
 )
 def test_a_models_loss_over_the_samples_together_is_refused_where_a_plan_parts_them(plan: str, nearest: str) -> None:
-    *reasons, proposed = Preflight(own_job("Contrasting")).refusal(Plan.parse(plan), discover())
-    assert f"plan {plan} computes a batch in" in reasons[0]
-    assert proposed == f"Nearest plan that works: {nearest}."
+    refusal = Preflight(own_job("Contrasting")).refusal(Plan.parse(plan), discover())
+    assert refusal is not None
+    assert f"plan {plan} computes a batch in" in refusal.problems[0].text
+    assert refusal.nearest == Plan.parse(nearest)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "dp=1 microbatches=4"])
 def test_a_models_mean_over_samples_is_refused_nowhere(plan: str) -> None:
-    assert Preflight(own_job("Classifying")).refusal(Plan.parse(plan), discover()) == []
+    assert Preflight(own_job("Classifying")).refusal(Plan.parse(plan), discover()) is None
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=1 microbatches=2"])
@@ -262,8 +267,8 @@ def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: 
         name: job("Recurrent").model_copy(update={"loss": LossSpec(name=f"{__file__}:{name}")})
         for name in ("summed", "averaged")
     }
-    assert "It is a sum" in Preflight(own["summed"]).refusal(Plan.parse(plan), discover())[0]
-    assert Preflight(own["averaged"]).refusal(Plan.parse(plan), discover()) == []
+    assert "It is a sum" in str(Preflight(own["summed"]).refusal(Plan.parse(plan), discover()))
+    assert Preflight(own["averaged"]).refusal(Plan.parse(plan), discover()) is None
 
 
 def test_an_answer_is_not_kept_beyond_an_edit_of_paceline_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.cluster.cluster import Cluster, spread
+from paceline.errors import PlanProblem
 from paceline.job.data import Synthetic, Text
 from paceline.job.job import Job
 from paceline.job.partition import Partition, PartitionSpec
@@ -101,19 +102,32 @@ class PlanContext:
         return self.shares[0]
 
 
-Rule = Callable[[PlanContext], str | None]
+Rule = Callable[[PlanContext], PlanProblem | None]
 
 
 class Check(NamedTuple):
     """One reason why a plan may be refused.
 
     Attributes:
-        reason: a sentence without its subject, the plan, that names the value that would work; None if the plan passes.
+        reason: a problem that names the value that would work; None if the plan passes.
         keys: the plan keys that the answer depends on; changing one of them may help.
     """
 
     reason: Rule
     keys: tuple[str, ...]
+
+
+def registering(checks: list[Check]) -> Callable[..., Callable[[Rule], Rule]]:
+    """Return the decorator that adds a rule to `checks`; it takes the plan keys that the rule's answer depends on."""
+
+    def check(*keys: str) -> Callable[[Rule], Rule]:
+        def add(rule: Rule) -> Rule:
+            checks.append(Check(rule, keys))
+            return rule
+
+        return add
+
+    return check
 
 
 def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate, combinations, islice, takewhile
 from math import log2, prod
 from typing import Any
 
 from paceline.cluster.cluster import Cluster, devices_of_a_domain
-from paceline.errors import JobError, PlanError
+from paceline.errors import JobError, PlanError, PlanProblem
 from paceline.job.job import Job
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_of, job_of, plan_of
 from paceline.planning.check.plan_context import Check, PlanContext
-from paceline.planning.check.rules import CHECKS, MEMORY, reasons_against
+from paceline.planning.check.rules import CHECKS, reasons_against
+from paceline.planning.check.split_rules import MEMORY
 from paceline.planning.limits import fitting_microbatches
 from paceline.planning.plan import DATA_AXES, DEGREES, Plan
 from paceline.planning.sync_info import SyncSpec
@@ -23,13 +24,12 @@ from paceline.units import count
 
 def plan_errors(
     job: AnyJob, plan: AnyPlan, *, cluster: AnyCluster | None = None, world: int | None = None
-) -> list[str]:
+) -> PlanProblems:
     """Find every reason why a plan cannot run a job on a cluster.
 
-    Each reason names the value that would work. After the reasons comes the nearest plan that works, if one was found.
-    If the plan divides the model, the model is built, without memory for its weights if its code allows that. Problems
-    that only the data and a forward pass show are not found: activations, the last batch of an epoch, a loss of the
-    user's own.
+    Each reason names the value that would work. If the plan divides the model, the model is built, without memory for
+    its weights if its code allows that. Problems that only the data and a forward pass show are not found: activations,
+    the last batch of an epoch, a loss of the user's own.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
@@ -37,16 +37,55 @@ def plan_errors(
         cluster: a `Cluster`, its file, or a name such as `2x8xH100-SXM`; None is this machine.
         world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
 
+    Returns:
+        A list of `PlanProblem`, empty if the plan works. Its attribute `nearest` is the plan that works and differs
+        least.
+
     Raises:
         JobError: the job cannot be read, or its model cannot be built.
         ClusterError: the cluster cannot be read.
         PlanError: the text is not a plan.
+
+    Example:
+        >>> found = paceline.plan_errors("job.yaml", "tp=3")
+        >>> [problem.code for problem in found]
+        ['plan.heads_not_divisible']
+        >>> found.nearest
+        Plan('tp=2')
     """
     job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
-    reasons = reasons_against(plan, job, cluster, world)
-    if reasons and (nearest := nearest_plan(plan, job, cluster, world)):
-        reasons.append(f"Nearest plan that works: {nearest}.")
-    return reasons
+    problems = reasons_against(plan, job, cluster, world)
+    return PlanProblems(problems, nearest_plan(plan, job, cluster, world) if problems else None)
+
+
+class PlanProblems(list[PlanProblem]):
+    """Every reason why a plan cannot run.
+
+    Attributes:
+        nearest: the plan that works and differs least; None if the plan itself works, or none was found.
+    """
+
+    def __init__(self, problems: Iterable[PlanProblem] = (), nearest: Plan | None = None) -> None:
+        super().__init__(problems)
+        self.nearest = nearest
+
+    def __str__(self) -> str:
+        """Return the texts, a line each, and the nearest plan that works."""
+        return str(self.error())
+
+    def error(self) -> PlanError:
+        """Return the error to raise for these problems."""
+        return PlanError.of_problems(self, nearest=self.nearest)
+
+
+def refuse(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
+    """Raise for a plan that cannot run.
+
+    Raises:
+        PlanError: with every reason, and the nearest plan that works.
+    """
+    if problems := plan_errors(job, plan, cluster=cluster, world=world):
+        raise problems.error()
 
 
 # number of changed keys that are compared with each other
@@ -229,15 +268,21 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
     plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
-    reasons = plan_errors(job, plan, cluster=cluster)
+    problems = plan_errors(job, plan, cluster=cluster)
     if plan.ranks > cluster.devices and not cluster.has_accelerators:
-        reasons.append(
-            f"the job's partition has {plan.ranks} weights, one for each rank, and {cluster.name} has "
-            f"{cluster.devices} devices. "
-            f'Ask for --plan "{plan}" to have ranks share cores, or give the job at most {cluster.devices} weights.'
+        problems.append(
+            PlanProblem(
+                "plan.more_weights_than_devices",
+                "the job's partition has {ranks} weights, one for each rank, and {cluster} has {devices} devices. "
+                'Ask for --plan "{plan}" to have ranks share cores, or give the job at most {devices} weights.',
+                plan=plan,
+                ranks=plan.ranks,
+                cluster=cluster.name,
+                devices=cluster.devices,
+            )
         )
-    if reasons:
-        raise PlanError("\n".join(reasons))
+    if problems:
+        raise problems.error()
     return plan
 
 

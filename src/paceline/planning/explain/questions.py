@@ -182,7 +182,7 @@ def _plan(text: str) -> Change:
         reasons = {plan: reasons_against(plan, case.job, case.cluster) for plan in plans}
         legal = [plan for plan in plans if not reasons[plan]]
         if not legal:
-            raise PlanError(next(iter(reasons.values()))[0])
+            raise PlanError.of_problems(next(iter(reasons.values()))[:1])
         layout = case.plans[0][1]
         built = Layouts(case.job, layout.machines)
         return case._replace(plans=tuple((plan, built.of(plan, layout.threads)) for plan in legal))

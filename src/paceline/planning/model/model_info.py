@@ -12,7 +12,7 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import JobError
+from paceline.errors import JobError, PlanProblem
 from paceline.job.job import Job
 from paceline.job.model import Dimensions, ModelSpec
 from paceline.planning.model.graph import (
@@ -382,7 +382,7 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
     return _traced(job).trace(precision == "bf16", tp)
 
 
-def undivided_attention(job: Job, tp: int) -> str | None:
+def undivided_attention(job: Job, tp: int) -> PlanProblem | None:
     """Reason why attention of a job's model cannot be divided over `tp` ranks.
 
     It is found by tracing the model. One named by its dimensions has none, as it has no code. Raises as `trace` does.
@@ -420,9 +420,9 @@ class TracedModel:
             self._traces[key] = assembled(seen, model_info(self._job.model), self._job.loss.name, key[1])
         return self._traces[key]
 
-    def undivided_attention(self, tp: int) -> str | None:
+    def undivided_attention(self, tp: int) -> PlanProblem | None:
         """Reason why attention cannot be divided over `tp` ranks. Raises as the function `trace` does."""
-        return next((reason.removeprefix(f"tp={tp} ") for reason in self._degrees.refusals(tp)), None)
+        return next(iter(self._degrees.refusals(tp)), None)
 
     @cached_property
     def _degrees(self) -> TensorDegrees:

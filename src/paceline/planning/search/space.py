@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from paceline.cluster.cluster import Cluster, spread
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import Check, PlanContext
-from paceline.planning.check.rules import CHECKS, MEMORY, reasons_of
+from paceline.planning.check.rules import CHECKS, reasons_of
+from paceline.planning.check.split_rules import MEMORY
 from paceline.planning.limits import microbatches_fit, shares_heads
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import DEGREES, MEANT_FOR, REMATS, SCHEDULES, Plan, Schedule, stages_per_rank
@@ -347,15 +348,16 @@ class LegalPlans:
             key = tuple([values[name] if name in values else getattr(base, name) for name in check.keys])
             if key not in known:
                 plan = plan or replace(base, **values)
-                known[key] = check.reason(replace(self.context, plan=plan))
+                problem = check.reason(replace(self.context, plan=plan))
+                known[key] = problem.predicate if problem else None
             if (found := known[key]) is not None:
                 return check.keys, found
         return None
 
     def out_of_memory(self, plan: Plan) -> Refusal | None:
         """Reason why the state of a plan exceeds the memory, or None."""
-        reason = self._memory.reason(replace(self.context, plan=plan))
-        return (("memory",), reason) if reason else None
+        problem = self._memory.reason(replace(self.context, plan=plan))
+        return (("memory",), problem.predicate) if problem else None
 
     def refusal_of_value(self, key: str, value: int) -> Refusal | None:
         """Reason why a degree cannot have this value, whatever the others are; or None."""

@@ -8,13 +8,15 @@ have changed since. Read `dry_run.py` first, then `preflight.py`.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.elastic.run_on_ranks import run_on_plan
-from paceline.errors import BatchError, LaunchError, PlanError
+from paceline.errors import BatchError, LaunchError, PlanError, PlanProblem
 from paceline.files import cache_folder, made_cache_folder
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import loss_is_tried
@@ -43,30 +45,40 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     known = kept_file(job, plan)
     if known.is_file():
         return
-    reasons = _asked(job, plan, cluster, world)
-    if reasons:
-        raise PlanError("\n".join(reasons))
+    if (refusal := _asked(job, plan, cluster, world)) is not None:
+        problems = [PlanProblem(code, template, **fields) for code, template, fields in refusal.problems]
+        raise PlanError.of_problems(problems, nearest=refusal.nearest)
     with suppress(OSError):  # a home that cannot be written: then the next start asks again
         made_cache_folder(_FOLDER)
         known.touch(mode=0o600)
 
 
-def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> list[str]:
-    """The answer of a process; [] where it could not tell, for then the ranks will."""
+@dataclass(frozen=True)
+class _Refusal:
+    """Problems of a plan as they cross from a process: code, template, fields; and the nearest plan that works."""
+
+    problems: list[tuple[str, str, dict[str, Any]]]
+    nearest: Plan | None
+
+
+def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> _Refusal | None:
+    """The answer of a process; None if the plan can start, or the process could not tell: then the ranks will."""
     here = discover() if cluster.emulate is not None else cluster
     try:
         return run_on_plan(_refusal, (job, plan, cluster, world), job=job, cluster=here, plan=Plan())[0]
     except LaunchError as error:
         if error.rank_error == BatchError.__name__:
             raise
-        return []
+        return None
 
 
-def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> list[str]:
+def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> _Refusal | None:
     from paceline.run.dry_run.preflight import Preflight
 
     job, plan, cluster, world = question
-    return Preflight(job).refusal(plan, cluster, world)
+    if (error := Preflight(job).refusal(plan, cluster, world)) is None:
+        return None
+    return _Refusal([(one.code, one.template, one.fields) for one in error.problems], error.nearest)
 
 
 def kept_file(job: Job, plan: Plan) -> Path:

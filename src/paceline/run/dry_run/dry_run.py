@@ -46,7 +46,7 @@ from paceline.job.job import Job
 from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
-from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.check.plan_errors import refuse
 from paceline.planning.model.forward_pass import find_blocks, mixtures
 from paceline.planning.model.record import OperationMode
 from paceline.planning.model.recorder import tensors_in, without_logs
@@ -128,8 +128,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
     """
     started = time.monotonic()
     say("holding the plan against the job")
-    if reasons := plan_errors(job, plan, cluster=_cluster_for(plan)):
-        raise PlanError("\n".join(reasons))
+    refuse(job, plan, _cluster_for(plan))
     found = DryRun(plan)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     dry_plan = for_dry_run(job, plan, found.notes)

@@ -20,7 +20,7 @@ from paceline.comm import Group
 from paceline.engine.engine import RankEngine
 from paceline.engine.guard import Settings
 from paceline.engine.model_loss import SAMPLES
-from paceline.errors import PacelineError, PlanError
+from paceline.errors import PacelineError, PlanError, PlanProblem, Problem
 from paceline.job.batch import target_of
 from paceline.job.job import Job
 from paceline.job.samples import DataSets
@@ -56,42 +56,44 @@ class Preflight:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._known: dict[Plan, list[str]] = {}
+        self._known: dict[Plan, list[Problem]] = {}
         self._runs_whole: bool | None = None
 
     @cached_property
     def _data(self) -> DataSets:
         return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
 
-    def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> list[str]:
-        """Reasons against a plan, then the nearest plan that works; empty if it can start."""
-        divided = self.reasons(plan)
-        reasons = divided or reasons_of_loss(self.job, plan, self._data)
-        if not reasons:
-            return []
+    def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> PlanError | None:
+        """Return the error of a plan that cannot start, with the nearest plan that can; None if it can start."""
+        problems = self.reasons(plan) or reasons_of_loss(self.job, plan, self._data)
+        if not problems:
+            return None
         until = time.monotonic() + BUDGET_S
 
-        def division(context: PlanContext) -> str | None:
+        def first(found: list[Problem]) -> PlanProblem | None:
+            return PlanProblem("plan.cannot_divide", "{text}", text=found[0].text) if found else None
+
+        def division(context: PlanContext) -> PlanProblem | None:
             if not context.plan.splits:
                 return None
             if context.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
-                return "there was no time to try it"
-            return "\n".join(self.reasons(context.plan)) or None
+                return PlanProblem("plan.not_tried", "plan {plan} was not tried: there was no time.", plan=context.plan)
+            return first(self.reasons(context.plan))
 
-        def loss(context: PlanContext) -> str | None:
-            return "\n".join(reasons_of_loss(self.job, context.plan, self._data)) or None
+        def loss(context: PlanContext) -> PlanProblem | None:
+            return first(reasons_of_loss(self.job, context.plan, self._data))
 
         further = (Check(division, _KEYS), Check(loss, ("microbatches", *DEGREES)))
         nearest = nearest_plan(plan, self.job, cluster, world, further=further)
-        return [*reasons, f"Nearest plan that works: {nearest}."] if nearest is not None else reasons
+        return PlanError.of_problems(problems, nearest=nearest)
 
-    def reasons(self, plan: Plan) -> list[str]:
+    def reasons(self, plan: Plan) -> list[Problem]:
         """Reasons why ranks would fail or refuse to divide the model; empty without any."""
         if plan not in self._known:
             self._known[plan] = self._divided(plan) if plan.splits else []
         return self._known[plan]
 
-    def _divided(self, plan: Plan) -> list[str]:
+    def _divided(self, plan: Plan) -> list[Problem]:
         job = with_data_at_hand(self.job)
         dry_plan = for_dry_run(job, plan, [])
         # without cuts by number: the blocks of a small model are soon measured
@@ -100,7 +102,7 @@ class Preflight:
             return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
         return self._of_stages(job, as_it_is)
 
-    def _of_stages(self, job: Job, plan: Plan) -> list[str]:
+    def _of_stages(self, job: Job, plan: Plan) -> list[Problem]:
         until = time.monotonic() + BUDGET_S
         with kept_random():
             for stage in range(plan.pp):
@@ -110,13 +112,14 @@ class Preflight:
                     return found
         return []
 
-    def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[str]:
+    def _of_stage(self, job: Job, plan: Plan, stage: int) -> list[Problem]:
         try:
             dry_run_stage(job, plan, self._data, stage)
         except StepFailed as error:
-            return [f"plan {plan}: {error}"] if self._whole_runs(job) else []
+            failed = PlanProblem("plan.step_fails", "plan {plan}: {error}", plan=plan, error=str(error))
+            return [failed] if self._whole_runs(job) else []
         except PlanError as error:
-            return str(error).splitlines()
+            return _problems_of(error)
         except PacelineError:
             raise  # the job itself is wrong
         except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
@@ -139,7 +142,11 @@ class Preflight:
 _TRIED_HERE = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
 
 
-def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
+def _problems_of(error: PlanError) -> list[Problem]:
+    return list(error.problems) or [PlanProblem("plan.cannot_divide", "{text}", text=str(error))]
+
+
+def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[Problem]:
     """Reasons why the plan would train another loss; empty if none is found.
 
     The loss is computed by the undivided model in one process, from its first weights. Empty also where only
@@ -151,7 +158,7 @@ def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[str]:
         with kept_random():
             _try(job, plan, data)
     except PlanError as error:
-        return str(error).splitlines()
+        return _problems_of(error)
     except Exception:  # noqa: BLE001 - whatever the user's model or loss raises: the ranks tell it with its place
         return []
     return []

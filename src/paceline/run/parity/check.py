@@ -16,7 +16,7 @@ from paceline.errors import LaunchError, PlanError
 from paceline.files import scratch_folder
 from paceline.job.job import Job, Precision
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_or_auto
-from paceline.planning.check.plan_errors import plan_errors
+from paceline.planning.check.plan_errors import refuse
 from paceline.planning.plan import Plan
 from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.run.parity import Compared, Parts, Reference, Steps
@@ -215,8 +215,7 @@ class Checks:
             PlanError: the plan cannot run the job here; every reason.
             LaunchError: a rank failed.
         """
-        if reasons := plan_errors(self.job, plan, cluster=self.cluster):
-            raise PlanError("\n".join(reasons))
+        refuse(self.job, plan, self.cluster)
         refuse_what_cannot_divide(self.job, plan, self.cluster)
         parts, precision = self._parts(plan), plan.precision_for(self.job)
         self._reference(parts)

@@ -319,7 +319,8 @@ def why_off(plan: Plan, job: Job) -> str:
         return "the plan says balance=off."
     weighted = job.partition.weights is not None
     if plan.balance == "on":
-        return no_balance(plan, job.partition.kind) or ""
+        found = no_balance(plan, job.partition.kind)
+        return found.predicate if found else ""
     return no_automatic_balance(plan, job.partition.kind, weighted) or ""
 
 

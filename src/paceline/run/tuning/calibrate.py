@@ -165,11 +165,11 @@ def _covers(found: Calibration, precisions: Sequence[str], axes: Sequence[Axis])
 
 def _measure(job: Job, host: Host, ranks: int, precisions: tuple[str, ...], axes: Sequence[Axis]) -> Measurements:
     here = Cluster(name="this machine", hosts=(host,))
-    against = {axis: _reasons_against(axis, job, here, ranks) for axis in axes}
-    possible = tuple(axis for axis, reasons in against.items() if not reasons)
+    against = {axis: _reason_against(axis, job, here, ranks) for axis in axes}
+    possible = tuple(axis for axis, reason in against.items() if reason is None)
     request = job, here, host.physical_cores, precisions, possible
     found = run_on_plan(_calibrated, request, job=job, cluster=here, plan=Plan(dp=ranks))[0]
-    notes = [f"{axis}={ranks}: {reasons[0]}" for axis, reasons in against.items() if reasons]
+    notes = [f"{axis}={ranks}: {reason}" for axis, reason in against.items() if reason is not None]
     return replace(found, notes=(*notes, *found.notes))
 
 
@@ -187,19 +187,20 @@ def _calibrated(request: tuple[Job, Cluster, int, tuple[str, ...], tuple[Axis, .
         return found
 
 
-def _reasons_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> list[str]:
-    """Reasons why the model cannot be divided along the axis at all.
+def _reason_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> str | None:
+    """Reason why the model cannot be divided along the axis at all.
 
     The batch is not checked, as the ranks take one that divides.
     """
     if axis == "none":
-        return []
+        return None
     plan = Plan(**{axis: ranks}, microbatches=2 if axis == "pp" else 1)  # type: ignore[arg-type]
     enough = job.model_copy(update={"global_batch": max(1, job.global_batch // (4 * ranks)) * 4 * ranks})
     try:
-        return plan_errors(enough, plan, cluster=cluster)
+        problems = plan_errors(enough, plan, cluster=cluster)
     except PlanError as error:
-        return [str(error)]
+        return str(error)
+    return problems[0].text if problems else None
 
 
 _LOGS = (".log", ".out", ".txt")

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.errors import PlanProblem
 from paceline.job.batch import Batch
 from paceline.planning.limits import undivided_heads
 from paceline.planning.model.record import Call, record_graph
@@ -92,7 +93,7 @@ class TensorDegrees:
         working = reduce(set.intersection, heads) if heads else {n for region in regions for n in region.degrees}
         return min(working - {1}, default=2)
 
-    def refusals(self, ranks: int) -> list[str]:
+    def refusals(self, ranks: int) -> list[PlanProblem]:
         """Reasons for which the split would refuse a number of ranks."""
         return refusals(self._survey.regions, ranks)
 
@@ -288,7 +289,7 @@ class Proof:
     boundaries: Boundaries = field(default_factory=Boundaries)
     rewrites: Rewrites = field(default_factory=dict)
     why_whole: dict[str, str] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
+    refused: list[PlanProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hints: dict[str, str] = field(default_factory=dict)
 
@@ -359,7 +360,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
     return proof
 
 
-def refusals(regions: list[Region], ranks: int) -> list[str]:
+def refusals(regions: list[Region], ranks: int) -> list[PlanProblem]:
     """Reasons against a degree, one for each number of heads that it does not divide."""
     bad: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
     for region in regions:
@@ -369,12 +370,13 @@ def refusals(regions: list[Region], ranks: int) -> list[str]:
             bad.setdefault(
                 (tuple(sorted(region.sizes if fits or not region.heads else region.heads)), shared), []
             ).append(region)
-    reasons = []
+    problems = []
     for (heads, shared), of in bad.items():
         where = _common(of[0].columns) + (f" and {len(of) - 1} more" if of[1:] else "")
         keys = {f"heads of keys and values in {where}": shared}
-        reasons.append(f"tp={ranks} {undivided_heads({f'heads in {where}': heads}, ranks, keys if shared else {})}")
-    return reasons
+        if (problem := undivided_heads({f"heads in {where}": heads}, ranks, keys if shared else {})) is not None:
+            problems.append(problem)
+    return problems
 
 
 def _listed(degrees: list[int]) -> str:

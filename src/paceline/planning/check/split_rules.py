@@ -1,0 +1,298 @@
+"""Checks of plans that divide the model: every reason why it cannot be divided."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from paceline.errors import PacelineError, PlanProblem
+from paceline.job.loss import build_metrics
+from paceline.planning.check.plan_context import Check, PlanContext, memory_shortage, registering
+from paceline.planning.limits import (
+    no_attention,
+    no_blocks_to_recompute,
+    sharded_twice,
+    too_many_stages,
+    undivided_experts,
+    undivided_heads,
+    undivided_tokens,
+    unfit_microbatches,
+    wrong_cuts,
+)
+from paceline.planning.model.model_info import undivided_attention
+from paceline.planning.plan import DEGREES, MEANT_FOR, V_SCHEDULES, Plan
+from paceline.units import count
+
+# built-in metrics that need every prediction at once
+_GATHER = ("auc", "r2")
+# keys that decide if the state fits the memory
+MEMORY = ("zero", "offload", *DEGREES)
+# in the order in which reasons are given
+CHECKS: list[Check] = []
+_check = registering(CHECKS)
+
+
+def _without_its_degree(key: str, degree: str) -> None:
+    """Refuse a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
+
+    @_check(key, degree)
+    def _(context: PlanContext) -> PlanProblem | None:
+        value = getattr(context.plan, key)
+        if value == getattr(Plan, key) or getattr(context.plan, degree) > 1:
+            return None
+        return PlanProblem(
+            "plan.key_without_its_degree",
+            "plan {plan} has {key}={value}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out "
+            "{key}.",
+            key=key,
+            value="on" if value is True else value,
+            degree=degree,
+        )
+
+
+for _key, _degree in MEANT_FOR.items():
+    _without_its_degree(_key, _degree)
+
+
+@_check("virtual", "schedule")
+def _virtual_without_interleaving(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.virtual == 2 or plan.schedule == "interleaved":
+        return None
+    return PlanProblem(
+        "plan.virtual_without_interleaving",
+        "plan {plan} has virtual={virtual}, the number of stages of a rank with schedule=interleaved, but the schedule "
+        "is {schedule}: schedule=interleaved, or leave out virtual.",
+        virtual=plan.virtual,
+        schedule=plan.schedule,
+    )
+
+
+@_check("microbatches", "schedule", "pp")
+def _schedule_and_microbatches(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    return unfit_microbatches(plan.schedule, plan.pp, plan.microbatches) if plan.pp > 1 else None
+
+
+@_check("pp", "schedule", "virtual")
+def _too_few_blocks(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.pp == 1 or plan.cut:
+        return None
+    blocks = len(context.model_info.blocks)
+    pieces = blocks or sum(len(shape.sizes) > 1 for shape in context.model_info.parameters)
+    have = count(blocks, "repeated block") if blocks else count(pieces, "weight matrix", "weight matrices")
+    return too_many_stages(plan, pieces, f"the model has {have}", or_cuts=True)
+
+
+@_check("cut", "pp", "schedule", "virtual")
+def _wrong_cuts(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.pp == 1 or not plan.cut:
+        return None
+    return wrong_cuts(plan, context.model_info.modules, context.model_info.blocks)
+
+
+@_check("tp")
+def _heads_do_not_divide(context: PlanContext) -> PlanProblem | None:
+    """Reason against a `tp` that does not divide the heads, or None.
+
+    Ranks that share a head of keys and values need projections that can be used in part, which depends on the model's
+    code. A vocabulary that cannot be divided stays replicated, which is slower but works: see `plan_errors.py`.
+    """
+    if context.plan.tp == 1:
+        return None
+    heads = {"attention heads": context.model_info.heads}
+    keys = {"heads of keys and values": context.model_info.key_value_heads}
+    reason = undivided_heads(heads, context.plan.tp, keys)
+    if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
+        # the trace reports samples that cannot be read
+        with suppress(PacelineError):
+            reason = undivided_attention(context.job, context.plan.tp)
+    return reason
+
+
+@_check("ep")
+def _experts_do_not_divide(context: PlanContext) -> PlanProblem | None:
+    ep = context.plan.ep
+    return undivided_experts(context.model_info.experts, ep) if ep > 1 else None
+
+
+@_check("cp")
+def _tokens_do_not_divide(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.cp == 1:
+        return None
+    if not context.model_info.heads and not context.model_info.vocabulary:
+        return no_attention(plan.cp)
+    # other models have all tokens on every rank
+    tokens = context.tokens if context.model_info.takes_parts_of_sequences else None
+    return undivided_tokens(tokens, "cp", plan.cp) if tokens else None
+
+
+@_check("sequence", "tp", "cp")
+def _no_sequence_to_divide(context: PlanContext) -> PlanProblem | None:
+    """Reason against sequence parallelism, or None. It further divides a `cp` rank's tokens."""
+    plan = context.plan
+    if not plan.sequence or plan.tp == 1:
+        return None
+    if not context.model_info.heads or not context.model_info.blocks:
+        return PlanProblem(
+            "plan.no_sequence_to_divide",
+            "plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: "
+            "sequence=off.",
+        )
+    return undivided_tokens(context.tokens, "tp", plan.tp, plan.cp) if context.tokens else None
+
+
+@_check("pp", "cp")
+def _loss_over_stages(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    divided = [key for key in ("pp", "cp") if getattr(plan, key) > 1]
+    if not divided or not context.job.loss.is_over_whole_batch:
+        return None
+    return PlanProblem(
+        "plan.whole_batch_loss_over_stages",
+        "plan {plan} never has all outputs of a batch on one rank ({divided}), and the {loss} loss compares all "
+        "samples of a batch with each other: {works}.",
+        divided=divided,
+        loss=context.job.loss.name.rpartition(":")[2],
+        works=" ".join(f"{key}=1" for key in divided),
+    )
+
+
+@_check(*DEGREES)
+def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
+    """Refuse to divide what one update of the optimizer depends on."""
+    plan, optimizer = context.plan, context.job.optimizer
+    if plan.ranks == 1 or (not context.divides and ":" not in optimizer.name):
+        return None
+    scope = optimizer.scope
+    if scope == "random":
+        return PlanProblem(
+            "plan.random_updates",
+            "plan {plan} has {has}, and {optimizer} draws random numbers, which differ: dp=1.",
+            has=count(plan.ranks, "rank"),
+            optimizer=optimizer.name,
+        )
+    keys = {"element": (), "parameter": ("fsdp", "tp", "ep"), "model": ("fsdp", "tp", "ep", "pp")}[scope]
+    divided = [key for key in keys if getattr(plan, key) > 1]
+    if not divided:
+        return None
+    whole = {"parameter": "each parameter by values of the whole of it", "model": "all parameters by common values"}
+    return PlanProblem(
+        "plan.updates_of_whole_parameters",
+        "plan {plan} divides the model ({divided}), and {optimizer} updates {whole}: {choices} work, or {works}.",
+        divided=divided,
+        optimizer=optimizer.name,
+        whole=whole[scope],
+        choices=["RMSprop", "sgd", "adam", "adamw"],
+        works=" ".join(f"{key}=1" for key in divided),
+    )
+
+
+@_check("cp")
+def _loss_over_whole_sequences(context: PlanContext) -> PlanProblem | None:
+    if context.plan.cp == 1 or not context.job.loss.is_over_whole_sequences:
+        return None
+    return PlanProblem(
+        "plan.loss_over_whole_sequences",
+        "plan {plan} divides each sample's tokens, and the loss with reduction batchmean divides by samples alone: "
+        "cp=1, or reduction: mean.",
+    )
+
+
+@_check("cp")
+def _metrics_of_whole_samples(context: PlanContext) -> PlanProblem | None:
+    """Refuse metrics that need every token of a sample on one rank."""
+    specs = context.job.metrics
+    # the built-in ones that are sums over tokens need not be built
+    if context.plan.cp == 1 or not any(":" in spec.name or spec.name in _GATHER for spec in specs):
+        return None
+    built = build_metrics(specs, context.job.loss.build())
+    whole = [m.name for m in built if getattr(m, "gathers", False) or getattr(m, "keeps_state", False)]
+    if not whole:
+        return None
+    return PlanProblem(
+        "plan.metric_of_whole_samples",
+        "plan {plan} divides each sample's tokens over {cp} ranks, but the metric {metric} needs whole samples: cp=1, "
+        "or a metric that is a ratio of two sums.",
+        cp=context.plan.cp,
+        metric=whole[0],
+    )
+
+
+@_check("memory_format", *DEGREES[1:])
+def _format_of_divided_images(context: PlanContext) -> PlanProblem | None:
+    if context.plan.memory_format != "channels_last" or not context.divides:
+        return None
+    return PlanProblem(
+        "plan.channels_last_of_divided_models",
+        "plan {plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous.",
+    )
+
+
+@_check("compile", *DEGREES[1:])
+def _graphs_of_divided_models(context: PlanContext) -> PlanProblem | None:
+    if context.plan.compile != "reduce-overhead" or not context.divides or not context.cluster.has_accelerators:
+        return None
+    return PlanProblem(
+        "plan.graphs_of_divided_models",
+        "plan {plan} replays graphs of kernels, which cannot hold the communication inside a divided model: "
+        "compile=on.",
+    )
+
+
+@_check("remat", "pp")
+def _nothing_to_compute_again(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.remat == "none" or plan.pp > 1 or context.model_info.blocks:
+        return None
+    return no_blocks_to_recompute(plan.remat)
+
+
+@_check("compile", "schedule", "pp")
+def _compiled_v_schedule(context: PlanContext) -> PlanProblem | None:
+    plan = context.plan
+    if plan.pp == 1 or plan.schedule not in V_SCHEDULES or plan.compile == "off":
+        return None
+    return PlanProblem(
+        "plan.compiled_v_schedule",
+        "plan {plan} computes gradients of inputs and of weights apart ({schedule}), which PyTorch cannot do with "
+        "compiled stages: compile=off, or schedule=interleaved.",
+        schedule=plan.schedule,
+    )
+
+
+@_check("schedule", "fsdp", "pp")
+def _shards_of_a_tied_weight(context: PlanContext) -> PlanProblem | None:
+    """Refuse tied weights that FSDP2 would shard twice. A V schedule has both stages on one rank."""
+    plan = context.plan
+    if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
+        return None
+    return sharded_twice(" = ".join(context.model_info.tied[0][:2]), plan.schedule)
+
+
+@_check(*MEMORY)
+def _state_beyond_memory(context: PlanContext) -> PlanProblem | None:
+    if not (context.divides or context.weighed) or (shortage := memory_shortage(context)) is None:
+        return None
+    return PlanProblem(
+        "plan.state_beyond_memory",
+        "plan {plan} keeps parameters, gradients and optimizer state of {shortage}: {works}.",
+        shortage=shortage,
+        works=_enough_fsdp(context),
+    )
+
+
+def _enough_fsdp(context: PlanContext) -> str:
+    """Return the fsdp degree that would work, limited by the numbers of devices and samples."""
+    plan = context.plan
+    others = plan.ranks // plan.fsdp
+    most = (context.world or context.devices) // others
+    for zero in dict.fromkeys((plan.zero, 3)):
+        for fsdp in (plan.fsdp * 2**n for n in range(max(1, most // plan.fsdp).bit_length())):
+            bigger = replace(plan, fsdp=fsdp, zero=zero)
+            if fsdp > 1 and memory_shortage(replace(context, plan=bigger)) is None:
+                return f"fsdp={fsdp}" + (f" zero={zero}" if zero != plan.zero else "") + " is enough"
+    return f"more memory, or a smaller model (this one has {context.model_info.numel:,} parameters)"
