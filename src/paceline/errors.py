@@ -164,7 +164,7 @@ class PlanError(PacelineError):
 
     @classmethod
     def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
-        """Make one error of all problems, one on each line; the nearest plan that works comes last."""
+        """Make one error of all problems, a line each, and the nearest plan."""
         error = cls("\n".join(problem.text for problem in problems))
         error.problems = tuple(problems)
         error.__dict__.update(attributes)

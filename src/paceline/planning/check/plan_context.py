@@ -118,7 +118,10 @@ class Check(NamedTuple):
 
 
 def registering(checks: list[Check]) -> Callable[..., Callable[[Rule], Rule]]:
-    """Return the decorator that adds a rule to `checks`; it takes the plan keys that the rule's answer depends on."""
+    """Return the decorator that adds a rule to `checks`.
+
+    It takes the plan keys that the rule's answer depends on.
+    """
 
     def check(*keys: str) -> Callable[[Rule], Rule]:
         def add(rule: Rule) -> Rule:

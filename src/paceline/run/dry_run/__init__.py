@@ -55,14 +55,17 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Problems of a plan as they cross from a process: code, template, fields; and the nearest plan that works."""
+    """A refusal as it crosses from a process; a problem is code, template and fields."""
 
     problems: list[tuple[str, str, dict[str, Any]]]
     nearest: Plan | None
 
 
 def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> _Refusal | None:
-    """The answer of a process; None if the plan can start, or the process could not tell: then the ranks will."""
+    """The answer of a process.
+
+    None if the plan can start, or the process could not tell; then the ranks will.
+    """
     here = discover() if cluster.emulate is not None else cluster
     try:
         return run_on_plan(_refusal, (job, plan, cluster, world), job=job, cluster=here, plan=Plan())[0]

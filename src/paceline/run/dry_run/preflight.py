@@ -64,7 +64,7 @@ class Preflight:
         return self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
 
     def refusal(self, plan: Plan, cluster: Cluster, world: int | None = None) -> PlanError | None:
-        """Return the error of a plan that cannot start, with the nearest plan that can; None if it can start."""
+        """Return the error of a plan that cannot start; None if it can."""
         problems = self.reasons(plan) or reasons_of_loss(self.job, plan, self._data)
         if not problems:
             return None
