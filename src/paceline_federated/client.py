@@ -184,6 +184,8 @@ def federated(job: Job) -> FederateSpec:
     spec = federate_spec(job)
     if job.stop.epochs is not None:
         raise JobError("stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps")
+    if job.checkpoint.best is not None:
+        raise JobError("checkpoint.best: a federated run keeps its newest checkpoints alone: leave it out")
     if job.nonfinite != "stop" or job.spike.policy != "off":
         raise JobError("nonfinite and spike are about steps of one run; updates with NaN or Inf are always refused")
     if keys := job.beyond_plain_steps:

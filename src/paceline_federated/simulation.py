@@ -93,7 +93,7 @@ class Simulation:
         counts = self.training.work.step_counts(self.deal.samples)
         self.behaviour = Behaviour(spec.simulate, job.seed, counts)
         self.measure = Measure(self.training)
-        self.stop = StopRule(job.stop, steps_per_epoch=1)
+        self.stop = StopRule(job.stop, steps_per_epoch=1, metrics=self.measure.metrics)
         self._signals: list[str] = []
 
     def run(self, run: Run) -> None:
@@ -194,7 +194,7 @@ class Rounds:
         self.record.events.event("evaluation", {"step": self.round, "epoch": self.round, "metrics": metrics})
         told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         simulation.say(f"round {self.round}: validation {told}")
-        return simulation.stop.after_evaluation(metrics)
+        return simulation.stop.after_evaluation(metrics, self.round)
 
     def _fairness(self) -> None:
         simulation, own, measure = self.simulation, self.simulation.own, self.simulation.measure

@@ -65,7 +65,7 @@ def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp
     outcome = paceline("export", "run", "older.safetensors", folder=tmp_path)
     assert outcome.code == 0
     assert outcome.err.startswith("note: run/checkpoints/step-")
-    assert "truncated or altered. An older one is exported instead." in outcome.err
+    assert "truncated or altered. An older one is taken instead." in outcome.err
     assert ".py:" not in outcome.err, "a warning's code line is on the screen"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.job.stop import StopRule, StopSpec
+from paceline.errors import JobError
+from paceline.job.loss import MetricSpec, build_metrics
+from paceline.job.stop import BestSpec, StopRule, StopSpec
 
 
 def rule(steps_per_epoch: int = 10, elapsed_before_s: float = 0.0, **values: Any) -> StopRule:
@@ -41,10 +44,10 @@ def test_the_first_rule_that_comes_true_ends_the_run_and_is_named(
 
 def test_a_metric_ends_the_run_only_above_its_target() -> None:
     watch = rule(metric_above={"accuracy": 0.97})
-    assert watch.after_evaluation({"accuracy": 0.97}) is None
-    assert watch.after_evaluation({"top5": 1.0}) is None
-    assert watch.after_evaluation({"accuracy": float("nan")}) is None
-    assert watch.after_evaluation({"accuracy": 0.98}) == "metric_above: accuracy 0.9800 > 0.97"
+    assert watch.after_evaluation({"accuracy": 0.97}, 1) is None
+    assert watch.after_evaluation({"top5": 1.0}, 1) is None
+    assert watch.after_evaluation({"accuracy": float("nan")}, 1) is None
+    assert watch.after_evaluation({"accuracy": 0.98}, 1) == "metric_above: accuracy 0.9800 > 0.97"
 
 
 def test_earlier_attempts_count_towards_the_time() -> None:
@@ -102,3 +105,57 @@ def test_the_most_steps_are_known_where_steps_or_epochs_bound_the_run(
 def test_a_run_without_an_end_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         StopSpec(**values)
+
+
+def test_a_metric_that_falls_ends_the_run_only_below_its_target() -> None:
+    watch = rule(metric_below={"loss": 0.1})
+    assert watch.after_evaluation({"loss": 0.1}, 1) is None
+    assert watch.after_evaluation({"loss": float("nan")}, 2) is None
+    assert str(watch.after_evaluation({"loss": 0.09}, 3)).startswith("metric_below: ")
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("loss", 1.0), ("accuracy", -1.0)])
+def test_patience_ends_after_so_many_evaluations_without_a_better_one(metric: str, sign: float) -> None:
+    metrics = build_metrics(["accuracy"])
+    spec = StopSpec.model_validate({"patience": {"metric": metric, "evaluations": 2, "min_delta": 0.1}})
+    watch = StopRule(spec, 10, metrics=metrics)
+    values = [1.0, 0.8, 0.75, float("nan")]
+    reasons = [watch.after_evaluation({metric: sign * value}, step) for step, value in enumerate(values)]
+    assert reasons[:3] == [None, None, None]
+    assert str(reasons[3]).startswith("patience: ")
+    assert str(watch.ended(4)).startswith("patience: "), "a run that is resumed after its end would go on"
+
+
+def test_patience_and_the_best_evaluation_survive_a_resume_and_a_repeated_evaluation() -> None:
+    spec = StopSpec.model_validate({"steps": 100, "patience": {"metric": "loss", "evaluations": 2}})
+    watch = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    watch.after_evaluation({"loss": 1.0}, 10)
+    watch.after_evaluation({"loss": 2.0}, 20)
+    resumed = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    resumed.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert resumed.best is not None
+    assert (resumed.best.step, resumed.best.value) == (10, 1.0)
+    assert resumed.after_evaluation({"loss": 2.0}, 20) is None, "a failure had this evaluation repeated"
+    assert str(resumed.after_evaluation({"loss": 1.0}, 30)).startswith("patience: ")
+    other = StopRule(spec, 10, keep=BestSpec(metric="accuracy", mode="max"), metrics=build_metrics(["accuracy"]))
+    other.load_state_dict(watch.state_dict())
+    assert other.best is not None
+    assert other.best.value is None, "the best value of another metric"
+
+
+def test_the_better_direction_of_a_metric_is_known_or_must_be_given() -> None:
+    class Own:
+        name = "own"
+
+    spec = StopSpec(steps=1)
+    with pytest.raises(JobError):
+        StopRule(spec, 1, keep=BestSpec(metric="own"), metrics=[Own()])
+    with pytest.raises(JobError):
+        StopRule(spec, 1, keep=BestSpec(metric="accuracy"))  # is never measured
+    best = StopRule(spec, 1, keep=BestSpec(metric="own", mode="max"), metrics=[Own()]).best
+    assert best is not None
+    assert best.higher
+    area = build_metrics([MetricSpec(name="torchmetrics.classification:BinaryAUROC")])
+    best = StopRule(spec, 1, keep=BestSpec(metric="BinaryAUROC"), metrics=area).best
+    assert best is not None
+    assert best.higher

@@ -148,6 +148,13 @@ _COUNT = re.compile(r"\d+(\.\.\d+)?")  # of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
+Checkpoint = Annotated[
+    str,
+    typer.Option(
+        metavar="WHICH",
+        help="Checkpoint of the run: newest, best (of the job's checkpoint.best), or the number of a step.",
+    ),
+]
 SetKeys = Annotated[
     list[str] | None,
     typer.Option(

@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.command import Checkpoint
+
 
 class ExportLayout(StrEnum):
     """Layouts that `paceline export` can write."""
@@ -28,8 +30,9 @@ def command(
         ExportLayout,
         typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained."),
     ] = ExportLayout.FILE,
+    checkpoint: Checkpoint = "newest",
 ) -> None:
-    """Write the weights of a run's newest checkpoint to a file or folder.
+    """Write the weights of a run's checkpoint to a file or folder.
 
     The result is one safetensors file, or a folder in Hugging Face's layout.
     """
@@ -40,8 +43,8 @@ def command(
     with ExitStack() as held, warnings.catch_warnings(record=True) as passed_over:
         warnings.simplefilter("always")
         say = partial(typer.echo, err=True)
-        path = held.enter_context(copy_of(run, say, checkpoint=True)) if is_url(run) else Path(run)
-        (export if layout is ExportLayout.FILE else export_hf)(path, out)
+        path = held.enter_context(copy_of(run, say, checkpoint=checkpoint)) if is_url(run) else Path(run)
+        (export if layout is ExportLayout.FILE else export_hf)(path, out, checkpoint)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
     how = (

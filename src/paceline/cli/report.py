@@ -48,7 +48,7 @@ def _page_of_url(url: str) -> Path:
     from paceline.files import write_whole
     from paceline.run.object_store import copy_of
 
-    with copy_of(url, lambda line: typer.echo(line, err=True), checkpoint=False) as run:
+    with copy_of(url, lambda line: typer.echo(line, err=True), checkpoint=None) as run:
         page = Path(f"{run.name}.report.html")
         write_whole(page, _page(run).read_bytes())
     return page

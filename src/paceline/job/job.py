@@ -28,7 +28,7 @@ from paceline.job.parameters import Patterns
 from paceline.job.partition import PartitionSpec
 from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import Args, Spec, import_path_of, read_sections, with_sections
-from paceline.job.stop import SpikeSpec, StopSpec
+from paceline.job.stop import BestSpec, SpikeSpec, StopSpec
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 from paceline.yaml_file import explain
 
@@ -65,6 +65,8 @@ class CheckpointSpec(Spec):
     every_steps: int | None = Field(None, ge=1)
     every_seconds: float = Field(300.0, gt=0)  # counts where `every_steps` is not given
     keep: int = Field(3, ge=1)
+    # a validation metric: the checkpoint of its best evaluation is kept besides
+    best: BestSpec | None = None
     # the run goes on without a checkpoint that cannot be written, until so many failed in a row
     max_failures: int = Field(3, ge=1)
     # steps between states in memory, where the job rewinds or its plan has one divided replica; by itself so many that
@@ -169,10 +171,12 @@ class Job(Spec):
     def _stop_metrics_are_measured(self) -> Job:
         # clients of a federated job may hold out samples of their own
         nothing_held_out = self.data.keeps_no_validation_set and not self.model_extra
-        if nothing_held_out and self.stop.metric_above:
+        best = self.checkpoint.best
+        watched = ({best.metric: "checkpoint.best"} if best else {}) | self.stop.watched
+        if nothing_held_out and watched:
             raise ValueError(
-                "stop.metric_above waits for a validation metric, but data.held_out is 0, so nothing is ever "
-                "measured: hold out a share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below"
+                f"{next(iter(watched.values()))} waits for a validation metric, but data.held_out is 0, so nothing is "
+                "ever measured: hold out a share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below"
             )
         if nothing_held_out and self.metrics:
             named = ", ".join(metric.name for metric in self.metrics)
@@ -180,12 +184,12 @@ class Job(Spec):
                 f"metrics names {named}, but data.held_out is 0, so there is nothing to measure them "
                 "on: hold out a share, e.g. held_out: 0.1, or leave metrics out"
             )
-        unmeasured = set(self.stop.metric_above) - {metric.name for metric in self.metrics} - {"loss"}
+        unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}
         # a user's metric says its name only when it is built
         if unmeasured and not any(":" in metric.name for metric in self.metrics):
-            names = ", ".join(sorted(unmeasured))
+            name = min(unmeasured)
             raise ValueError(
-                f"stop.metric_above waits for {names}, which metrics does not list, so it would never be measured"
+                f"{watched[name]} waits for {name}, which metrics does not list, so it would never be measured"
             )
         return self
 

@@ -5,18 +5,43 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from paceline.errors import JobError
 from paceline.job.spec import Spec
+from paceline.text import nearest
+from paceline.units import count
 
 # built-in metrics: True if the larger of two values is the better one
 HIGHER_IS_BETTER = {
     **dict.fromkeys(("accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True),
     **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "mse", "mae"), False),
 }
+
+
+class PatienceSpec(Spec):
+    """`patience: {metric: loss, evaluations: 5}`: stop when a metric no longer improves.
+
+    An evaluation improves on the best one before by more than `min_delta`. `mode` says if the smaller value (`min`) or
+    the larger one (`max`) is better; the built-in metrics, and most of torchmetrics, tell it.
+    """
+
+    metric: str
+    evaluations: int = Field(ge=1)
+    min_delta: float = Field(0.0, ge=0)
+    mode: Literal["min", "max"] | None = None
+
+
+class BestSpec(Spec):
+    """`best: accuracy`, or `{metric: loss, mode: min}`: keep the checkpoint of the best evaluation."""
+
+    short: ClassVar[str | None] = "metric"
+    metric: str
+    mode: Literal["min", "max"] | None = None
 
 
 class PlateauSpec(Spec):
@@ -31,7 +56,7 @@ class PlateauSpec(Spec):
 
 
 class StopSpec(Spec):
-    """`stop: {epochs: 20, metric_above: {accuracy: 0.97}}`.
+    """`stop: {epochs: 20, metric_above: {accuracy: 0.97}, patience: {metric: loss, evaluations: 5}}`.
 
     Whichever comes first ends the run and is named in its record.
     """
@@ -41,15 +66,22 @@ class StopSpec(Spec):
     seconds: float | None = Field(None, gt=0)
     loss_below: float | None = None  # the training loss of a step (mean over the global batch)
     metric_above: dict[str, float] = Field(default_factory=dict)  # a validation metric, at an evaluation
+    metric_below: dict[str, float] = Field(default_factory=dict)
+    patience: PatienceSpec | None = None
     plateau: PlateauSpec | None = None
 
     @model_validator(mode="after")
     def _has_an_end(self) -> StopSpec:
         if not self.model_dump(exclude_defaults=True):
-            raise ValueError(
-                "name at least one of epochs, steps, seconds, loss_below, metric_above, plateau, or the run never ends"
-            )
+            raise ValueError(f"name at least one of {', '.join(type(self).model_fields)}, or the run never ends")
         return self
+
+    @property
+    def watched(self) -> dict[str, str]:
+        """Validation metrics that may end the run, each with the key that watches it."""
+        patience = {self.patience.metric: "stop.patience"} if self.patience else {}
+        below, above = (dict.fromkeys(getattr(self, key), f"stop.{key}") for key in ("metric_below", "metric_above"))
+        return patience | below | above
 
     def total_steps(self, steps_per_epoch: int) -> int | None:
         """Upper limit on steps; None if only time, loss or metrics bound the run."""
@@ -57,20 +89,110 @@ class StopSpec(Spec):
         return min(bounds) if bounds else None
 
 
+def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[Any] = ()) -> bool:
+    """True if the larger of two values of a metric is the better one.
+
+    Args:
+        key: the key of the job that watches the metric, for messages.
+        mode: what the key says, if anything.
+        metrics: those that the run measures.
+
+    Raises:
+        JobError: none of these is known to measure it, or nothing tells the direction.
+    """
+    names = ["loss", *(one.name for one in metrics)]
+    if metric not in names:
+        raise JobError(f"{key} waits for {metric}, which is never measured. {nearest(metric, names)}")
+    if mode is not None:
+        return mode == "max"
+    own = next((getattr(one, "higher_is_better", None) for one in metrics if one.name == metric), None)
+    if (known := HIGHER_IS_BETTER.get(metric) if own is None else own) is None:
+        raise JobError(f"{key}: say if a larger {metric} is better: mode: max, or mode: min")
+    return known
+
+
+@dataclass
+class Best:
+    """The best value of a metric so far.
+
+    Attributes:
+        higher: True if larger values are better.
+        min_delta: least difference that counts as an improvement.
+        value: the best value; None before the first one.
+        step: the step after which it was measured; -1 before the first one.
+        since: number of evaluations after it.
+        seen: the step of the newest evaluation that counted.
+    """
+
+    metric: str
+    higher: bool
+    min_delta: float = 0.0
+    value: float | None = None
+    step: int = -1
+    since: int = 0
+    seen: int = -1
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Count an evaluation; True if it is the best so far. One that is repeated after a failure counts once."""
+        if step == self.seen:
+            return step == self.step
+        self.seen = step
+        value = metrics.get(self.metric, math.nan)
+        gain = math.inf if self.value is None else (value - self.value) * (1 if self.higher else -1)
+        if math.isfinite(value) and gain > self.min_delta:
+            self.value, self.step, self.since = value, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be kept beside the spec."""
+        return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since, "seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from an earlier state; that of another metric does not count."""
+        if state is None or state["metric"] != self.metric:
+            self.value, self.step, self.since, self.seen = None, -1, 0, -1
+        else:
+            self.value, self.step, self.since, self.seen = (state[k] for k in ("value", "step", "since", "seen"))
+
+
 @dataclass
 class StopRule:
-    """Watches a run against a `StopSpec`.
+    """Watches a run against a `StopSpec`, and which of its evaluations is the best.
 
     `elapsed_before_s` carries the wall-clock of earlier attempts of the same run.
+
+    Args:
+        keep: the metric whose best checkpoint is kept; None without one.
+        metrics: those that the run measures.
+
+    Attributes:
+        best: the best evaluation by `keep`.
+
+    Raises:
+        JobError: a watched metric is not measured, or its better direction is unknown.
     """
 
     spec: StopSpec
     steps_per_epoch: int
     elapsed_before_s: float = 0.0
+    keep: InitVar[BestSpec | None] = None
+    metrics: InitVar[Sequence[Any]] = ()
+    best: Best | None = field(init=False, default=None)
+    _patience: Best | None = field(init=False, default=None)
     _started: float = field(default_factory=time.monotonic)
     _losses: deque[float] = field(default_factory=deque)
     _newest_loss: float | None = None
     _newest_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self, keep: BestSpec | None, metrics: Sequence[Any]) -> None:
+        if keep is not None:
+            higher = higher_is_better("checkpoint.best", keep.metric, keep.mode, metrics)
+            self.best = Best(keep.metric, higher)
+        if (patience := self.spec.patience) is not None:
+            higher = higher_is_better("stop.patience", patience.metric, patience.mode, metrics)
+            self._patience = Best(patience.metric, higher, patience.min_delta)
 
     @property
     def elapsed_s(self) -> float:
@@ -95,7 +217,7 @@ class StopRule:
 
         Only what is recorded decides, as the run may have been resumed after its end.
         """
-        reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._metric_above()
+        reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._by_metrics()
         was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)  # by a clock that all ranks share
         return reason or (self.out_of_time() if was_out_of_time else None)
 
@@ -105,10 +227,13 @@ class StopRule:
             return f"seconds: {self.spec.seconds:g} s are over"
         return None
 
-    def after_evaluation(self, metrics: dict[str, float]) -> str | None:
-        """The reason to stop after validation metrics were measured, or None."""
+    def after_evaluation(self, metrics: dict[str, float], step: int) -> str | None:
+        """The reason to stop after validation metrics were measured at a step, or None."""
         self._newest_metrics = metrics
-        return self._metric_above()
+        for watched in (self.best, self._patience):
+            if watched is not None:
+                watched.update(step, metrics)
+        return self._by_metrics()
 
     def state_dict(self) -> dict[str, object]:
         """The state that lets a resumed run stop where an undisturbed one would."""
@@ -117,6 +242,8 @@ class StopRule:
             "losses": list(self._losses),
             "newest_loss": self._newest_loss,
             "newest_metrics": self._newest_metrics,
+            "best": None if self.best is None else self.best.state_dict(),
+            "patience": None if self._patience is None else self._patience.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,6 +256,9 @@ class StopRule:
         """Forget what was seen since `state` was taken, but not the time that it took."""
         self._losses = deque(state["losses"])
         self._newest_loss, self._newest_metrics = state["newest_loss"], state["newest_metrics"]
+        for key, watched in (("best", self.best), ("patience", self._patience)):
+            if watched is not None:
+                watched.load_state_dict(state.get(key))
 
     def _bound(self, step: int) -> str | None:
         if self.spec.steps and step >= self.spec.steps:
@@ -143,11 +273,19 @@ class StopRule:
             return f"loss_below: {loss:.6g} < {limit:g} at step {step}"
         return None
 
-    def _metric_above(self) -> str | None:
+    def _by_metrics(self) -> str | None:
         for name, target in self.spec.metric_above.items():
             value = self._newest_metrics.get(name, -math.inf)
             if value > target:
                 return f"metric_above: {name} {value:.4f} > {target:g}"
+        for name, target in self.spec.metric_below.items():
+            value = self._newest_metrics.get(name, math.inf)
+            if value < target:
+                return f"metric_below: {name} {value:.4f} < {target:g}"
+        patience, watched = self.spec.patience, self._patience
+        if patience is not None and watched is not None and watched.since >= patience.evaluations:
+            best = "no number" if watched.value is None else f"{watched.value:.4f} at step {watched.step}"
+            return f"patience: {count(watched.since, 'evaluation')} without a better {patience.metric} than {best}"
         return None
 
     def _plateau(self, step: int) -> str | None:

@@ -221,7 +221,8 @@ class Checkpoints:
 
     def after_step(self, info: StepInfo) -> None:
         """Begin a due checkpoint, unless the run ends with one anyway."""
-        if self.saving.due(info.result.step, info.result.votes) and info.ending is None:
+        due = self.saving.due(info.result.step, info.result.votes) and info.ending is None
+        if due and self.saving.at != info.result.step:  # the best one is saved already
             self.save()
         if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
             self._rewinds = 0
@@ -238,7 +239,9 @@ class Checkpoints:
     def save(self) -> None:
         """Begin a checkpoint of this moment; it is written while the next steps run."""
         self.engine.on_phase("checkpoint", self.engine.step_count)
-        self.saving.begin(self.engine.step_count, snapshot(self.engine, self._values()), self.stop.elapsed_s)
+        saved = snapshot(self.engine, self._values())
+        saved.protected = None if self.stop.best is None else self.stop.best.step
+        self.saving.begin(self.engine.step_count, saved, self.stop.elapsed_s)
         self._rewinds = 0
         self.engine.meter.mark(CHECKPOINT)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 from paceline.errors import JobError, RunError
 from paceline.files import short_name
 from paceline.split.layout import Part, ShardLayout, local
-from paceline.state.manifest import MANIFEST, TensorEntry, TensorPiece, sync_folder
-from paceline.state.reader import Loaded, TensorPieces, load, load_latest
+from paceline.state.manifest import TensorEntry, TensorPiece, sync_folder
+from paceline.state.reader import NEWEST, Loaded, TensorPieces, chosen_checkpoint
 from paceline.state.shard import described_bytes, write_one_by_one
 
 HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
@@ -28,8 +27,8 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 # Out of a run
 
 
-def export(run_or_folder: Path, out: Path) -> None:
-    """Write the model of the newest whole checkpoint as one safetensors file.
+def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST) -> None:
+    """Write the model of a checkpoint as one safetensors file.
 
     For `model.load_state_dict(load_file(out))`.
 
@@ -38,18 +37,21 @@ def export(run_or_folder: Path, out: Path) -> None:
     each of their names. No more than one tensor is in memory at a time. A damaged newer checkpoint is passed over with
     a warning.
 
+    Args:
+        checkpoint: see `chosen_checkpoint`.
+
     Raises:
         RunError: there is no checkpoint, or `out` exists or cannot be written.
         CheckpointError: none is whole.
     """
     if out.exists():
         raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another file.")
-    loaded = _newest(run_or_folder)
+    loaded = chosen_checkpoint(run_or_folder, checkpoint)
     _write(loaded, out, tied=True)
 
 
-def export_hf(run: Path, out: Path) -> None:
-    """Write the model of the newest whole checkpoint as a Hugging Face folder.
+def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder.
 
     For transformers' `AutoModel….from_pretrained(out)`.
 
@@ -65,7 +67,7 @@ def export_hf(run: Path, out: Path) -> None:
     if out.exists():
         raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another folder.")
     model = _hf_model(run)
-    loaded = _newest(run)
+    loaded = chosen_checkpoint(run, checkpoint)
     try:
         with new_folder_beside(out) as folder:
             weights = folder / "all-weights"
@@ -137,22 +139,6 @@ def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Call
             f"{out} cannot be written ({size:,} bytes): {error.strerror or error}. Name a file in a folder that can be "
             "written and has the room."
         ) from error
-
-
-def _newest(run_or_folder: Path) -> Loaded:
-    if (run_or_folder / MANIFEST).exists():
-        return load(run_or_folder, rank=0, world=1)
-    inner = run_or_folder / "checkpoints"
-    folder = inner if inner.is_dir() else run_or_folder
-
-    def warn(event: str, facts: dict[str, Any]) -> None:
-        warnings.warn(f"{facts['reason']}. An older one is exported instead.", stacklevel=5)
-
-    loaded = load_latest(folder, rank=0, world=1, report=warn)
-    if loaded is None:
-        what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
-        raise RunError(f"{run_or_folder} {what}. Name a run directory, or a folder of checkpoints.")
-    return loaded
 
 
 def _hf_model(run: Path) -> Any:

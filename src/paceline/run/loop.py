@@ -13,11 +13,11 @@ from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.reduction import UnreadStep
-from paceline.errors import NonFiniteError, PlanError, SyncError, tell_of_failure
+from paceline.errors import NonFiniteError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
 from paceline.job.job import Job
-from paceline.job.loss import build_metrics
+from paceline.job.loss import Metric, build_metrics
 from paceline.job.partition import Partition
 from paceline.job.samples import DataSets, apart
 from paceline.job.stop import StopRule
@@ -52,7 +52,8 @@ class Loop:
         """Create a loop. All loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
-        self.stop = StopRule(self.job.stop, self.epoch_steps)
+        metrics = build_metrics(self.job.metrics, engine.loss)
+        self.stop = StopRule(self.job.stop, self.epoch_steps, keep=self.job.checkpoint.best, metrics=metrics)
         self.total_steps = self.job.stop.total_steps(self.epoch_steps)
         first = group.rank == 0
         progress = PlainProgress(self.total_steps) if first and not is_our_rank() else None
@@ -62,8 +63,9 @@ class Loop:
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epoch_steps)
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, {"schedule": self.rates})
-        self.evaluations = Evaluations(self.job, engine, data, self.stop, self.events, self.epoch_steps)
+        self.evaluations = Evaluations(self.job, engine, data, metrics, self.stop, self.events, self.epoch_steps)
         self.evaluations.told = self._on_evaluation
+        self.evaluations.on_best = self.checkpoints.save
         self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
         self.witness = Witness(engine, writes_starts=first) if WITNESS in os.environ else None
         self.signal: str | None = None
@@ -423,23 +425,25 @@ class Evaluations:
     Attributes:
         at: the step after which it was measured last; -1 before the first time.
         told: called with the metrics of every evaluation.
+        on_best: called after an evaluation that is the best so far.
     """
 
     def __init__(
-        self, job: Job, engine: RankEngine, data: DataSets, stop: StopRule, events: Events, epoch_steps: int
+        self,
+        job: Job,
+        engine: RankEngine,
+        data: DataSets,
+        metrics: list[Metric],
+        stop: StopRule,
+        events: Events,
+        epoch_steps: int,
     ) -> None:
-        self.job, self.engine, self.stop, self.events = job, engine, stop, events
-        self.metrics = build_metrics(job.metrics, engine.loss)
-        gathering = [metric.name for metric in self.metrics if getattr(metric, "gathers", False)]
-        if gathering and engine.plan.cp > 1:
-            raise PlanError(
-                f"plan {engine.plan} divides each sample's tokens over {engine.plan.cp} ranks, but the metric "
-                f"{gathering[0]} gathers whole samples. Use cp=1, or a metric that is a ratio of two sums"
-            )
+        self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
         self.epoch_steps, self.at = epoch_steps, -1
         # Loader processes that are started later must not inherit the files that an evaluation opens.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self.on_best: Callable[[], None] = lambda: None
 
     def after_step(self, info: StepInfo) -> str | None:
         """Measure when due. Returns the reason if a metric that reached its target ends the run."""
@@ -470,4 +474,7 @@ class Evaluations:
         self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
         self.told(step, metrics)
         self.at = step
-        return self.stop.after_evaluation(metrics)
+        reason = self.stop.after_evaluation(metrics, step)
+        if self.stop.best is not None and self.stop.best.step == step:
+            self.on_best()
+        return reason

@@ -19,6 +19,7 @@ from paceline.elastic.leadership import LOCK, Lease
 from paceline.errors import CheckpointError, RunError, StorageError
 from paceline.files import LINES_LIMIT, made_cache_folder, opened_to_read, private_folder, scratch_folder
 from paceline.state.manifest import MANIFEST, Manifest, checkpoints, shard_name, step_name
+from paceline.state.reader import BEST, best_step
 from paceline.storage.store import Entry, Store
 from paceline.storage.url import cache_name
 
@@ -124,7 +125,7 @@ class RemoteRun:
                 return
             self._set_aside()
             self.say(f"fetching the {self.kind.name} from {self.url}")
-            fetch_run(self.store, listed, self.path, self.say, checkpoint=True)
+            fetch_run(self.store, listed, self.path, self.say, checkpoint=BEST)
         elif here and not self.resume:
             raise RunError(
                 f"a run that was to be kept at {self.url} is in {self.path}, and is not there: it could not be "
@@ -150,8 +151,11 @@ Say = Callable[[str], object]
 
 
 @contextmanager
-def copy_of(url: str, say: Say, *, checkpoint: bool) -> Iterator[Path]:
-    """A temporary copy of the run at a URL, with or without its newest checkpoint.
+def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
+    """A temporary copy of the run at a URL.
+
+    Args:
+        checkpoint: what is copied of the checkpoints: `newest`, `best` or a step; None: nothing.
 
     Raises:
         RunError: there is no run.
@@ -168,7 +172,7 @@ def copy_of(url: str, say: Say, *, checkpoint: bool) -> Iterator[Path]:
         yield run
 
 
-def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: bool) -> None:
+def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: str | None) -> None:
     """Copy a run into a new folder, which gets its name at the end."""
     partial = into.with_name(f".{into.name}.fetching")
     shutil.rmtree(partial, ignore_errors=True)
@@ -177,8 +181,14 @@ def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, c
         if name != LOCK and not name.startswith(f"{CHECKPOINTS}/") and is_plain(name):
             _fetch(store, name, partial / name)
     (partial / CHECKPOINTS).mkdir(mode=0o700)
-    if checkpoint:
+    if checkpoint is not None and checkpoint.isdecimal():
+        _fetch_step(store, listed, int(checkpoint), partial)
+    elif checkpoint is not None:
         _fetch_newest(store, listed, partial, say)
+        newest = next(iter(checkpoints(partial / CHECKPOINTS)), None) if checkpoint == BEST else None
+        best = None if newest is None else best_step(Manifest.read(newest[1]).values)
+        if newest is not None and best not in (None, newest[0]):
+            _fetch_step(store, listed, int(best or 0), partial)
     partial.rename(into)
 
 
@@ -212,6 +222,13 @@ def _fetch_newest(store: Store, listed: dict[str, Entry], run: Path, say: Say) -
             continue
         say(f"fetched the checkpoint of step {step_of(f'{folder}/')} from {store.url} ({size / 1e6:,.1f} MB)")
         return
+
+
+def _fetch_step(store: Store, listed: dict[str, Entry], step: int, run: Path) -> None:
+    """Fetch the checkpoint of a step, if the store has it."""
+    name = f"{CHECKPOINTS}/{step_name(step)}"
+    if f"{name}/{MANIFEST}" in listed:
+        _fetch_checkpoint(store, listed, name, run / name)
 
 
 def _fetch_checkpoint(store: Store, listed: dict[str, Entry], name: str, into: Path) -> int:

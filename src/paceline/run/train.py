@@ -27,9 +27,11 @@ from paceline.elastic.leadership import RunLock
 from paceline.elastic.place import RankPlace, cores_on, recovers_in_place, recovery_is_on, with_servers
 from paceline.elastic.ranks import Setting
 from paceline.elastic.run_on_ranks import warm_up_for
-from paceline.errors import LaunchError, RunError
+from paceline.errors import JobError, LaunchError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
+from paceline.job.loss import build_metrics
+from paceline.job.stop import HIGHER_IS_BETTER, StopRule
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_of, plan_or_auto
 from paceline.planning.check.plan_errors import plan_errors, refuse, warnings_about
 from paceline.planning.plan import Plan, threads_on
@@ -42,6 +44,7 @@ from paceline.run.record.run import DESCRIPTION, FOLDERS, JsonLines, Run
 from paceline.run.trackers.follow import RunTrackers, check_trackers
 from paceline.run.tuning.auto import AutoChoice, Say, choose, remember_run
 from paceline.storage.url import is_url
+from paceline.text import nearest
 
 if TYPE_CHECKING:
     from paceline.comm import Group
@@ -119,6 +122,7 @@ def _train(
     job, asked = job_of(job), plan_or_auto(plan) or "auto"
     job.model.must_be_at_hand()
     check_trackers(job)
+    check_metrics(job)
     job.fetch()
     must_agree(job)
     cluster = hosts.cluster if hosts and cluster is None else cluster_to_run_on(cluster)
@@ -134,6 +138,24 @@ def _train(
         )
         record.url = remote.url if remote else None
         return record
+
+
+def check_metrics(job: Job) -> None:
+    """Refuse metrics that cannot be built, and rules that wait for a metric in vain.
+
+    Raises:
+        JobError: a metric or its arguments are wrong, or the better direction of a watched metric is unknown.
+    """
+    best, patience = job.checkpoint.best, job.stop.patience
+    watched = [spec.metric for spec in (best, patience) if spec is not None and spec.mode is None]
+    # built-in metrics need no building, which would import torch
+    if any(m.args or m.name not in HIGHER_IS_BETTER for m in job.metrics) or set(watched) - HIGHER_IS_BETTER.keys():
+        metrics = build_metrics(job.metrics, job.loss.build())
+        StopRule(job.stop, 1, keep=best, metrics=metrics)
+        names = ["loss", *(metric.name for metric in metrics)]
+        for name, key in job.stop.watched.items():
+            if name not in names:
+                raise JobError(f"{key} waits for {name}, which is never measured. {nearest(name, names)}")
 
 
 def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:

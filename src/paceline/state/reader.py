@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -13,13 +14,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, RunError
 from paceline.split.layout import ShardLayout
-from paceline.state.manifest import MANIFEST, Manifest, ShardEntry, TensorEntry, TensorPiece, checkpoints, shard_name
+from paceline.state.manifest import (
+    MANIFEST,
+    REPLACED,
+    Manifest,
+    ShardEntry,
+    TensorEntry,
+    TensorPiece,
+    checkpoints,
+    shard_name,
+)
 from paceline.state.shard import DTYPES, MeshCoordinate, assign_writers, uncovered
 
 # before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
 SYNC, OWN = "sync/", "own/"
+
+NEWEST, BEST = "newest", "best"
 
 Report = Callable[[str, dict[str, Any]], None]
 Agree = Callable[[Any], list[Any]]
@@ -230,6 +242,55 @@ def load(path: Path, rank: int, world: int) -> Loaded:
     """
     manifest = Manifest.read(path)
     return _checked(path, manifest, range(len(manifest.shards)), MeshCoordinate.plain(rank, world))
+
+
+def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
+    """Open a checkpoint of a run, whose files are checked.
+
+    Args:
+        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint, which `which` then does not choose.
+        which: `newest` (whole, with a warning for damaged ones), `best` (of the job's `checkpoint.best`), or a step.
+
+    Raises:
+        RunError: there is no such checkpoint.
+        CheckpointError: it is not whole.
+    """
+    if (run_or_folder / MANIFEST).exists():
+        return load(run_or_folder, rank=0, world=1)
+    inner = run_or_folder / "checkpoints"
+    folder = inner if inner.is_dir() else run_or_folder
+    found = {step: path for step, path in checkpoints(folder) if not path.name.endswith(REPLACED)}
+    there = f"Saved are the steps {', '.join(map(str, found))}."
+    if which.isdecimal():
+        if int(which) not in found:
+            raise RunError(f"{folder} has no checkpoint of step {which}. {there}")
+        return load(found[int(which)], rank=0, world=1)
+    if which not in (NEWEST, BEST):
+        raise RunError(f'there is no checkpoint "{which}": say {NEWEST}, {BEST} or the number of a step. {there}')
+
+    def warn(event: str, facts: dict[str, Any]) -> None:
+        warnings.warn(f"{facts['reason']}. An older one is taken instead.", stacklevel=5)
+
+    loaded = load_latest(folder, rank=0, world=1, report=warn)
+    if loaded is None:
+        what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
+        raise RunError(f"{run_or_folder} {what}. Name a run directory, or a folder of checkpoints.")
+    if which == NEWEST or (step := best_step(loaded.values)) == loaded.step:
+        return loaded
+    if step is None:
+        raise RunError(
+            f"{run_or_folder} has no best checkpoint: the job has no `checkpoint: {{best: METRIC}}`, or nothing was "
+            f"measured yet. {there}"
+        )
+    if step not in found:
+        raise RunError(f"the checkpoint of step {step}, the best of {run_or_folder}, could not be written. {there}")
+    return load(found[step], rank=0, world=1)
+
+
+def best_step(values: Mapping[str, Any]) -> int | None:
+    """Step of the best evaluation by the values of a checkpoint; None without one."""
+    best = (values.get("stop") or {}).get("best")
+    return None if best is None or best["value"] is None else int(best["step"])
 
 
 def _share(manifest: Manifest, rank: int, world: int) -> list[int]:

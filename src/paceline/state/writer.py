@@ -63,6 +63,7 @@ class Snapshot:
         aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
         parts: which part of each shared tensor this rank holds; one that is not named is whole on every rank.
         coordinate: this rank's mesh coordinate; None where every rank is a replica of its own.
+        protected: step of an older checkpoint that stays, beside the newest ones.
     """
 
     shared: dict[str, Tensor]
@@ -72,6 +73,7 @@ class Snapshot:
     aliases: dict[str, str] = field(default_factory=dict)
     parts: dict[str, Part] = field(default_factory=dict)
     coordinate: MeshCoordinate | None = None
+    protected: int | None = None
 
 
 class Checkpointer:
@@ -103,6 +105,7 @@ class Checkpointer:
         self._shard = Shard()
         self._thread: threading.Thread | None = None
         self._work: Iterator[None] = iter(())  # what is left of the checkpoint under way
+        self._protected: int | None = None
         self._error: CheckpointError | None = None
         self._copied = threading.Event()
         self._hurry = threading.Event()  # someone waits until all is written
@@ -142,6 +145,7 @@ class Checkpointer:
             aliases={},
             values=values,
         )
+        self._protected = snapshot.protected
         self._work = self._pieces(manifest, entry, contents, dict(snapshot.aliases))
         # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back.
         # It is no daemon: an interpreter that ends waits for the bytes that are on their way.
@@ -345,13 +349,14 @@ class Checkpointer:
             yield
 
     def _remove_old(self, step: int) -> None:
-        """Keep this checkpoint and the newest ones before it.
+        """Keep this checkpoint, the newest ones before it, and the protected one.
 
         Later ones, which a resume passed over, are replaced when training gets there.
         """
-        older = [path for s, path in checkpoints(self.folder) if s < step]
-        for path in older[: max(len(older) - self.keep + 1, 0)]:
-            _remove(path)
+        older = [(s, path) for s, path in checkpoints(self.folder) if s < step]
+        for s, path in older[: max(len(older) - self.keep + 1, 0)]:
+            if s != self._protected:
+                _remove(path)
 
     def _give_up(self, partial: Path, needed_bytes: int, error: Exception) -> str:
         """Remove what was written and return the reason; other ranks report it to rank 0."""

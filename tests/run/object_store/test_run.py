@@ -188,7 +188,7 @@ class TestCopy:
         shard.write_bytes(content)
         (there / "checkpoints" / "step-00000008").mkdir()
         said: Lines = []
-        with copy_of(url, said.append, checkpoint=True) as run:
+        with copy_of(url, said.append, checkpoint="newest") as run:
             assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000004"]
         assert "was altered" in said[0]
 

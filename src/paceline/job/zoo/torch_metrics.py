@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class TorchMetric:
     def _refuse_several_values(self) -> None:
         shaped = next((v for k in ("average", "multioutput") if (v := getattr(self.metric, k, "")) in _EACH), None)
         try:
-            several = isinstance(value := self.metric.clone().compute(), Tensor) and value.numel() > 1
+            with warnings.catch_warnings(action="ignore"):
+                several = isinstance(value := self.metric.clone().compute(), Tensor) and value.numel() > 1
         except Exception:  # noqa: BLE001 - most metrics have no value without a sample
             several = False
         if several or shaped is not None:
@@ -129,8 +131,22 @@ class States:
         Raises:
             JobError: the value is not one number.
         """
+        if of_all is not None:
+            self._reduce(of_all)
+        if not self.batches:
+            return float("nan")
+        value = self.metric.compute()
+        if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
+            shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise JobError(
+                f"metric {self.name} has {shown} as its value, and a job records one number: set its average, or name "
+                "a class of your own that returns one of them"
+            )
+        return float(value)
+
+    def _reduce(self, of_all: Callable[[Tensor | None], Tensor | None]) -> None:
         metric = self.metric
-        for state, reduction in metric._reductions.items() if of_all is not None else ():
+        for state, reduction in metric._reductions.items():
             own = getattr(metric, state)
             if isinstance(own, list):
                 rows = [one if one.dim() else one[None] for one in own]
@@ -141,16 +157,6 @@ class States:
                 stacked = of_all(own[None] if self.batches else None)
                 if self.batches and stacked is not None:
                     setattr(metric, state, _EXACT[reduction](stacked.to(metric.device), 0))
-        if not self.batches:
-            return float("nan")
-        value = metric.compute()
-        if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
-            shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise JobError(
-                f"metric {self.name} has {shown} as its value, and a job records one number: set its average, or name "
-                "a class of your own that returns one of them"
-            )
-        return float(value)
 
 
 def _reduces_exactly(metric: Metric) -> bool:

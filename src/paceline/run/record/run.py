@@ -63,7 +63,7 @@ class Run:
 
             self.url = checked_url(path)
             with ExitStack() as held:
-                path = held.enter_context(copy_of(self.url, lambda _: None, checkpoint=False))
+                path = held.enter_context(copy_of(self.url, lambda _: None, checkpoint=None))
                 weakref.finalize(self, held.pop_all().close)
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
