@@ -74,7 +74,12 @@ def references(cases: Sequence[Case], device: Mapping[str, str]) -> dict[Case, O
             for of_size in _by_ranks([case for case in wanted if case.draws == draws]):
                 outcomes = _train(of_size)
                 if isinstance(outcomes[-1], LaunchError):
-                    raise LaunchError(f"{of_size[len(outcomes) - 1].name}, as a reference: {outcomes[-1]}")
+                    raise LaunchError(
+                        "bench.reference_failed",
+                        "{name}, as a reference: {outcome}",
+                        name=of_size[len(outcomes) - 1].name,
+                        outcome=outcomes[-1],
+                    )
                 found |= {c: o for c, o in zip(of_size, outcomes, strict=True) if isinstance(o, Outcome)}
     return found
 

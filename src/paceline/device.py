@@ -58,8 +58,14 @@ def accelerator_type() -> str | None:
     if wanted and (found is None or found.type != wanted):
         there = "no accelerator" if found is None else f"`{found.type}`"
         raise ClusterError(
-            f"{DEVICE_VARIABLE}={wanted}: torch {torch.__version__} finds {there} here. "
-            f"Unset it to use what there is, or set {DEVICE_VARIABLE}={CPU}."
+            "device.not_found",
+            "{variable}={wanted}: torch {version} finds {there} here. Unset it to use what there is, or set "
+            "{variable}={cpu}.",
+            variable=DEVICE_VARIABLE,
+            wanted=wanted,
+            version=torch.__version__,
+            there=there,
+            cpu=CPU,
         )
     return found.type if found is not None else None
 
@@ -84,8 +90,14 @@ def use(local_rank: int) -> torch.device:
         return torch.device(CPU)
     if local_rank >= count():
         raise ClusterError(
-            f"local rank {local_rank} has no accelerator: this host shows {count()} of type {kind}. Start at most one "
-            f"rank per accelerator, or set {DEVICE_VARIABLE}={CPU} to train on the CPU."
+            "device.rank_without",
+            "local rank {local_rank} has no accelerator: this host shows {count} of type {kind}. Start at most one "
+            "rank per accelerator, or set {variable}={cpu} to train on the CPU.",
+            local_rank=local_rank,
+            count=count(),
+            kind=kind,
+            variable=DEVICE_VARIABLE,
+            cpu=CPU,
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
@@ -130,8 +142,12 @@ def default_backend(device: torch.device) -> str:
         backend = ""
     if device.type not in dist.Backend.backend_capability.get(backend, ()):
         raise ClusterError(
-            f"this torch has no collective library for devices of type {device.type}, so ranks on them cannot "
-            f"communicate. Use one rank, or set {DEVICE_VARIABLE}={CPU} to train on the CPU."
+            "device.no_collectives",
+            "this torch has no collective library for devices of type {type}, so ranks on them cannot communicate. "
+            "Use one rank, or set {variable}={cpu} to train on the CPU.",
+            type=device.type,
+            variable=DEVICE_VARIABLE,
+            cpu=CPU,
         )
     return backend
 

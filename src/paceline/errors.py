@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from paceline.planning.plan import Plan
@@ -30,8 +32,8 @@ def tell_of_failure(error: BaseException) -> None:
 class Problem:
     """A code for programs and a text for people, of one thing that is wrong.
 
-    A field that is a list is shown as `a, b, c`. Making a problem never fails: if a field is missing, or cannot be
-    shown as the template asks, the text is the template followed by the fields.
+    A list is shown as `a, b, c`, and with `{name!s}` as Python shows it. Making a problem never fails: if a field is
+    missing, or cannot be shown as the template asks, the text is the template followed by the fields.
 
     Args:
         code: area and condition, such as `plan.heads_not_divisible`. It never changes.
@@ -47,6 +49,12 @@ class Problem:
             self.text = template.format(**{name: _shown(value) for name, value in given.items()})
         except Exception:  # noqa: BLE001 - the error itself must not be lost
             self.text = f"{template} {self.fields}"
+
+    def at(self, place: str) -> Self:
+        """Return this problem with a place before its text, and as the field `place`."""
+        located = copy.copy(self)
+        located.text, located.fields = f"{place}: {self.text}", {"place": place, **self.fields}
+        return located
 
     def __str__(self) -> str:
         """Return the text."""
@@ -91,8 +99,16 @@ class PlanProblem(Problem):
         return self.text.removeprefix(f"plan {self.fields['plan']} ")
 
 
+class _Listed(list[Any]):
+    """A list that a template shows as `a, b, c`."""
+
+    def __format__(self, spec: str) -> str:
+        """Return the items, each in the given format, with commas."""
+        return ", ".join(format(item, spec) for item in self)
+
+
 def _shown(value: object) -> object:
-    return ", ".join(map(str, value)) if isinstance(value, list) else value
+    return _Listed(value) if isinstance(value, list) else value
 
 
 def _plain(value: object) -> Any:
@@ -112,21 +128,122 @@ def _plain(value: object) -> Any:
 
 
 class PacelineError(Exception):
-    """Base of every error that paceline raises on purpose. The message is written for the person at the keyboard.
+    """Base of every error that paceline raises on purpose. The text is written for the person at the keyboard.
+
+    `PlanError("plan.devices", "{plan} needs {needed} devices; there are {found}.", plan=plan, needed=8, found=4)`
 
     Attributes:
-        from_users_code: it was raised from an error in the user's own code, so that one's traceback belongs under the
-            message.
-        may_pass: the same may well work when it is tried again, so a restart is worth its time.
-        exit_code: of a command that ends with it; 130 and 143 where SIGINT or SIGTERM came before there was anything
-            to save.
-        traceback: the part of the message that is the traceback of a rank's error; commands keep it off the screen.
+        problems: everything that is wrong, one at least. `code`, `template` and `fields` are those of the first.
+        from_users_code: the cause was raised by the user's own code, so its traceback belongs under the text.
+        may_pass: a second attempt may succeed, so a restart is worth its time.
+        exit_code: exit code of a command that ends with this error. It is 130 or 143 if SIGINT or SIGTERM came before
+            there was anything to save.
+        traceback: the part of the text that is the traceback of a rank's error. Commands keep it off the screen.
     """
 
-    traceback = ""
     from_users_code = False
     may_pass = False
     exit_code = 1
+    traceback = ""
+    keywords: ClassVar[tuple[str, ...]] = ("from_users_code", "may_pass", "exit_code", "traceback")
+    problems: tuple[Problem, ...]
+
+    def __init__(self, code: str, template: str, /, **fields: object) -> None:
+        """Make an error.
+
+        Args:
+            code: as of a `Problem`.
+            template: as of a `Problem`.
+            fields: values of the text; and attributes of the error, which are in `keywords` of its class.
+        """
+        own = {name: fields[name] for name in fields if name in self.keywords}
+        shown = {name: value for name, value in fields.items() if name not in own or f"{{{name}" in template}
+        problem = Problem(code, template, **shown)
+        super().__init__(problem.text)
+        self.problems = (problem,)
+        self.__dict__.update(own)
+
+    @classmethod
+    def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
+        """Make one error of all problems, one on each line of its text."""
+        error = cls.__new__(cls, "\n".join(problem.text for problem in problems))
+        error.__dict__.update(attributes, problems=tuple(problems))
+        return error
+
+    @classmethod
+    def of_error(cls, error: PacelineError | InvalidValue, place: object = "", **attributes: object) -> Self:
+        """Make an error of this class with the codes and fields of another.
+
+        Args:
+            error: the other error.
+            place: where it happened, for the beginning of the text.
+            attributes: attributes of the new error.
+        """
+        own = cls.__new__(cls, f"{place}: {error}" if place else str(error))
+        kept = {name: value for name, value in vars(error).items() if name in cls.keywords}
+        own.__dict__.update(kept | attributes, problems=error.problems)
+        return own
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what another process or a file needs to know of this error."""
+        return {"code": self.code, "text": str(self), "fields": self.fields}
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any], **attributes: object) -> Self:
+        """Make an error again that another process described by `as_json`; its code stays."""
+        code, text = str(told.get("code", "")), str(told.get("text", ""))
+        problem = Problem(code if _CODE.fullmatch(code) else "error.received", "{text}", text=text)
+        problem.fields = _plain(told.get("fields") or {})
+        return cls.of_problems([problem], **attributes)
+
+    @property
+    def code(self) -> str:
+        """Code of the first problem."""
+        return self.problems[0].code
+
+    @property
+    def template(self) -> str:
+        """Template of the first problem."""
+        return self.problems[0].template
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of the first problem."""
+        return self.problems[0].fields
+
+    def __repr__(self) -> str:
+        """Return the class, the code and the text."""
+        return f"{type(self).__name__}({self.code}: {self})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy the text with everything else."""
+        return _made_again, (type(self), str(self)), self.__dict__
+
+
+class InvalidValue(ValueError):
+    """A wrong value, raised by a validator of a job, a cluster or another file.
+
+    `paceline.yaml_file.explain` adds its place. Arguments are those of a `Problem`.
+    """
+
+    def __init__(self, code: str, template: str, /, **fields: object) -> None:
+        problem = Problem(code, template, **fields)
+        super().__init__(problem.text)
+        self.problems: tuple[Problem, ...] = (problem,)
+
+    @classmethod
+    def of_error(cls, error: PacelineError) -> Self:
+        """Make it of an error that another function raised."""
+        invalid = cls.__new__(cls, str(error))
+        invalid.problems = error.problems[:1]
+        return invalid
+
+
+_CODE = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+
+
+def _made_again(kind: type[PacelineError], text: str) -> PacelineError:
+    return kind.__new__(kind, text)
 
 
 class JobError(PacelineError):
@@ -159,15 +276,13 @@ class PlanError(PacelineError):
         nearest: the plan that works and differs least; None if none was found or searched for.
     """
 
-    problems: tuple[Problem, ...] = ()
     nearest: Plan | None = None
+    keywords = (*PacelineError.keywords, "nearest")
 
     @classmethod
     def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
         """Make one error of all problems, a line each, and the nearest plan."""
-        error = cls("\n".join(problem.text for problem in problems))
-        error.problems = tuple(problems)
-        error.__dict__.update(attributes)
+        error = super().of_problems(problems, **attributes)
         if error.nearest is not None:
             error.args = (f"{error}\n{proposal(error.nearest)}",)
         return error
@@ -199,11 +314,10 @@ class StorageError(PacelineError):
         denied: no credentials, or without the right.
     """
 
-    def __init__(
-        self, text: str, *, absent: bool = False, exists: bool = False, denied: bool = False, may_pass: bool = False
-    ) -> None:
-        super().__init__(text)
-        self.absent, self.exists, self.denied, self.may_pass = absent, exists, denied, may_pass
+    absent = False
+    exists = False
+    denied = False
+    keywords = (*PacelineError.keywords, "absent", "exists", "denied")
 
 
 class LaunchError(PacelineError):
@@ -216,20 +330,11 @@ class LaunchError(PacelineError):
         explained: that exception was a PacelineError.
     """
 
-    def __init__(
-        self,
-        text: str,
-        rank: int = 0,
-        *,
-        final: bool = False,
-        rank_error: str | None = None,
-        explained: bool = False,
-        exit_code: int = 1,
-        traceback: str = "",
-    ) -> None:
-        super().__init__(text)
-        self.rank, self.final, self.rank_error, self.explained = rank, final, rank_error, explained
-        self.exit_code, self.traceback = exit_code, traceback
+    rank: int = 0
+    final = False
+    rank_error: str | None = None
+    explained = False
+    keywords = (*PacelineError.keywords, "rank", "final", "rank_error", "explained")
 
 
 class ChannelError(PacelineError):
@@ -251,9 +356,10 @@ class RemoteError(PacelineError):
         remote_traceback: as text, made safe to show.
     """
 
-    def __init__(self, text: str, *, function: str = "", kind: str = "", remote_traceback: str = "") -> None:
-        super().__init__(text)
-        self.function, self.kind, self.remote_traceback = function, kind, remote_traceback
+    function = ""
+    kind = ""
+    remote_traceback = ""
+    keywords = (*PacelineError.keywords, "function", "kind", "remote_traceback")
 
 
 class SyncError(PacelineError):

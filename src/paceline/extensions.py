@@ -65,7 +65,13 @@ class ExtensionPoint(Generic[T]):
         if name in self.built_in:
             return self.built_in[name]
         if name not in self.installed:
-            raise self.error(f'unknown {self.noun} "{name}". {nearest(name, [*self.words, *self.names])}')
+            raise self.error(
+                "extension.unknown",
+                'unknown {noun} "{name}". {hint}',
+                noun=self.noun,
+                name=name,
+                hint=nearest(name, [*self.words, *self.names]),
+            )
         return self._load(self.installed[name])
 
     def all(self) -> dict[str, T]:
@@ -90,9 +96,19 @@ class ExtensionPoint(Generic[T]):
         try:
             found = entry.load()
         except Exception as error:
-            raise self.error(f"{origin} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise self.error(
+                "extension.not_loaded",
+                "{origin} cannot be loaded: {kind}: {error}",
+                origin=origin,
+                kind=type(error).__name__,
+                error=error,
+            ) from error
         if not isinstance(found, self.kind):
             raise self.error(
-                f"{origin} is of the class {type(found).__name__}; its value must be a {self.kind.__name__}"
+                "extension.wrong_class",
+                "{origin} is of the class {class_name}; its value must be a {wanted}",
+                origin=origin,
+                class_name=type(found).__name__,
+                wanted=self.kind.__name__,
             )
         return found

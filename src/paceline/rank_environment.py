@@ -153,7 +153,9 @@ class RankEnvironment:
         absent = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if name not in environ]
         if absent:
             raise LaunchError(
-                f"RANK is set but {', '.join(absent)} not. Start the script with torchrun, or with `paceline train`."
+                "launch.environment_incomplete",
+                "RANK is set but {absent} not. Start the script with torchrun, or with `paceline train`.",
+                absent=list(absent),
             )
         threads = environ.get("OMP_NUM_THREADS", "")
         return cls(

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, JsonValue
 from pydantic_core import ErrorDetails
 
-from paceline.errors import PacelineError
+from paceline.errors import InvalidValue, PacelineError, Problem
 from paceline.text import closest, nearest
 
 
@@ -115,42 +115,88 @@ def _read_text(file: Path, kind: FileKind) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise kind.error(f"{file}: no such file") from None
+        raise kind.error("file.absent", "{file}: no such file", file=file) from None
     except IsADirectoryError:
-        raise kind.error(f"{file} is a folder; name the {kind.name}'s YAML file in it") from None
+        raise kind.error(
+            "file.is_a_folder", "{file} is a folder; name the {kind}'s YAML file in it", file=file, kind=kind.name
+        ) from None
     except UnicodeDecodeError as error:
-        raise kind.error(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+        raise kind.error(
+            "file.not_utf8",
+            "{file} is not UTF-8 text: byte {start} is 0x{byte:02x}",
+            file=file,
+            start=error.start,
+            byte=error.object[error.start],
+        ) from None
     except OSError as error:
-        raise kind.error(f"{file} cannot be read: {error.strerror}") from None
+        raise kind.error(
+            "file.unreadable", "{file} cannot be read: {reason}", file=file, reason=error.strerror
+        ) from None
 
 
 def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions]:
     try:
         if file.suffix == ".py":
             raise kind.error(
-                f"{file} is a Python file, but this command reads a {kind.name} in YAML, such as {kind.example}. Run a "
-                f"script by `python {file}`; a {kind.name} names its functions as {file.name}:NAME"
+                "file.python",
+                "{file} is a Python file, but this command reads a {kind} in YAML, such as {example}. Run a script by "
+                "`python {file}`; a {kind} names its functions as {name}:NAME",
+                file=file,
+                kind=kind.name,
+                example=kind.example,
+                name=file.name,
             )
         loader = _Loader(text)
         root = loader.get_single_node()
         if root is None:
-            raise kind.error(f"{file} is empty; a {kind.name} needs at least {kind.needs}")
+            raise kind.error(
+                "file.empty",
+                "{file} is empty; a {kind} needs at least {needs}",
+                file=file,
+                kind=kind.name,
+                needs=kind.needs,
+            )
         if not isinstance(root, yaml.MappingNode):
             found = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             wanted = f"a {kind.name} is a group of keys with values, such as {kind.example}"
-            raise kind.error(f"{file}, line {_line(root)}: {wanted}, not {found}")
+            raise kind.error(
+                "file.not_a_mapping",
+                "{file}, line {line}: {wanted}, not {found}",
+                file=file,
+                line=_line(root),
+                wanted=wanted,
+                found=found,
+            )
         if repeated := [
-            f'{file}, line {_line(key)}: the key "{key.value}" is there already, in line {_line(first)}'
+            Problem(
+                "file.key_repeated",
+                '{file}, line {line}: the key "{key}" is there already, in line {first}',
+                file=file,
+                line=_line(key),
+                key=key.value,
+                first=_line(first),
+            )
             for key, first in _repeated_keys(root, set())
         ]:
-            raise kind.error("\n".join(repeated))
+            raise kind.error.of_problems(repeated)
         return loader.construct_document(root), YamlPositions(file, root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise kind.error(f"{file}{place}: this is not valid YAML: {error.problem or error.context}") from None
+        raise kind.error(
+            "file.not_yaml",
+            "{file}{place}: this is not valid YAML: {problem}",
+            file=file,
+            place=place,
+            problem=error.problem or error.context,
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML does not allow; a date that does not exist
-        raise kind.error(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
+        raise kind.error(
+            "file.not_yaml_value",
+            "{file}: this is not valid YAML: {reason}",
+            file=file,
+            reason=" ".join(str(error).split()),
+        ) from None
 
 
 def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
@@ -198,10 +244,10 @@ def explain(
     *,
     name: str,
     hints: Mapping[str, str] = {},
-) -> str:
-    """All findings of a ValidationError's `errors()`, one per line, in the order of the file.
+) -> list[Problem]:
+    """Explain all errors of a ValidationError, in the order of the file.
 
-    Each starts with its place if `positions` are given.
+    Each problem starts with its place if `positions` are given.
 
     Args:
         spec: model of the whole file.
@@ -209,18 +255,18 @@ def explain(
         hints: what to do about some unknown keys.
     """
     about = _File(spec, name, hints)
-    findings: dict[str, int] = {}
+    findings: dict[Problem, int] = {}
     located: list[_Located] = [(*_named(details["loc"], spec), details) for details in errors]
     for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
         line, place = positions.place(path) if positions else (0, "")
         entries = list(group)  # several where a value may be of several types and is of none
         wanted = [_WANTED[details["type"]] for _, _, details in entries if details["type"] in _WANTED]
         if len(wanted) == len(entries):
-            text = f"{about.dotted(path)} should be {' or '.join(wanted)}, got {_shown(entries[0][2]['input'])}"
+            found = [_wrong_type(about.dotted(path), " or ".join(wanted), entries[0][2]["input"])]
         else:
-            text = "\n".join(_finding(details, path, owner, about) for _, owner, details in entries)
-        findings[f"{place}: {text}" if place else text] = line
-    return "\n".join(sorted(findings, key=lambda text: findings[text]))
+            found = [_finding(details, path, owner, about) for _, owner, details in entries]
+        findings.update(dict.fromkeys((problem.at(place) if place else problem for problem in found), line))
+    return sorted(findings, key=lambda problem: findings[problem])
 
 
 @dataclass(frozen=True)
@@ -237,18 +283,40 @@ class _File:
         return text.removeprefix(".") or f"the {self.name}"
 
 
-def wrong_value(details: ErrorDetails) -> str:
-    """Expected and actual value as text: `should be a whole number, got 'abc'`."""
+def wrong_value(key: str, details: ErrorDetails) -> Problem:
+    """Explain the wrong value of a key: `lr should be a number, got 'abc'`."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "value_error":
-        return str(context["error"])
+        if isinstance(error := context["error"], InvalidValue):
+            return error.problems[0].at(key) if key else error.problems[0]
+        return Problem("file.value_refused", "{key}{reason}", key=f"{key}: " if key else "", reason=error)
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        return f"should be one of {', '.join(choices)}, got {value!r}" + (
-            f". {nearest(value, choices)}" if isinstance(value, str) else ""
+        return Problem(
+            "file.choice_unknown",
+            "{key} should be one of {choices}, got {value!r}{hint}",
+            key=key,
+            choices=choices,
+            value=value,
+            hint=f". {nearest(value, choices)}" if isinstance(value, str) else "",
+        )
+    if kind in _BOUNDS:
+        bound = _BOUNDS[kind].format(**context)
+        return Problem(
+            "file.value_out_of_range",
+            "{key} should be {bound}, got {value}",
+            key=key,
+            bound=bound,
+            value=_shown(value),
         )
     wanted = _WANTED.get(kind) or details["msg"].removeprefix("Input should be ").replace("or equal to ", "")
-    return f"should be {_BOUNDS.get(kind, wanted).format(**context)}, got {_shown(value)}"
+    return _wrong_type(key, wanted, value)
+
+
+def _wrong_type(key: str, wanted: str, value: Any) -> Problem:
+    return Problem(
+        "file.wrong_type", "{key} should be {wanted}, got {value}", key=key, wanted=wanted, value=_shown(value)
+    )
 
 
 _BOUNDS = {
@@ -288,42 +356,57 @@ def _without_misspelled(located: list[_Located]) -> list[_Located]:
     return [entry for entry in located if entry[2]["type"] != "missing" or entry[0] not in meant]
 
 
-def _finding(details: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, about: _File) -> str:
+def _finding(details: ErrorDetails, path: KeyPath, owner: type[BaseModel] | None, about: _File) -> Problem:
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("extra_forbidden", "invalid_key"):
         return _unknown_key(path, owner, about)
     if kind == "missing":
-        last = path[-1]
+        last, above = path[-1], about.dotted(path[:-1])
         if isinstance(last, int):
-            return f"{about.dotted(path[:-1])} has too few entries"
-        return f'{about.dotted(path[:-1])} needs the key "{last}"'
+            return Problem("file.too_few_entries", "{key} has too few entries", key=above)
+        return Problem("file.missing_key", '{above} needs the key "{key}"', above=above, key=last)
     if kind == "union_tag_invalid":
         kinds = [k.strip("'") for k in context["expected_tags"].split(", ")]
-        return f'{about.dotted(path)} has no kind "{context["tag"]}". {nearest(context["tag"], kinds)}'
+        return Problem(
+            "file.unknown_kind",
+            '{key} has no kind "{kind}". {hint}',
+            key=about.dotted(path),
+            kind=context["tag"],
+            hint=nearest(context["tag"], kinds),
+        )
     if kind == "union_tag_not_found":
         kinds = [
             tag
             for part in specs_of(about.spec.model_fields[str(path[-1])].annotation)
             for tag in get_args(part.model_fields["kind"].annotation)
         ]
-        return f'{about.dotted(path)} needs the key "kind". {nearest("", kinds)}'
-    if kind == "value_error":
-        return f"{about.dotted(path)}: {wrong_value(details)}" if path else wrong_value(details)
-    return f"{about.dotted(path)} {wrong_value(details)}"
+        return Problem(
+            "file.missing_kind", '{key} needs the key "kind". {hint}', key=about.dotted(path), hint=nearest("", kinds)
+        )
+    return wrong_value("" if kind == "value_error" and not path else about.dotted(path), details)
 
 
-def _unknown_key(path: KeyPath, owner: type[BaseModel] | None, about: _File) -> str:
+def _unknown_key(path: KeyPath, owner: type[BaseModel] | None, about: _File) -> Problem:
     key, known = str(path[-1]), list(owner.model_fields) if owner else []
-    text = f'unknown key "{key}" in {about.dotted(path[:-1])}. '
+    return Problem(
+        "file.unknown_key",
+        'unknown key "{key}" in {above}. {hint}',
+        key=key,
+        above=about.dotted(path[:-1]),
+        hint=_hint(key, path, known, about),
+    )
+
+
+def _hint(key: str, path: KeyPath, known: list[str], about: _File) -> str:
     if key in about.hints:
-        return text + about.hints[key]
+        return about.hints[key]
     if key != "name":  # which several parts have
         homes = [f'under "{section}"' for section in _sections_with(key, about.spec) if section != path[0]]
         if key in about.spec.model_fields:
             homes.append(f"at the top of the {about.name}")
         if homes:
-            return f"{text}It belongs {' or '.join(homes)}."
-    return text + nearest(key, known)
+            return f"It belongs {' or '.join(homes)}."
+    return nearest(key, known)
 
 
 def _sections_with(key: str, spec: type[BaseModel]) -> list[str]:

@@ -502,7 +502,10 @@ class Samples:
         """
         held = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
         if not all(isinstance(part, Tensor) for part in held):
-            raise DataError("samples of simulated clients are tensors, in a tuple or a dict; have collate make them so")
+            raise DataError(
+                "federate.samples_not_tensors",
+                "samples of simulated clients are tensors, in a tuple or a dict; have collate make them so",
+            )
         return [part.to(self.dtype) if self.dtype and part.is_floating_point() else part for part in held]
 
     def _read(self, indices: Ints) -> Any:

@@ -154,7 +154,11 @@ def first_model(job: Job) -> nn.Module:
         JobError: its precision is not one for clients.
     """
     if job.precision not in _DTYPES:
-        raise JobError(f"precision {job.precision}: federated clients compute in fp32 or fp64")
+        raise JobError(
+            "federate.precision",
+            "precision {precision}: federated clients compute in fp32 or fp64",
+            precision=job.precision,
+        )
     seed_all(job.seed)
     return job.model.build().to(_DTYPES[job.precision])
 
@@ -169,8 +173,10 @@ def rule_of(job: Job) -> FederatedRule:
     rule, name = FederatedRuleSpec.parse(spec.rule).build(), job.optimizer.name
     if rule.plain_sgd and (name != "sgd" or job.optimizer.momentum or job.clip_norm is not None):
         raise JobError(
-            f"federate.rule {spec.rule} takes the clients' mean gradient from how far they moved, so it needs "
-            "optimizer: {name: sgd} without momentum, and no clip_norm"
+            "federate.rule_needs_sgd",
+            "federate.rule {rule} takes the clients' mean gradient from how far they moved, so it needs optimizer: "
+            "{{name: sgd}} without momentum, and no clip_norm",
+            rule=spec.rule,
         )
     return rule
 
@@ -183,19 +189,31 @@ def federated(job: Job) -> FederateSpec:
     """
     spec = federate_spec(job)
     if job.stop.epochs is not None:
-        raise JobError("stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps")
+        raise JobError(
+            "federate.epochs",
+            "stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps",
+        )
     if job.checkpoint.best is not None:
-        raise JobError("checkpoint.best: a federated run keeps its newest checkpoints alone: leave it out")
+        raise JobError(
+            "federate.best_checkpoint",
+            "checkpoint.best: a federated run keeps its newest checkpoints alone: leave it out",
+        )
     if job.nonfinite != "stop" or job.spike.policy != "off":
-        raise JobError("nonfinite and spike are about steps of one run; updates with NaN or Inf are always refused")
+        raise JobError(
+            "federate.nonfinite",
+            "nonfinite and spike are about steps of one run; updates with NaN or Inf are always refused",
+        )
     if keys := job.beyond_plain_steps:
         raise JobError(
-            f"{', '.join(keys)}: federated clients do not follow this. Use sgd, adam, adamw, lars or lamb for all "
-            "parameters alike, and a schedule of constant, linear, cosine or step"
+            "federate.optimizer_unsupported",
+            "{keys}: federated clients do not follow this. Use sgd, adam, adamw, lars or lamb for all parameters "
+            "alike, and a schedule of constant, linear, cosine or step",
+            keys=list(keys),
         )
     if job.trackers:
         raise JobError(
-            "trackers follow the runs of paceline train; a federated run has its record alone: leave them out"
+            "federate.trackers",
+            "trackers follow the runs of paceline train; a federated run has its record alone: leave them out",
         )
     return spec
 
@@ -234,20 +252,27 @@ class Layout:
         for pattern in personal:
             if not any(fnmatchcase(name, pattern) for name in parameters):
                 raise JobError(
-                    f'federate.personal: "{pattern}" fits no trainable parameter of the model. '
-                    + nearest(pattern, list(parameters))
+                    "federate.personal_unmatched",
+                    'federate.personal: "{pattern}" fits no trainable parameter of the model. {hint}',
+                    pattern=pattern,
+                    hint=nearest(pattern, list(parameters)),
                 )
         kept = {name for name in parameters if any(fnmatchcase(name, pattern) for pattern in personal)}
         shared = {name: p for name, p in parameters.items() if name not in kept}
         if not shared:
-            raise JobError("federate.personal keeps every trainable parameter at the clients; leave some to share")
+            raise JobError(
+                "federate.all_personal",
+                "federate.personal keeps every trainable parameter at the clients; leave some to share",
+            )
         buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
         tensors: dict[str, Tensor] = {**shared, **buffers}
         dtypes = {tensor.dtype for tensor in tensors.values()}
         if len(dtypes) > 1:
             raise JobError(
-                f"federated training needs one floating-point type, and the model has {', '.join(map(str, dtypes))}; "
-                "convert it with model.float()"
+                "federate.mixed_types",
+                "federated training needs one floating-point type, and the model has {dtypes}; convert it with "
+                "model.float()",
+                dtypes=list(dtypes),
             )
         shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         return cls(tuple(tensors), shapes, len(shared), tuple(sorted(kept)), dtypes.pop())

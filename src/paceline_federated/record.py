@@ -138,9 +138,14 @@ class FederatedRecord:
         self.events.event("round_failed", details)
         if self.failures >= server.spec.max_failures:
             raise JobError(
-                f"round {round}: of {count(chosen, 'client')} fewer than {server.spec.least} sent an update that "
-                f"can be used, in {count(self.failures, 'round')} in a row (federate.max_failures). Choose more "
-                "clients with federate.per_round, or see why they drop out: events.jsonl tells why updates are refused"
+                "federate.too_few_updates",
+                "round {round}: of {clients} fewer than {least} sent an update that can be used, in {rounds} in a row "
+                "(federate.max_failures). Choose more clients with federate.per_round, or see why they drop out: "
+                "events.jsonl tells why updates are refused",
+                round=round,
+                clients=count(chosen, "client"),
+                least=server.spec.least,
+                rounds=count(self.failures, "round"),
             )
 
     def close(self) -> None:
@@ -221,7 +226,12 @@ class ServerCheckpoints:
             weights = self.server.layout.flatten(self.model)
             self.server.load_state_dict(weights, of_rule, loaded.values["server"])
         except (KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{loaded.path} is not of this federated job: {error}") from error
+            raise CheckpointError(
+                "federate.checkpoint_of_other_job",
+                "{checkpoint} is not of this federated job: {error}",
+                checkpoint=loaded.path,
+                error=error,
+            ) from error
         extra = {n.removeprefix(_EXTRA): loaded.shared[n] for n in loaded.shared if n.startswith(_EXTRA)}
         return loaded, extra
 
@@ -238,7 +248,12 @@ def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
         return new_directory(job)
     newest = Run.newest(RUNS, job.name) if RUNS.is_dir() else None
     if newest is None:
-        raise RunError(f"there is no run of job {job.name} under {RUNS} to go on with; leave --resume out")
+        raise RunError(
+            "federate.nothing_to_resume",
+            "there is no run of job {job} under {runs} to go on with; leave --resume out",
+            job=job.name,
+            runs=RUNS,
+        )
     return newest.path
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from paceline.errors import JobError, PlanError
+from paceline.errors import InvalidValue, JobError, PlanError
 from paceline.extensions import ExtensionPoint
 from paceline.job.job import Job
 from paceline.job.spec import JobSection, Spec, load_object
@@ -41,7 +41,13 @@ class ClientsSpec(Spec):
     def _takes_what_is_given(self) -> ClientsSpec:
         for key, kind in (("alpha", "dirichlet"), ("shards", "shards")):
             if key in self.model_fields_set and self.kind != kind and getattr(self, key) != _default(ClientsSpec, key):
-                raise ValueError(f"{key} belongs to kind: {kind}, and the kind is {self.kind}")
+                raise InvalidValue(
+                    "federate.partition_key",
+                    "{key} belongs to kind: {kind}, and the kind is {own}",
+                    key=key,
+                    kind=kind,
+                    own=self.kind,
+                )
         return self
 
 
@@ -121,17 +127,34 @@ class FederateSpec(Spec):
     @model_validator(mode="after")
     def _fits_together(self) -> FederateSpec:
         if self.local_epochs is not None and self.local_steps is not None:
-            raise ValueError("give local_epochs or local_steps, not both: one of them ends a client's work")
+            raise InvalidValue(
+                "federate.local_work_twice",
+                "give local_epochs or local_steps, not both: one of them ends a client's work",
+            )
         if self.per_round is not None and self.partition.kind != "user" and self.per_round > self.clients:
-            raise ValueError(f"per_round is {self.per_round}, and there are {self.clients} clients")
+            raise InvalidValue(
+                "federate.per_round",
+                "per_round is {per_round}, and there are {clients} clients",
+                per_round=self.per_round,
+                clients=self.clients,
+            )
         if self.least > (self.per_round or self.clients):
-            raise ValueError(f"least is {self.least}, and a round has {self.per_round or self.clients} clients")
+            raise InvalidValue(
+                "federate.least",
+                "least is {least}, and a round has {per_round} clients",
+                least=self.least,
+                per_round=self.per_round or self.clients,
+            )
         if self.privacy is not None and self.aggregate != "mean":
-            raise ValueError(
-                f"privacy goes with aggregate: mean; how much a {self.aggregate} shows of one client is not known"
+            raise InvalidValue(
+                "federate.privacy_of_aggregate",
+                "privacy goes with aggregate: mean; how much a {aggregate} shows of one client is not known",
+                aggregate=self.aggregate,
             )
         if self.privacy is not None and self.norm_bound is not None:
-            raise ValueError("privacy.clip bounds the norm of updates already; leave norm_bound out")
+            raise InvalidValue(
+                "federate.clip_and_bound", "privacy.clip bounds the norm of updates already; leave norm_bound out"
+            )
         self._can_be_secure()
         return self
 
@@ -141,12 +164,18 @@ class FederateSpec(Spec):
             return
         if self.aggregate != "mean" or self.norm_bound is not None:
             key = "norm_bound" if self.norm_bound is not None else f"aggregate: {self.aggregate}"
-            raise ValueError(
-                f"{key} needs single updates, which secure aggregation hides from the server. Leave {key} out: "
-                "secure.clipping_range bounds each number of an update at the client"
+            raise InvalidValue(
+                "federate.secure_hides_updates",
+                "{key} needs single updates, which secure aggregation hides from the server. Leave {key} out: "
+                "secure.clipping_range bounds each number of an update at the client",
+                key=key,
             )
         if self.compress != "none":
-            raise ValueError(f"compress: {self.compress} does not keep the masks of secure aggregation; leave it out")
+            raise InvalidValue(
+                "federate.secure_compress",
+                "compress: {compress} does not keep the masks of secure aggregation; leave it out",
+                compress=self.compress,
+            )
 
     @property
     def epochs(self) -> int:
@@ -164,7 +193,11 @@ def trimmed_share(text: str) -> float | None:
         return 0.0 if text == "mean" else None
     found = _TRIMMED.fullmatch(text)
     if found is None or not 0 < float(found[1]) < 0.5:
-        raise ValueError(f"should be mean, median or trimmed:SHARE with a share below 0.5, got {text!r}")
+        raise InvalidValue(
+            "federate.aggregate_invalid",
+            "should be mean, median or trimmed:SHARE with a share below 0.5, got {text!r}",
+            text=text,
+        )
     return float(found[1])
 
 
@@ -180,7 +213,10 @@ def federate_spec(job: Job) -> FederateSpec:
     """
     found = (job.model_extra or {}).get("federate")
     if not isinstance(found, FederateSpec):
-        raise JobError('the job has no "federate" section; add one, e.g. `federate: {rule: fedavg, clients: 10}`')
+        raise JobError(
+            "federate.no_section",
+            'the job has no "federate" section; add one, e.g. `federate: {{rule: fedavg, clients: 10}}`',
+        )
     return found
 
 
@@ -260,7 +296,9 @@ class FederatedRuleSpec:
             arguments = converted(where, name, FEDERATED_RULES[name].arguments, given)
         except (PlanError, JobError) as error:
             told = str(error).replace("federate.rule =", "federate.rule ")
-            raise JobError(told if told.startswith(where) else f"{where}: {told}") from None
+            raise JobError(
+                "federate.rule_refused", "{reason}", reason=told if told.startswith(where) else f"{where}: {told}"
+            ) from None
         return cls(name, {key or "value": value for key, value in arguments.items()})
 
     @property
@@ -277,5 +315,11 @@ class FederatedRuleSpec:
         try:
             rule: FederatedRule = load_object(self.info.rule)(**self.arguments)
         except (TypeError, ValueError) as error:
-            raise JobError(f"federate.rule {self.name}: {self.info.rule} cannot be made: {error}") from error
+            raise JobError(
+                "federate.rule_not_made",
+                "federate.rule {name}: {rule} cannot be made: {error}",
+                name=self.name,
+                rule=self.info.rule,
+                error=error,
+            ) from error
         return rule

@@ -52,8 +52,10 @@ class Server:
         self.privacy = PrivacySpent(self.spec.privacy, self.per_round / clients) if self.spec.privacy else None
         if self.privacy is not None and (self.rule.buffer is not None or self.rule.client_keeps):
             raise JobError(
-                f"federate.privacy does not go with rule {self.spec.rule}: its accountant counts sums of rounds in "
-                "which each client sends one clipped update. Take fedavg, fedprox, fedadam or fedyogi"
+                "federate.privacy_of_rule",
+                "federate.privacy does not go with rule {rule}: its accountant counts sums of rounds in which each "
+                "client sends one clipped update. Take fedavg, fedprox, fedadam or fedyogi",
+                rule=self.spec.rule,
             )
         self._adds_noise = adds_noise
         self.up, self.down = codecs_of(job, layout)
@@ -112,8 +114,11 @@ class Server:
         self.weights[parameters:] += agreed.delta[parameters:]
         if not bool(self.weights.norm().isfinite()):
             raise NonFiniteError(
-                f"the server's weights are not finite after step {self.version + 1} of rule {self.spec.rule}: lower "
-                "its lr or the clients' learning rate, or set federate.norm_bound"
+                "federate.weights_diverged",
+                "the server's weights are not finite after step {step} of rule {rule}: lower its lr or the clients' "
+                "learning rate, or set federate.norm_bound",
+                step=self.version + 1,
+                rule=self.spec.rule,
             )
         self.version += 1
         if self.privacy is not None:
@@ -379,14 +384,25 @@ class UpdateCodec:
         try:
             self._codec = MessageCodec(text, numel, self._generator)
         except PlanError as error:
-            raise JobError(f"{key}: {error}") from None
+            raise JobError("federate.compress_invalid", "{key}: {error}", key=key, error=error) from None
         if weights and any(CODECS[name].keeps_numbers for name, _ in CompressSpec.parse(text).codecs):
-            raise JobError(f"{key}: {text} sends some numbers only, and clients need every weight; take bf16 or int8")
+            raise JobError(
+                "federate.compress_partial",
+                "{key}: {text} sends some numbers only, and clients need every weight; take bf16 or int8",
+                key=key,
+                text=text,
+            )
         plain, self.nbytes = self.nbytes, self._codec.nbytes
         if self.nbytes >= plain:
             raise JobError(
-                f"{key}: {text} would send {self.nbytes} bytes in the place of {plain}; leave it out for a model of "
-                f"{numel} numbers"
+                "federate.compress_larger",
+                "{key}: {text} would send {coded} bytes in the place of {plain}; leave it out for a model of {numel} "
+                "numbers",
+                key=key,
+                text=text,
+                coded=self.nbytes,
+                plain=plain,
+                numel=numel,
             )
 
     def encode(self, flat: Tensor, *numbers: int) -> Tensor:
@@ -425,8 +441,9 @@ class PrivacySpent:
             from opacus.accountants import RDPAccountant
         except ImportError as error:
             raise JobError(
-                "federate.privacy needs opacus, whose accountant tells what privacy is spent: "
-                "pip install 'paceline[federate]', or leave privacy out"
+                "federate.opacus_missing",
+                "federate.privacy needs opacus, whose accountant tells what privacy is spent: pip install "
+                "'paceline[federate]', or leave privacy out",
             ) from error
         self.spec, self.rate, self.rounds = spec, rate, 0
         self._accountant = RDPAccountant

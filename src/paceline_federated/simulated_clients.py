@@ -78,8 +78,11 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
     samples = len(dataset)  # type: ignore[arg-type]
     if clients > samples:
         raise DataError(
-            f"{clients} clients for {samples} training samples: some would have none. Name at most {samples} clients, "
-            "or more data"
+            "federate.too_many_clients",
+            "{clients} clients for {samples} training samples: some would have none. Name at most {samples} clients, "
+            "or more data",
+            clients=clients,
+            samples=samples,
         )
     random = np.random.default_rng(one_key(seed, _DEAL))
     match spec.kind:
@@ -107,8 +110,12 @@ def _dirichlet(labels: Ints, alpha: float, clients: int, random: np.random.Gener
 def _shards(labels: Ints, shards: int, clients: int, random: np.random.Generator) -> list[Ints]:
     if clients * shards > len(labels):
         raise DataError(
-            f"{clients} clients with {shards} shards each need {clients * shards} samples or more, and there are "
-            f"{len(labels)}"
+            "federate.too_many_shards",
+            "{clients} clients with {shards} shards each need {needed} samples or more, and there are {samples}",
+            clients=clients,
+            shards=shards,
+            needed=clients * shards,
+            samples=len(labels),
         )
     parts = np.array_split(np.argsort(labels, kind="stable"), clients * shards)
     drawn = random.permutation(len(parts)).reshape(clients, shards)
@@ -119,8 +126,9 @@ def _users(dataset: Dataset[Any]) -> list[Ints]:
     users = users_of(dataset)
     if users is None:
         raise DataError(
+            "federate.no_users",
             "federate.partition user: the data set names no users; give it an attribute `users` with one value per "
-            "sample, or take iid, dirichlet or shards"
+            "sample, or take iid, dirichlet or shards",
         )
     names, owner = np.unique(users, return_inverse=True)
     return _by_owner(owner.astype(np.int64), len(names))
@@ -138,7 +146,12 @@ def users_of(dataset: Any) -> NDArray[Any] | None:
         return None
     users = np.asarray(users)
     if len(users) != len(dataset):
-        raise DataError(f"the data set has {len(dataset)} samples and users of {len(users)}; give one per sample")
+        raise DataError(
+            "federate.users_differ",
+            "the data set has {samples} samples and users of {users}; give one per sample",
+            samples=len(dataset),
+            users=len(users),
+        )
     return users
 
 
@@ -146,8 +159,10 @@ def _labels(dataset: Dataset[Any], kind: str) -> Ints:
     labels = getattr(dataset, "labels", None)
     if labels is None:
         raise DataError(
-            f"federate.partition {kind} divides by class, and the data set has no classes; give it an attribute "
-            "`labels` with one whole number per sample, or take iid or user"
+            "federate.no_labels",
+            "federate.partition {kind} divides by class, and the data set has no classes; give it an attribute "
+            "`labels` with one whole number per sample, or take iid or user",
+            kind=kind,
         )
     return np.asarray(labels)
 
@@ -236,7 +251,12 @@ class Kept:
                 file.truncate(clients * width * dtype.itemsize)
             whole = torch.from_file(str(self.path), shared=True, size=clients * width, dtype=dtype)
         except (OSError, RuntimeError) as error:
-            raise RunError(f"{self.path}, which holds what clients keep, cannot be made: {error}") from error
+            raise RunError(
+                "federate.state_folder",
+                "{path}, which holds what clients keep, cannot be made: {error}",
+                path=self.path,
+                error=error,
+            ) from error
         for name, part in zip(shapes, whole.view(clients, width).split(list(numbers.values()), dim=1), strict=True):
             self._tables[name] = part
 

@@ -87,7 +87,7 @@ class Simulation:
             self.deal, self.own = self.deal.split(spec.held_out, job.seed)
         self.available = np.flatnonzero(self.deal.samples)
         if not len(self.available):
-            raise DataError("no client has a sample to train on")
+            raise DataError("federate.no_samples", "no client has a sample to train on")
         clients = len(self.deal)
         self.server = Server(job, self.training.layout, self.training.layout.flatten(model), clients)
         counts = self.training.work.step_counts(self.deal.samples)

@@ -100,9 +100,14 @@ class Client(Closing):
                 connection.send(Hello(VERSION, name, self.identity), left_s)
                 answer = connection.receive(left_s)
             if isinstance(answer, Refused):
-                raise ChannelError(f"{self.peer} takes no calls of this client: {printable(answer.reason)}")
+                raise ChannelError(
+                    "remote.calls_refused",
+                    "{peer} takes no calls of this client: {reason}",
+                    peer=self.peer,
+                    reason=printable(answer.reason),
+                )
             if not isinstance(answer, Welcome):
-                raise ChannelError(f"{self.peer} is no service")
+                raise ChannelError("remote.not_a_service", "{peer} is no service", peer=self.peer)
         except BaseException:
             connection.close()
             raise
@@ -160,7 +165,7 @@ class Client(Closing):
 
     def close(self) -> None:
         """Close the connection. Who waits for an answer gets a ChannelError."""
-        self._fail(ChannelError(f"the client of {self.peer} was closed"))
+        self._fail(ChannelError("remote.client_closed", "the client of {peer} was closed", peer=self.peer))
 
     def drop(self, pending: Pending) -> bool:
         """Expect no more messages on a call; False if none was."""
@@ -209,9 +214,12 @@ class Client(Closing):
         packed = pack(list(args))
         if packed.nbytes > self._attached_bytes:
             raise RemoteError(
-                f"{function}: the arguments have {packed.nbytes:,} bytes of tensors; {self.peer} takes "
-                f"{self._attached_bytes:,} a call",
+                "remote.arguments_too_large",
+                "{function}: the arguments have {nbytes:,} bytes of tensors; {peer} takes {limit:,} a call",
                 function=function,
+                nbytes=packed.nbytes,
+                peer=self.peer,
+                limit=self._attached_bytes,
             )
         pending = Pending(self, next(self._numbers), function, deadline_s, stream)
         self._expect(pending, until)
@@ -228,14 +236,19 @@ class Client(Closing):
         while True:
             with self._changed:
                 if self.error is not None:
-                    raise ChannelError(f"{pending.function}: {self.error}") from self.error
+                    raise ChannelError(
+                        "remote.call_failed", "{function}: {error}", function=pending.function, error=self.error
+                    ) from self.error
                 if len(self._pending) < self._calls_at_once:
                     self._pending[pending.number] = pending
                     return
             if not self.wait(lambda: len(self._pending) < self._calls_at_once or self.error is not None, until):
                 raise DeadlineError(
-                    f"{pending.function}: {self.peer} has answered none of {self._calls_at_once} calls, which is as "
-                    "many as it takes at once"
+                    "remote.too_many_calls",
+                    "{function}: {peer} has answered none of {limit} calls, which is as many as it takes at once",
+                    function=pending.function,
+                    peer=self.peer,
+                    limit=self._calls_at_once,
                 )
 
     def _send(self, message: Any, deadline_s: float, packed: Any = None) -> None:
@@ -259,7 +272,12 @@ class Client(Closing):
 
     def _arrived(self, message: Any, block: memoryview | None) -> None:
         if not isinstance(message, Answer | End | Raised):
-            raise ChannelError(f"{self.peer} sent a {type(message).__name__} where answers are expected")
+            raise ChannelError(
+                "remote.unexpected_answer",
+                "{peer} sent a {class_name} where answers are expected",
+                peer=self.peer,
+                class_name=type(message).__name__,
+            )
         with self._changed:
             pending = self._pending.get(message.number)
             if pending is not None:  # else its time is over
@@ -323,11 +341,17 @@ class Pending:
         if not self.arrived and not client.wait(self._is_settled, until):
             self.forget()
             raise DeadlineError(
-                f"{client.peer} did not answer {self.function} within {self._deadline_s:g} s; it may still run"
+                "remote.deadline",
+                "{peer} did not answer {function} within {deadline_s:g} s; it may still run",
+                peer=client.peer,
+                function=self.function,
+                deadline_s=self._deadline_s,
             )
         if not self.arrived:
             assert client.error is not None
-            raise ChannelError(f"{self.function}: {client.error}") from client.error
+            raise ChannelError(
+                "remote.call_failed", "{function}: {error}", function=self.function, error=client.error
+            ) from client.error
         message, block = self.arrived.popleft()
         if isinstance(message, Raised):
             raise self._error(message)
@@ -336,9 +360,17 @@ class Pending:
     def _error(self, raised: Raised) -> RemoteError:
         text, trace = printable(raised.text), printable(raised.remote_traceback)
         what = f"{printable(raised.kind)}: {text}" if raised.kind else text
-        return RemoteError(
-            f"{self.function} at {self._client.peer}: {what}" + (f"\n\n{trace}" if trace else ""),
+        error = RemoteError(
+            "remote.raised",
+            "{function} at {peer}: {what}{traceback_text}",
             function=self.function,
+            peer=self._client.peer,
+            what=what,
+            traceback_text=f"\n\n{trace}" if trace else "",
             kind=raised.kind,
             remote_traceback=trace,
         )
+        if not raised.code:
+            return error
+        told = error.as_json() | {"code": raised.code}
+        return RemoteError.of_json(told, function=self.function, kind=raised.kind, remote_traceback=trace)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.errors import ChannelError, DeadlineError, RemoteError
+from paceline.errors import ChannelError, DeadlineError, PacelineError, RemoteError
 from paceline.text import nearest
 from paceline.wire.connection import HANDSHAKE_S, Connection
 from paceline.wire.key import RunKey
@@ -191,7 +191,7 @@ class Service(Closing):
         hello = connection.receive(HANDSHAKE_S)
         problem = None
         if not isinstance(hello, Hello):
-            raise ChannelError(f"{connection.peer} is no client")
+            raise ChannelError("remote.not_a_client", "{peer} is no client", peer=connection.peer)
         if hello.version != VERSION:
             problem = f"it speaks version {VERSION} of remote calls, and the client {hello.version}: use one paceline"
         elif len(hello.name) > _MOST_NAME or not 0 < len(hello.identity) <= _MOST_NAME:
@@ -199,7 +199,7 @@ class Service(Closing):
         if problem is not None:
             connection.send(Refused(problem))
             connection.receive(HANDSHAKE_S)  # until it has read that and closes
-            raise ChannelError(problem)
+            raise ChannelError("remote.client_refused", "{reason}", reason=problem)
         return Caller(hello.name, hello.identity, connection.peer)
 
 
@@ -255,7 +255,12 @@ class _Served:
                 elif task.credits is not None and 0 < message.count <= STREAM_AHEAD:
                     task.credits.release(message.count)
         else:
-            raise ChannelError(f"{self.caller.peer} sent a {type(message).__name__} where calls are expected")
+            raise ChannelError(
+                "remote.unexpected_call",
+                "{peer} sent a {class_name} where calls are expected",
+                peer=self.caller.peer,
+                class_name=type(message).__name__,
+            )
 
     def _begin(self, call: Call, block: memoryview | None) -> None:
         function = self._functions.get(call.function)
@@ -279,10 +284,12 @@ class _Served:
         with self._changed:
             while not self._ended and self._tasks and not self._has_room(task):
                 if self._talk.connection.wait(0, time.monotonic()) or self._talk.connection.lost:
-                    raise ChannelError(f"{self.caller.peer} has gone")
+                    raise ChannelError("remote.client_gone", "{peer} has gone", peer=self.caller.peer)
                 self._changed.wait(1.0)
             if task.call.number in self._tasks:
-                raise ChannelError(f"{self.caller.peer} used the number of a call twice")
+                raise ChannelError(
+                    "remote.call_number_reused", "{peer} used the number of a call twice", peer=self.caller.peer
+                )
             self._tasks[task.call.number] = task
             self._attached += task.nbytes
 
@@ -328,7 +335,7 @@ class _Served:
             task.arguments = unpack(task.call.arguments, task.block)
             task.block = task.call.arguments = None
         if not isinstance(task.arguments, list):
-            raise RemoteError("the arguments of a call are a list")
+            raise RemoteError("remote.arguments_not_a_list", "the arguments of a call are a list")
         return task.arguments
 
     def _tried(self, task: _Task) -> Any:
@@ -345,7 +352,7 @@ class _Served:
         result = task.function(self.caller, *arguments)
         if inspect.isgenerator(result) and not task.call.stream:
             result.close()
-            raise RemoteError("this function yields results one by one: call it by `stream`")
+            raise RemoteError("remote.is_a_stream", "this function yields results one by one: call it by `stream`")
         return result
 
     def _run_stream(self, task: _Task) -> None:
@@ -367,9 +374,9 @@ class _Served:
     def _raised(self, call: Call, kind: str, text: str, error: BaseException | None = None) -> None:
         trace = "".join(traceback.format_exception(error)) if error is not None and kind else ""
         with suppress(ChannelError):
-            self._talk.send(
-                Raised(call.number, [], kind[:_MOST_NAME], text[:_MOST_TRACEBACK], trace[-_MOST_TRACEBACK:])
-            )
+            code = error.code if isinstance(error, PacelineError) else ""
+            text, trace = text[:_MOST_TRACEBACK], trace[-_MOST_TRACEBACK:]
+            self._talk.send(Raised(call.number, [], kind[:_MOST_NAME], text, trace, code))
 
     def _forget(self, task: _Task) -> None:
         task.forgotten = True

@@ -101,7 +101,12 @@ class Talk:
             events = self.connection.wait(wanted, until)
             if not events:
                 self.connection.end()
-                raise DeadlineError(f"{self.connection.peer} took no message for {deadline_s:g} s: closed")
+                raise DeadlineError(
+                    "shared.send_deadline",
+                    "{peer} took no message for {deadline_s:g} s: closed",
+                    peer=self.connection.peer,
+                    deadline_s=deadline_s,
+                )
             if meanwhile and events & select.POLLIN:
                 meanwhile()
 
@@ -111,7 +116,12 @@ class Talk:
         found = self.take() if self.connection.holds_bytes else None
         while found is None:
             if not self.connection.wait(select.POLLIN, until):
-                raise DeadlineError(f"{self.connection.peer} sent nothing for {deadline_s:g} s")
+                raise DeadlineError(
+                    "channel.receive_deadline",
+                    "{peer} sent nothing for {deadline_s:g} s",
+                    peer=self.connection.peer,
+                    deadline_s=deadline_s,
+                )
             found = self.take()
         return found
 
@@ -126,7 +136,9 @@ class Talk:
                 return message, self._block(message, attached)
             except ChannelError as error:
                 self.connection.end()
-                raise ChannelError(f"{self.connection.peer}: {error}") from None
+                raise ChannelError(
+                    "shared.refused", "{peer}: {error}", peer=self.connection.peer, error=error
+                ) from None
         return None
 
     def close(self) -> None:
@@ -164,7 +176,7 @@ class Talk:
         descriptor = self.connection.take_descriptor()
         if attached is not None:
             os.close(descriptor)
-            raise ChannelError("bytes came beside a message that has none")
+            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that has none")
         with self._lock:
             self._peers.add(message.number, message.nbytes, descriptor)
 
@@ -172,21 +184,25 @@ class Talk:
         """The memory beside a message; what it says of our own memory is noted."""
         block = message.block if type(message) is Call or type(message) is Answer else None
         if block is None and attached is not None and not isinstance(message, Call | Answer):
-            raise ChannelError("bytes came beside a message that has none")
+            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that has none")
         if returned := getattr(message, "returned", None):
             with self._lock:
                 if self._own is None:
-                    raise ChannelError("shared memory was returned where there is none")
+                    raise ChannelError("shared.return_unexpected", "shared memory was returned where there is none")
                 self._own.returned(returned)
         if block is None:
             return attached
         if attached is not None or block.nbytes > self._limit_bytes:
-            raise ChannelError(f"{block.nbytes:,} bytes came beside a message, in a way that cannot be")
+            raise ChannelError(
+                "shared.bytes_impossible",
+                "{nbytes:,} bytes came beside a message, in a way that cannot be",
+                nbytes=block.nbytes,
+            )
         with self._lock:
             return self._peers.block(block.memory, block.nbytes)
 
 
-VERSION = 2
+VERSION = 3
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -288,6 +304,7 @@ class Raised(_Numbered, tag="raised"):
     kind: str
     text: str
     remote_traceback: str
+    code: str = ""  # of a PacelineError
 
 
 FromClient = Hello | Call | Forget | More | SharedMemory
@@ -372,7 +389,11 @@ class OwnMemory:
         """
         for number in numbers:
             if number not in self._segments or number in self._free:
-                raise ChannelError(f"the peer returned shared memory {number}, which it did not have")
+                raise ChannelError(
+                    "shared.return_unknown",
+                    "the peer returned shared memory {number}, which it did not have",
+                    number=number,
+                )
             self._free.add(number)
 
     def _make(self, nbytes: int) -> tuple[int, int] | None:
@@ -415,17 +436,30 @@ class PeersMemory:
         """
         try:
             if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
-                raise ChannelError(f"the peer sent shared memory {number} of {nbytes:,} bytes, which cannot be")
+                raise ChannelError(
+                    "shared.size_impossible",
+                    "the peer sent shared memory {number} of {nbytes:,} bytes, which cannot be",
+                    number=number,
+                    nbytes=nbytes,
+                )
             held = sum(segment.size for other, segment in self._segments.items() if other != number)
             if held + nbytes > _MOST_BYTES:
-                raise ChannelError(f"the peer sent more than {_MOST_BYTES:,} bytes of shared memory")
+                raise ChannelError(
+                    "shared.too_much", "the peer sent more than {limit:,} bytes of shared memory", limit=_MOST_BYTES
+                )
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ChannelError("the peer sent shared memory that it may still shrink")
+                raise ChannelError("shared.shrinkable", "the peer sent shared memory that it may still shrink")
             if os.fstat(descriptor).st_size != nbytes + TOKEN_BYTES:
-                raise ChannelError(f"the peer sent shared memory of another size than the {nbytes:,} bytes it says")
+                raise ChannelError(
+                    "shared.size_differs",
+                    "the peer sent shared memory of another size than the {nbytes:,} bytes it says",
+                    nbytes=nbytes,
+                )
             self._segments[number] = Segment(descriptor, nbytes)
         except OSError as error:
-            raise ChannelError(f"shared memory of the peer cannot be mapped: {error}") from error
+            raise ChannelError(
+                "shared.not_mapped", "shared memory of the peer cannot be mapped: {error}", error=error
+            ) from error
         finally:
             os.close(descriptor)
 
@@ -437,7 +471,12 @@ class PeersMemory:
         """
         segment = self._segments.get(number)
         if segment is None or number in self._lent or not 0 < nbytes <= segment.size:
-            raise ChannelError(f"the peer sent {nbytes:,} bytes in shared memory {number}, where they cannot be")
+            raise ChannelError(
+                "shared.range_impossible",
+                "the peer sent {nbytes:,} bytes in shared memory {number}, where they cannot be",
+                nbytes=nbytes,
+                number=number,
+            )
         self._lent.add(number)
         data: memoryview = np.asarray(_Loan(segment, nbytes, number, self._ended)).data
         return data

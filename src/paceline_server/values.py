@@ -97,7 +97,11 @@ def unpack(tree: Any, block: memoryview | None) -> Any:
     unpacker = _Unpacker(block)
     value = unpacker.unpack(tree, 0)
     if block is not None and unpacker.used < len(block):
-        raise RemoteError(f"{len(block) - unpacker.used:,} bytes beside a message belong to none of its tensors")
+        raise RemoteError(
+            "remote.bytes_of_no_tensor",
+            "{bytes:,} bytes beside a message belong to none of its tensors",
+            bytes=len(block) - unpacker.used,
+        )
     return value
 
 
@@ -112,12 +116,18 @@ class _Packer:
             return value
         if kind is int:
             if not -(2**63) <= value < 2**64:
-                raise RemoteError(f"an int of {value.bit_length()} bits cannot be sent; at most 64 can, or a str")
+                raise RemoteError(
+                    "remote.int_too_large",
+                    "an int of {bits} bits cannot be sent; at most 64 can, or a str",
+                    bits=value.bit_length(),
+                )
             return value
         if isinstance(value, Tensor):
             return self._tensor(value)
         if depth > _MOST_DEPTH:
-            raise RemoteError(f"a value nested more than {_MOST_DEPTH} deep cannot be sent")
+            raise RemoteError(
+                "remote.too_deep", "a value nested more than {limit} deep cannot be sent", limit=_MOST_DEPTH
+            )
         if kind is list:
             return [self.pack(item, depth + 1) for item in value]
         if kind is tuple:
@@ -131,7 +141,11 @@ class _Packer:
     def _items(self, value: dict[Any, Any], depth: int) -> Iterator[tuple[str | int, Any]]:
         for key, item in value.items():
             if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**64):
-                raise RemoteError(f"a dict with the key {key!r:.80} cannot be sent; keys are str or int of 64 bits")
+                raise RemoteError(
+                    "remote.dict_key",
+                    "a dict with the key {key!r:.80} cannot be sent; keys are str or int of 64 bits",
+                    key=key,
+                )
             yield key, self.pack(item, depth + 1)
 
     def _object(self, value: Any, depth: int) -> Any:
@@ -139,8 +153,12 @@ class _Packer:
         if kind is None:
             hint = "`.item()` makes a number of it" if hasattr(value, "item") else "`sendable` lets dataclasses be sent"
             raise RemoteError(
-                f"a value of type {type(value).__module__}.{type(value).__qualname__} cannot be sent; tensors, "
-                f"numbers, str, bytes, None, list, tuple and dict can ({hint})"
+                "remote.value_unsupported",
+                "a value of type {module}.{class_name} cannot be sent; tensors, numbers, str, bytes, None, list, "
+                "tuple and dict can ({hint})",
+                module=type(value).__module__,
+                class_name=type(value).__qualname__,
+                hint=hint,
             )
         fields = [getattr(value, field) for field in kind.fields]
         return [msgspec.msgpack.Ext(OBJECT, kind.name.encode()), self.pack(fields, depth + 1)]
@@ -177,7 +195,11 @@ _MARK_TUPLE = msgspec.msgpack.Ext(TUPLE, b"")
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Bytes of a tensor in host memory. They are copied where they do not lie there in a row."""
     if type(tensor) is not Tensor and type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer):
-        raise RemoteError(f"a {type(tensor).__qualname__} cannot be sent; a plain tensor of its values can")
+        raise RemoteError(
+            "remote.tensor_class",
+            "a {class_name} cannot be sent; a plain tensor of its values can",
+            class_name=type(tensor).__qualname__,
+        )
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu and not tensor.requires_grad:
         try:
             array = tensor.numpy()
@@ -191,8 +213,11 @@ def _bytes_of_any(tensor: Tensor) -> memoryview:
     known = tensor.dtype in _DTYPE_NUMBERS
     if not known or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise RemoteError(
-            f"a tensor of dtype {tensor.dtype}, layout {tensor.layout} on {tensor.device.type} cannot be sent; "
-            "dense ones with values can"
+            "remote.tensor_unsupported",
+            "a tensor of dtype {dtype}, layout {layout} on {type} cannot be sent; dense ones with values can",
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            type=tensor.device.type,
         )
     values = tensor.detach()
     if values.is_conj() or values.is_neg():
@@ -215,7 +240,7 @@ def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     count = math.prod(shape)
     strides = math.prod(max(size, 1) for size in shape)  # those of an empty tensor must fit into 64 bits, too
     if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(strides, *shape, 0) >= 2**48:
-        raise RemoteError("the peer sent a tensor of an impossible dtype or shape")
+        raise RemoteError("remote.tensor_impossible", "the peer sent a tensor of an impossible dtype or shape")
     return _DTYPES[number], shape, count
 
 
@@ -230,7 +255,9 @@ class _Unpacker:
         if tree is None or kind is float or kind is bool or kind is str or kind is int or kind is bytes:
             return tree
         if depth > 2 * _MOST_DEPTH:
-            raise RemoteError(f"the peer sent a value nested more than {_MOST_DEPTH} deep")
+            raise RemoteError(
+                "remote.received_too_deep", "the peer sent a value nested more than {limit} deep", limit=_MOST_DEPTH
+            )
         if kind is msgspec.msgpack.Ext:
             return self._extension(tree.code, bytes(tree.data))
         if kind is list:
@@ -242,16 +269,27 @@ class _Unpacker:
             return [self.unpack(item, depth + 1) for item in tree]
         if kind is dict:
             return {_key(key): self.unpack(item, depth + 1) for key, item in tree.items()}
-        raise RemoteError(f"the peer sent a {kind.__name__}, which no peer sends")
+        raise RemoteError(
+            "remote.class_unexpected", "the peer sent a {class_name}, which no peer sends", class_name=kind.__name__
+        )
 
     def _object(self, tree: list[Any], depth: int) -> Any:
         name = bytes(tree[0].data).decode("utf-8", "backslashreplace")
         if name not in _kinds_by_name or len(tree) != 2:
-            raise RemoteError(f"the peer sent a {name[:200]!r}, which this process has not registered (`sendable`)")
+            raise RemoteError(
+                "remote.class_unregistered",
+                "the peer sent a {name!r}, which this process has not registered (`sendable`)",
+                name=name[:200],
+            )
         _, kind, fields = _kinds_by_name[name]
         plain = self.unpack(tree[1], depth + 1)
         if not isinstance(plain, list) or len(plain) != len(fields):
-            raise RemoteError(f"a {kind.__qualname__} has the fields {', '.join(fields)}; the peer's differ")
+            raise RemoteError(
+                "remote.fields_differ",
+                "a {class_name} has the fields {fields}; the peer's differ",
+                class_name=kind.__qualname__,
+                fields=list(fields),
+            )
         return kind(**dict(zip(fields, plain, strict=True)))
 
     def _extension(self, code: int, data: bytes) -> Any:
@@ -260,25 +298,37 @@ class _Unpacker:
             assert self._block is not None
             return bytes(self._block[begin:end])
         if code not in (TENSOR, LARGE_TENSOR):
-            raise RemoteError(f"the peer sent an extension {code}, which no peer sends here")
+            raise RemoteError(
+                "remote.extension_unexpected", "the peer sent an extension {code}, which no peer sends here", code=code
+            )
         begin = _HEADER_BYTES * (1 + data[0]) if data else _HEADER_BYTES
         if len(data) < begin:
-            raise RemoteError("the peer sent a tensor without a header")
+            raise RemoteError("remote.header_missing", "the peer sent a tensor without a header")
         dtype, shape, count = _read_header(data[:begin])
         nbytes = count * dtype.itemsize
         if code == TENSOR:
             if len(data) - begin != nbytes:
-                raise RemoteError(f"the peer sent {len(data) - begin:,} bytes for a tensor of {nbytes:,}")
+                raise RemoteError(
+                    "remote.tensor_bytes",
+                    "the peer sent {bytes:,} bytes for a tensor of {expected:,}",
+                    bytes=len(data) - begin,
+                    expected=nbytes,
+                )
             return _tensor_of(bytearray(data), dtype, shape, count, begin)
         if len(data) != begin:
-            raise RemoteError("the peer sent bytes behind the header of a tensor")
+            raise RemoteError("remote.header_too_long", "the peer sent bytes behind the header of a tensor")
         return _tensor_of(self._block, dtype, shape, count, self._part(nbytes)[0])
 
     def _part(self, nbytes: int) -> tuple[int, int]:
         """The next bytes of the block. They come in the order of the values, so no peer says where."""
         begin = self.used
         if not 0 < nbytes <= self._nbytes - begin:
-            raise RemoteError(f"the peer announced {nbytes:,} of the {self._nbytes - begin:,} bytes beside its message")
+            raise RemoteError(
+                "remote.bytes_announced",
+                "the peer announced {used:,} of the {there:,} bytes beside its message",
+                used=nbytes,
+                there=self._nbytes - begin,
+            )
         self.used = begin + nbytes + -nbytes % _ALIGNMENT
         return begin, begin + nbytes
 
@@ -292,7 +342,11 @@ def _tensor_of(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], count: i
 
 def _key(key: Any) -> str | int:
     if type(key) is not str and type(key) is not int:
-        raise RemoteError(f"the peer sent a dict with a key of type {type(key).__name__}")
+        raise RemoteError(
+            "remote.key_unexpected",
+            "the peer sent a dict with a key of type {class_name}",
+            class_name=type(key).__name__,
+        )
     return key
 
 

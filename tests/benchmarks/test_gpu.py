@@ -97,7 +97,7 @@ def test_a_crash_or_an_endless_row_is_a_row_and_what_does_not_fit_is_named(
         raise ZeroDivisionError("of a kernel")
 
     def refuse() -> Any:
-        raise PlanError("no such split")
+        raise PlanError("test.planted", "no such split")
 
     cases = [of.CheckRow("g", str(i), "dp=1", "not run") for i in range(4)]
     rows = [crash, refuse, lambda: time.sleep(60), lambda: replace(cases[3], verdict="holds")]

@@ -190,7 +190,7 @@ def test_where_this_machine_cannot_be_measured_the_catalogue_stands_in_and_that_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*_: object) -> None:
-        raise LaunchError("rank 0 raised: no memory\nTraceback …")
+        raise LaunchError("test.planted", "rank 0 raised: no memory\nTraceback …")
 
     monkeypatch.setattr("paceline.run.tuning.calibrate.calibrate", fails)
     out = StringIO()

@@ -279,7 +279,7 @@ def test_a_group_that_the_kernel_does_not_limit_is_not_left(monkeypatch: pytest.
     def refused(folder: Path, cores: float) -> Path:
         folder.mkdir()
         made.append(folder)
-        raise ClusterError(f"cpu {cores:g} is refused")
+        raise ClusterError("test.planted", "cpu {cores:g} is refused", cores=cores)
 
     monkeypatch.setattr("paceline.cluster.cgroup.make_group", refused)
     with pytest.raises(ClusterError, match="cpu 1 is refused"), Emulation(Emulate(hosts=1, cpu=1)):

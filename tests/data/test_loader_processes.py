@@ -89,7 +89,7 @@ def test_a_wait_that_the_death_of_another_loaders_process_ends_tells_of_that_pro
 
 
 def test_a_lost_loader_process_may_be_tried_again() -> None:
-    record = ErrorRecord.of(LoaderProcessError("rank 0: a DataLoader worker process was killed"), 0)
+    record = ErrorRecord.of(LoaderProcessError("test.planted", "rank 0: a DataLoader worker process was killed"), 0)
     assert record.explained
     assert record.may_pass
     assert not record.secondary

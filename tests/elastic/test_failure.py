@@ -100,11 +100,18 @@ def test_of_a_rank_that_is_replaced_it_is_told_that_memory_ran_out_and_no_guess(
 def test_what_may_pass_is_worth_another_attempt_also_where_it_explains_itself(
     cause: Exception | None, final: bool
 ) -> None:
-    error = CheckpointError("the checkpoint of step 20 was not written")
+    error = CheckpointError("test.planted", "the checkpoint of step 20 was not written")
     error.__cause__ = cause
     assert root_cause([end(0, 1, record=ErrorRecord.of(error, 0))], None).final is final
     assert not root_cause(
-        [end(0, 1, record=ErrorRecord.of(LoaderProcessError("rank 0: loader process 3 was killed"), 0))], None
+        [
+            end(
+                0,
+                1,
+                record=ErrorRecord.of(LoaderProcessError("test.planted", "rank 0: loader process 3 was killed"), 0),
+            )
+        ],
+        None,
     ).final
 
 
@@ -123,7 +130,7 @@ def test_a_hang_names_all_that_wait() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        SyncError("rank 0 waited 60 s"),
+        SyncError("test.planted", "rank 0 waited 60 s"),
         RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321"),
         ConnectionResetError("Connection reset by peer"),
     ],
@@ -139,7 +146,7 @@ def test_an_error_during_the_handling_of_a_lost_connection_is_not_blamed_on_it()
 
 
 def test_a_record_crosses_the_process_boundary_whole(tmp_path: Path) -> None:
-    written = caught(DataError("sample 3: no label — ñ"))
+    written = caught(DataError("test.planted", "sample 3: no label — ñ"))
     written.write(tmp_path / "rank-0.error")
     assert ErrorRecord.read(tmp_path / "rank-0.error") == written
     assert (written.pid, written.explained, written.message) == (os.getpid(), True, "sample 3: no label — ñ")

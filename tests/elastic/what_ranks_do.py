@@ -39,7 +39,7 @@ def raise_on_rank_1(_: list[str]) -> None:
 
 def raise_a_job_error(arguments: list[str]) -> None:
     Path(arguments[0], f"attempt-{os.environ['PACELINE_ATTEMPT']}-{RANK}").touch()
-    raise JobError("the data has 0 samples: name another folder")
+    raise JobError("test.planted", "the data has 0 samples: name another folder")
 
 
 def raise_while_a_thread_runs(_: list[str]) -> None:
@@ -101,7 +101,7 @@ def fail_and_never_leave(_: list[str]) -> None:
     """Lose the link to the other host, and then wait for it in vain while the groups are left."""
     StatusBoard.of_this_rank().mark("sync", 37)
     waiting = f"rank {RANK} (host a{RANK}) for rank {1 - RANK} (host a{1 - RANK}): no answer"
-    tell_of_failure(SyncError(f"all-reduce: timeout after 1.0 s, waiting: {waiting}"))
+    tell_of_failure(SyncError("test.planted", "all-reduce: timeout after 1.0 s, waiting: {waiting}", waiting=waiting))
     time.sleep(60)
 
 

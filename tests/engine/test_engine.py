@@ -152,7 +152,7 @@ def test_a_local_step_stands_although_the_others_were_lost_before_they_agreed(mo
     before = state_of(engine)["model"]
 
     def lost(step: int) -> None:
-        raise GenerationOver(f"a rank was lost in step {step}")
+        raise GenerationOver("test.planted", "a rank was lost in step {step}", step=step)
 
     monkeypatch.setattr(engine.rule, "after_step", lost)
     assert engine.step(next(batches)).step == engine.step_count == 2
@@ -196,7 +196,7 @@ def what_a_half_made_engine_leaves() -> tuple[bool, dict[str, str]]:
     def attach_in_vain(rule: AllReduce, replica: Replica) -> None:
         attach(rule, replica)
         assert is_synchronised(replica.model)
-        raise SyncError("the other rank is gone")
+        raise SyncError("test.planted", "the other rank is gone")
 
     model = network()
     with pytest.MonkeyPatch.context() as patch:

@@ -116,7 +116,7 @@ def test_a_download_that_was_cut_short_does_not_count_and_is_gone_on_with(
     def is_cut(store: Store, name: str, into: Path, *arguments: object) -> object:
         if name == "b":
             into.write_text("half")
-            raise StorageError("cut", may_pass=True)
+            raise StorageError("test.planted", "cut", may_pass=True)
         return original(store, name, into, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(data, "_AT_ONCE", 1)

@@ -279,7 +279,7 @@ def test_an_exchange_that_was_broken_off_leaves_no_thread() -> None:
 
 
 def lost(tensor: Tensor) -> None:
-    raise GenerationOver("a rank was lost")
+    raise GenerationOver("test.planted", "a rank was lost")
 
 
 def test_every_parameter_is_sent_once_a_period(ranks: Ranks) -> None:

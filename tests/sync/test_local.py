@@ -143,7 +143,7 @@ def test_a_moment_of_agreement_that_is_broken_off_leaves_the_parameters_and_thei
         nonlocal sums
         sums += 1
         if sums == 2:
-            raise GenerationOver("a rank was lost")
+            raise GenerationOver("test.planted", "a rank was lost")
         tensor.add_(1)
 
     rule.sum = lost_in_the_second  # type: ignore[method-assign]

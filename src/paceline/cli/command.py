@@ -244,7 +244,11 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
     place = own_engine().hosts()
     if is_rank() or place:
         engine = place.engine if place else "torchrun"
-        raise LaunchError(f"{engine} has started this command on every host already: leave out --hosts.")
+        raise LaunchError(
+            "hosts.started_already",
+            "{engine} has started this command on every host already: leave out --hosts.",
+            engine=engine,
+        )
     from paceline.elastic.ssh import run_on_hosts
 
     raise typer.Exit(run_on_hosts(hosts, ["-m", "paceline", *_without_hosts(sys.argv[1:])]))
@@ -320,7 +324,10 @@ def to_run_on(text: str | None) -> Cluster | None:
         return hosts.cluster if hosts else None
     if hosts:
         raise ClusterError(
-            f"--cluster {text}: the command was started on {len(hosts.cluster.hosts)} hosts, which are the cluster. "
-            "Leave the option out, or start the command once."
+            "cluster.given_twice",
+            "--cluster {text}: the command was started on {hosts} hosts, which are the cluster. Leave the option out, "
+            "or start the command once.",
+            text=text,
+            hosts=len(hosts.cluster.hosts),
         )
     return cluster_to_run_on(text)

@@ -138,11 +138,17 @@ def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bo
     ]
     if wrong:
         raise SyncError(
-            "\n".join([*wrong, "Do not train over this transport; a report of this with the environment is welcome."])
+            "links.wrong_numbers",
+            "{wrong}\nDo not train over this transport. Please report this with the environment.",
+            wrong="\n".join(wrong),
         )
     if found.failures:
         raise LaunchError(
-            "\n".join(f"{transport} could not be measured: {error}" for transport, error in found.failures.items())
+            "links.not_measured",
+            "{reasons}",
+            reasons="\n".join(
+                f"{transport} could not be measured: {error}" for transport, error in found.failures.items()
+            ),
         )
 
 

@@ -89,7 +89,12 @@ def request_from(
 
     requests.must_be_hosts(hosts)
     if limit is not None and not where.limits_time:
-        raise LaunchError(f"--time {limit}: {where.name} has no time limit; leave it out")
+        raise LaunchError(
+            "submit.no_time_limit",
+            "--time {limit}: {scheduler} has no time limit; leave it out",
+            limit=limit,
+            scheduler=where.name,
+        )
     time_s = requests.time_from(limit) if limit is not None else None
     chosen = requests.options_from(options, where.options, where.name)
     what = Job.load(job)
@@ -239,13 +244,23 @@ def scale(
     if by not in ("+1", "-1"):
         raise typer.BadParameter(f"{by} is neither +1 nor -1: a run grows or shrinks by one at a time")
     if is_url(run):
-        raise RunError(f"{run}: name the working directory of the run, which its first lines on screen tell.")
+        raise RunError(
+            "run.no_directory_named",
+            "{run}: name the working directory of the run, which its first lines on screen tell.",
+            run=run,
+        )
     holder = _holder(Path(run))
     answer = ask(Path(run), int(by), _WAIT_S)
     if answer is None:
-        raise RunError(f"{run} is being trained by {holder}, which has not answered within {_WAIT_S:g} s")
+        raise RunError(
+            "run.no_answer",
+            "{run} is being trained by {holder}, which has not answered within {deadline_s:g} s",
+            run=run,
+            holder=holder,
+            deadline_s=_WAIT_S,
+        )
     if answer.refused:
-        raise RunError(answer.text)
+        raise RunError("scale.refused", "{reason}", reason=answer.text)
     typer.echo(printable(answer.text))
 
 
@@ -265,14 +280,22 @@ def _holder(run: Path) -> str:
     except FileNotFoundError:
         content, owner = None, os.geteuid()
     except PermissionError:
-        raise RunError(f"{run} belongs to another user, who alone may scale it") from None
+        raise RunError("run.unknown_owner", "{run} belongs to another user, who alone may scale it", run=run) from None
     if owner != os.geteuid():
-        raise RunError(f"{run} belongs to {user_name(owner)}, who alone may scale it")
+        raise RunError(
+            "run.other_owner", "{run} belongs to {owner}, who alone may scale it", run=run, owner=user_name(owner)
+        )
     if content is None:
-        raise RunError(f"{run} is not the directory of a run. `paceline scale` takes the one that `train` names first.")
+        raise RunError(
+            "run.not_scalable",
+            "{run} is not the directory of a run. `paceline scale` takes the one that `train` names first.",
+            run=run,
+        )
     holder = Holder.parse(content)
     if holder is None or holder.is_gone:
-        raise RunError(f"{run} is not being trained. Go on with it by --resume, and any --plan.")
+        raise RunError(
+            "run.not_training", "{run} is not being trained. Go on with it by --resume, and any --plan.", run=run
+        )
     return str(holder)
 
 

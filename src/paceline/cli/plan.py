@@ -295,7 +295,7 @@ def _explained_alone(asked: Setting, text: str, best: Explanation) -> Explanatio
 
     job, where, calibration = asked
     if problems := plan_errors(job, text, cluster=where):
-        raise PlanError("\n".join(str(problem) for problem in problems))
+        raise PlanError("plan.refused", "{reasons}", reasons="\n".join(str(problem) for problem in problems))
     named = _candidate(asked, text)
     if named.plan == best.winner.plan:
         return best
@@ -344,7 +344,9 @@ def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> N
     try:
         write_whole(file, advised.to_yaml())
     except OSError as error:
-        raise JobError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise JobError(
+            "file.unwritable", "{file} cannot be written: {reason}", file=file, reason=error.strerror or error
+        ) from error
     console.print()
     for line in differences(job.model_dump(), advised.model_dump()) if not advice.keeps else ["nothing is changed"]:
         console.print(Text(f"  {line}"))

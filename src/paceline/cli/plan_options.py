@@ -247,8 +247,10 @@ def offers_of(catalogue: Path | None, cluster: Cluster | None) -> Offers:
         return read_offers(EXAMPLES)
     if cluster.catalogue is None or cluster.price_per_hour is None:
         raise ClusterError(
-            f"{cluster.name} has no price, or is not from the catalogue of hardware: name it as in "
-            '--cluster "16x8xH100-SXM, 2.5/h", or list offers with --catalogue FILE'
+            "cluster.no_price",
+            "{cluster} has no price, or is not from the catalogue of hardware: name it as in --cluster "
+            '"16x8xH100-SXM, 2.5/h", or list offers with --catalogue FILE',
+            cluster=cluster.name,
         )
     from paceline.cluster.named import read_name
 

@@ -33,14 +33,18 @@ def _page(directory: Path) -> Path:
         return write_run_page(Run(directory))
     if not directory.is_dir():
         raise RunError(
-            f"{directory}: no such directory. Name a directory of `paceline train` or `paceline bench`, for example "
-            "runs/digits-…"
+            "report.no_directory",
+            "{directory}: no such directory. Name a directory of `paceline train` or `paceline bench`, for example "
+            "runs/digits-…",
+            directory=directory,
         )
     for page in PAGES.all().values():
         if page.recognizes(directory):
             return page.write(directory)
     raise RunError(
-        f"{directory} is neither the directory of a run (it has no job.yaml) nor of a benchmark (it has no report.json)"
+        "report.unknown_directory",
+        "{directory} is neither the directory of a run (it has no job.yaml) nor of a benchmark (it has no report.json)",
+        directory=directory,
     )
 
 

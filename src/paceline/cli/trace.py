@@ -66,7 +66,12 @@ def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     run = Run(where)
     count = wanted.newest or wanted.last - wanted.first + 1
     if count > _MOST_OPERATIONS:
-        raise RunError(f"{count:,} steps have too many operations for one trace: name at most {_MOST_OPERATIONS}")
+        raise RunError(
+            "trace.too_many_steps",
+            "{steps:,} steps have too many operations for one trace: name at most {most}",
+            steps=count,
+            most=_MOST_OPERATIONS,
+        )
     recorded_s = measured(run).step_s
     traces = [found.trace() for found in operations_of(run.job, run.cluster, run.plan, count)]
     about = {"run": where, "job": run.job.name, "plan": str(run.plan), "cluster": run.cluster.describe()}

@@ -74,7 +74,9 @@ def _run(where: str) -> Run:
     from paceline.storage.url import is_url
 
     if is_url(where):
-        raise RunError(f"{where}: only directories can be watched. `paceline report` takes the URL of a run.")
+        raise RunError(
+            "watch.url", "{url}: only directories can be watched. `paceline report` takes the URL of a run.", url=where
+        )
     return Run(where)
 
 
@@ -190,11 +192,18 @@ def port_of(listen: str | None) -> int:
         return 0
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isascii() or not port.isdecimal() or int(port) > 65535:
-        raise RunError(f"--listen {listen}: give an address 127.0.0.1:PORT, or leave --listen out to use a free port.")
+        raise RunError(
+            "watch.address_invalid",
+            "--listen {address}: give an address 127.0.0.1:PORT, or leave --listen out to use a free port.",
+            address=listen,
+        )
     if host not in ("127.0.0.1", "localhost"):
         raise RunError(
-            f"--listen {listen}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another "
-            f"machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST), and open the printed "
-            "address."
+            "watch.address_not_local",
+            "--listen {address}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another "
+            "machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST), and open the printed "
+            "address.",
+            address=listen,
+            port=port,
         )
     return int(port)

@@ -103,7 +103,13 @@ class Accelerator:
         """
         if precision in self.peak_flops:
             return self.peak_flops[precision]
-        raise ClusterError(f"{self.name} does not compute in {precision}; it has {', '.join(self.peak_flops)}")
+        raise ClusterError(
+            "cluster.precision_unsupported",
+            "{device} does not compute in {precision}; it has {precisions}",
+            device=self.name,
+            precision=precision,
+            precisions=list(self.peak_flops),
+        )
 
 
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
@@ -227,7 +233,12 @@ def at_power(device: Accelerator, watts: float) -> Accelerator:
         ClusterError: the power is not above 0.
     """
     if not watts > 0:
-        raise ClusterError(f"{device.name} at {watts:g} W computes nothing; a power is a number of watts above 0")
+        raise ClusterError(
+            "cluster.power_not_positive",
+            "{device} at {watts:g} W computes nothing; a power is a number of watts above 0",
+            device=device.name,
+            watts=watts,
+        )
     if device.power_w is None or watts == device.power_w:
         return device
     sustained = min(1.0, device.sustained * (watts / device.power_w) ** EXPONENT)

@@ -51,9 +51,10 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
         if (folder / "cgroup.procs").exists() and _limits_children(folder):
             return folder / name
     raise ClusterError(
+        "cluster.no_cpu_control_group",
         "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under "
         "/sys/fs/cgroup. In a container, start it with --privileged --cgroupns=host; under systemd, in a scope with "
-        "Delegate=yes. Or leave `cpu` out of `emulate`."
+        "Delegate=yes. Or leave `cpu` out of `emulate`.",
     )
 
 
@@ -116,8 +117,11 @@ def make_group(folder: Path, cores: float) -> Path:
             (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
     except OSError as error:
         raise ClusterError(
-            f"the control group {folder} cannot be limited to cpu {cores:g}: {error.strerror}. Leave `cpu` out "
-            "of `emulate`."
+            "cluster.control_group_refused",
+            "the control group {folder} cannot be limited to cpu {cores:g}: {reason}. Leave `cpu` out of `emulate`.",
+            folder=folder,
+            cores=cores,
+            reason=error.strerror,
         ) from error
     return folder
 
@@ -136,7 +140,12 @@ def enter_group(folder: Path) -> None:
     try:
         (folder / "cgroup.procs").write_text("0")
     except OSError as error:
-        raise ClusterError(f"this process cannot enter the control group {folder}: {error.strerror}") from error
+        raise ClusterError(
+            "cluster.control_group_not_entered",
+            "this process cannot enter the control group {folder}: {reason}",
+            folder=folder,
+            reason=error.strerror,
+        ) from error
 
 
 def _limits_children(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from paceline.cluster.host import Emulate, Host, Kind, Listed, Part
 from paceline.cluster.machine import emulated_hosts
 from paceline.cluster.named import described, domains, hosts_of, known, read_name
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, InvalidValue
 from paceline.units import count, size
 from paceline.yaml_file import FileKind, explain, read_yaml, to_yaml
 
@@ -43,7 +43,10 @@ class Cluster(Part):
         if self.catalogue is None:
             return self
         if self.hosts or self.emulate:
-            raise ValueError("a cluster from the catalogue has its hosts from there: leave `hosts` and `emulate` out")
+            raise InvalidValue(
+                "cluster.catalogue_with_hosts",
+                "a cluster from the catalogue has its hosts from there: leave `hosts` and `emulate` out",
+            )
         named = read_name(self.catalogue)
         object.__setattr__(self, "hosts", hosts_of(named))
         if self.price_per_hour is None:
@@ -57,19 +60,29 @@ class Cluster(Part):
         if self.emulate and not self.hosts:
             object.__setattr__(self, "hosts", emulated_hosts(self.emulate))
         if not self.hosts:
-            raise ValueError(
-                "a cluster has at least one host: list `hosts`, or emulate some with emulate: {hosts: 2}, "
-                "or name them with catalogue: 2x8xH100-SXM, 400gbit"
+            raise InvalidValue(
+                "cluster.no_hosts",
+                "a cluster has at least one host: list `hosts`, or emulate some with emulate: {{hosts: 2}}, or name "
+                "them with catalogue: 2x8xH100-SXM, 400gbit",
             )
         if self.emulate and self.emulate.hosts != len(self.hosts):
-            raise ValueError(
-                f"emulate stands for {self.emulate.hosts} hosts, but {len(self.hosts)} are listed: leave `hosts` out"
+            raise InvalidValue(
+                "cluster.emulated_hosts_differ",
+                "emulate stands for {emulated} hosts, but {listed} are listed: leave `hosts` out",
+                emulated=self.emulate.hosts,
+                listed=len(self.hosts),
             )
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
         if twice:
-            raise ValueError(f"two hosts are named {twice[0]!r}; give each a name of its own")
+            raise InvalidValue(
+                "cluster.host_twice", "two hosts are named {name!r}; give each a name of its own", name=twice[0]
+            )
         if len(kinds := sorted({host.kind for host in self.hosts_in_use})) > 1:
-            raise ValueError(f"the hosts have GPUs of several kinds ({', '.join(kinds)}), and a run uses one kind")
+            raise InvalidValue(
+                "cluster.several_kinds",
+                "the hosts have GPUs of several kinds ({kinds}), and a run uses one kind",
+                kinds=list(kinds),
+            )
         return self
 
     @classmethod
@@ -86,11 +99,12 @@ class Cluster(Part):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ClusterError(explain(error.errors(include_url=False), cls, positions, name="cluster")) from None
+            problems = explain(error.errors(include_url=False), cls, positions, name="cluster")
+            raise ClusterError.of_problems(problems) from None
         # this machine cannot be what it is to emulate, or the catalogue has no such thing
         except ClusterError as error:
             key = "catalogue" if "catalogue" in values else "emulate"
-            raise ClusterError(f"{positions.place((key,))[1]}: {error}") from error
+            raise ClusterError.of_error(error, positions.place((key,))[1]) from error
 
     def to_yaml(self) -> str:
         """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""

@@ -144,19 +144,24 @@ class Emulation:
 def _must_be_possible() -> None:
     if not sys.platform.startswith("linux"):
         raise ClusterError(
-            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use "
-            "this machine as it is."
+            "emulate.linux_only",
+            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use this "
+            "machine as it is.",
         )
     if os.geteuid() != 0:
         raise ClusterError(
+            "emulate.needs_root",
             "emulated hosts need root, or a user namespace, which the command `paceline` makes for itself: start a "
-            "script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine as it is."
+            "script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine as it "
+            "is.",
         )
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
         raise ClusterError(
-            f"emulated hosts need the command {' and '.join(missing)}, of the package iproute2: install it (apt-get "
-            "install iproute2), or leave `emulate` out to use this machine as it is."
+            "emulate.command_missing",
+            "emulated hosts need the command {missing}, of the package iproute2: install it (apt-get install "
+            "iproute2), or leave `emulate` out to use this machine as it is.",
+            missing=" and ".join(missing),
         )
 
 
@@ -200,8 +205,9 @@ class Keeper:
         """
         if (answer := self._answer()) != "carrying":
             raise ClusterError(
-                f"the packets between emulated hosts cannot be delayed: {answer or 'the relay died'}. Leave "
-                "`delay_ms` out."
+                "emulate.delay_failed",
+                "the packets between emulated hosts cannot be delayed: {reason}. Leave `delay_ms` out.",
+                reason=answer or "the relay died",
             )
 
     def order(self, verb: str, host: int) -> None:
@@ -216,8 +222,11 @@ class Keeper:
             self._process.stdin.flush()
         if (answer := self._answer()) != verb:
             raise ClusterError(
-                f"the link of emulated host {host} cannot be {'cut' if verb == 'cut' else 'mended'}: "
-                f"{answer or 'the relay died'}. Start the emulation again."
+                "emulate.link_failed",
+                "the link of emulated host {host} cannot be {action}: {reason}. Start the emulation again.",
+                host=host,
+                action="cut" if verb == "cut" else "mended",
+                reason=answer or "the relay died",
             )
 
     def _answer(self) -> str:
@@ -254,7 +263,9 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
         while time.monotonic() < until and _processes(namespaces, groups):
             time.sleep(_TICK_S)
     if left := _processes(namespaces, groups):
-        raise ClusterError(f"in emulated hosts, these processes cannot be ended: {', '.join(map(str, sorted(left)))}")
+        raise ClusterError(
+            "emulate.processes_left", "in emulated hosts, these processes cannot be ended: {pids}", pids=sorted(left)
+        )
 
 
 def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:

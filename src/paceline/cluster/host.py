@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from paceline.device import CPU, GPU
+from paceline.errors import InvalidValue
 
 T = TypeVar("T")
 # torch's type of a device: `cuda` (also AMD's), `xpu`, `mps`, a plugin's own; `cpu` is a core
@@ -70,17 +71,32 @@ class Host(Part):
     def _parts_agree(self) -> Host:
         named = sum(map(len, self.affinity))
         if self.affinity and self.cores > named:
-            raise ValueError(f"host {self.name} has {self.cores} cores, but its affinity names only {named}")
+            raise InvalidValue(
+                "cluster.affinity_short",
+                "host {name} has {cores} cores, but its affinity names only {named}",
+                name=self.name,
+                cores=self.cores,
+                named=named,
+            )
         if not all(self.affinity):
-            raise ValueError(
-                f"the affinity of host {self.name} has an empty list; each one holds the cores of one physical core"
+            raise InvalidValue(
+                "cluster.affinity_empty",
+                "the affinity of host {name} has an empty list; each one holds the cores of one physical core",
+                name=self.name,
             )
         if any(gpu.kind == CPU for gpu in self.gpus):
-            raise ValueError(
-                f"host {self.name} has a device of kind cpu among its GPUs; its cores are devices by themselves"
+            raise InvalidValue(
+                "cluster.cpu_among_gpus",
+                "host {name} has a device of kind cpu among its GPUs; its cores are devices by themselves",
+                name=self.name,
             )
         if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
-            raise ValueError(f"host {self.name} has GPUs of several kinds ({', '.join(kinds)}); torch uses one of them")
+            raise InvalidValue(
+                "cluster.host_of_several_kinds",
+                "host {name} has GPUs of several kinds ({kinds}); torch uses one of them",
+                name=self.name,
+                kinds=list(kinds),
+            )
         return self
 
     @property
@@ -134,8 +150,10 @@ class Emulate(Part):
     def _quotas(cls, cpu: object) -> object:
         for one in cpu if isinstance(cpu, list | tuple) else [] if cpu is None else [cpu]:
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
-                raise ValueError(
-                    f"{one!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least"
+                raise InvalidValue(
+                    "cluster.busy_cores_invalid",
+                    "{value!r} is not a number of cores; a host may keep busy e.g. 2 or 0.5, and 0.05 at least",
+                    value=one,
                 )
         return cpu
 
@@ -143,9 +161,12 @@ class Emulate(Part):
     def _one_for_each_host(self) -> Emulate:
         for key, value in (("rate", self.rate), ("cpu", self.cpu)):
             if isinstance(value, tuple) and len(value) != self.hosts:
-                raise ValueError(
-                    f"{key} lists {len(value)} values, but there are {self.hosts} hosts: give one for each, "
-                    "or one for all"
+                raise InvalidValue(
+                    "cluster.values_per_host",
+                    "{key} lists {values} values, but there are {hosts} hosts: give one for each, or one for all",
+                    key=key,
+                    values=len(value),
+                    hosts=self.hosts,
                 )
         return self
 
@@ -175,8 +196,10 @@ def bits_per_s(rate: str) -> int:
     match = _RATE.fullmatch(rate.strip())
     speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
     if not _LEAST <= speed <= _MOST:
-        raise ValueError(
-            f"{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a "
-            "second, 10kbit to 400gbit)"
+        raise InvalidValue(
+            "cluster.rate_invalid",
+            "{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a second, 10kbit to "
+            "400gbit)",
+            rate=rate,
         )
     return speed

@@ -98,9 +98,16 @@ def number_from(name: str, advice: str, text: str | None = None) -> int:
         LaunchError: it is not set, or is not a number from 0 to `MOST_HOSTS`.
     """
     if text is None and (text := os.environ.get(name)) is None:
-        raise LaunchError(f"{name} is not set. {advice}")
+        raise LaunchError("launcher.variable_missing", "{variable} is not set. {advice}", variable=name, advice=advice)
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= MOST_HOSTS):
-        raise LaunchError(f'{name} is "{text[:40]}", not a number from 0 to {MOST_HOSTS}. {advice}')
+        raise LaunchError(
+            "launcher.number_invalid",
+            '{variable} is "{text}", not a number from 0 to {most}. {advice}',
+            variable=name,
+            text=text[:40],
+            most=MOST_HOSTS,
+            advice=advice,
+        )
     return int(text)
 
 
@@ -119,7 +126,13 @@ def place_from(
     number, (least, count) = number_from(number_name, advice), _least_and_count(count_name, advice)
     if number >= count:
         raise LaunchError(
-            f"{number_name} is {number}, but {count_name} is {count}: hosts have the numbers 0 to count - 1. {advice}"
+            "launcher.number_out_of_range",
+            "{number_name} is {number}, but {count_name} is {count}: hosts have the numbers 0 to count - 1. {advice}",
+            number_name=number_name,
+            number=number,
+            count_name=count_name,
+            count=count,
+            advice=advice,
         )
     if count == 1:
         return None
@@ -135,7 +148,12 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
         return 0, number_from(name, advice)
     least, count = number_from(name, advice, first), number_from(name, advice, last)
     if not 1 <= least <= count:
-        raise LaunchError(f'{name} is "{text}": the first number is the least that a run begins with, as in 2..8.')
+        raise LaunchError(
+            "launcher.range_invalid",
+            '{variable} is "{text}": the first number is the least that a run begins with, as in 2..8.',
+            variable=name,
+            text=text,
+        )
     return least, count
 
 
@@ -152,10 +170,18 @@ def address_from(coordinator: str, port: int) -> tuple[str, int]:
     address = address.removeprefix("[").removesuffix("]")
     if not address:
         raise LaunchError(
-            f"No address of host 0 is known. Set {COORDINATOR}=ADDRESS:PORT on every host, e.g. 10.0.0.1:{port}."
+            "launcher.no_coordinator",
+            "No address of host 0 is known. Set {variable}=ADDRESS:PORT on every host, e.g. 10.0.0.1:{port}.",
+            variable=COORDINATOR,
+            port=port,
         )
     if not (after.isascii() and after.isdecimal() and 0 < int(after[:9]) < 65_536):
-        raise LaunchError(f'The port of host 0 is "{after[:40]}" (in "{text[:80]}"), not a number from 1 to 65535.')
+        raise LaunchError(
+            "launcher.port_invalid",
+            'The port of host 0 is "{port}" (in "{text}"), not a number from 1 to 65535.',
+            port=after[:40],
+            text=text[:80],
+        )
     return address, int(after)
 
 
@@ -224,13 +250,21 @@ class Slurm(LaunchEngine):
         )
         if tasks != nodes:
             raise LaunchError(
-                f"Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES), but "
-                f"paceline is started once per node, and starts the ranks itself. {_SLURM_ADVICE}"
+                "launcher.slurm_tasks",
+                "Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES), but "
+                "paceline is started once per node, and starts the ranks itself. {advice}",
+                tasks=tasks,
+                nodes=nodes,
+                advice=_SLURM_ADVICE,
             )
         names = expand(os.environ.get("SLURM_STEP_NODELIST", ""))
         if len(names) != nodes:
             raise LaunchError(
-                f"SLURM_STEP_NODELIST names {len(names)} nodes, but SLURM_STEP_NUM_NODES is {nodes}. {_SLURM_ADVICE}"
+                "launcher.slurm_nodes",
+                "SLURM_STEP_NODELIST names {names} nodes, but SLURM_STEP_NUM_NODES is {nodes}. {advice}",
+                names=len(names),
+                nodes=nodes,
+                advice=_SLURM_ADVICE,
             )
         return place_from(
             "SLURM_NODEID",
@@ -271,7 +305,12 @@ def expand(text: str) -> list[str]:
         position = entry.end()
         parts = [list(_part(match, text)) for match in _PART.finditer(entry[1])]
         if len(names) + math.prod(map(len, parts)) > MOST_HOSTS:
-            raise LaunchError(f'The node list "{text[:80]}" names more than {MOST_HOSTS} nodes.')
+            raise LaunchError(
+                "launcher.too_many_nodes",
+                'The node list "{text}" names more than {most} nodes.',
+                text=text[:80],
+                most=MOST_HOSTS,
+            )
         names += map("".join, itertools.product(*parts))
     if text.endswith(","):
         raise _not_a_list(text)
@@ -294,7 +333,11 @@ def _part(match: re.Match[str], text: str) -> Iterator[str]:
 
 
 def _not_a_list(text: str) -> LaunchError:
-    return LaunchError(f'"{text[:80]}" is no list of nodes such as n[01-03,7],m1, or is too long.')
+    return LaunchError(
+        "launcher.node_list_invalid",
+        '"{text}" is no list of nodes such as n[01-03,7],m1, or is too long.',
+        text=text[:80],
+    )
 
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -315,8 +358,12 @@ class Mpi(LaunchEngine):
         number, count, here = _OPEN_MPI if _OPEN_MPI[1] in os.environ else _MPICH
         if here in os.environ and number_from(here, _MPI_ADVICE) > 1:
             raise LaunchError(
-                f"mpirun started {os.environ[here]} processes on this host ({here}), but paceline is started once per "
-                f"host, and starts the ranks itself. {_MPI_ADVICE}"
+                "launcher.mpi_processes",
+                "mpirun started {processes} processes on this host ({variable}), but paceline is started once per "
+                "host, and starts the ranks itself. {advice}",
+                processes=os.environ[here],
+                variable=here,
+                advice=_MPI_ADVICE,
             )
         return place_from(
             number,
@@ -382,10 +429,17 @@ def _first_pod() -> str:
         of_replica = re.match(rf"{re.escape(f'{job_set}-{replicated}')}-(\d+)-\d+$", socket.gethostname())
         if of_replica and int(of_replica[1]):
             raise LaunchError(
-                f"this pod is of job {of_replica[1]} of {replicated} in the JobSet {job_set}, and the pods of each job "
-                f"count from 0 ({_INDEX}): two would be host 0. Give {replicated} replicas: 1 and the number of hosts "
-                f"as completions. Or let every job have one pod: {HOST_NUMBER} from the annotation "
-                f"jobset.sigs.k8s.io/job-global-index, and {COORDINATOR} the name of the first."
+                "launcher.job_set_replicas",
+                "this pod is of job {of_replica} of {replicated} in the JobSet {job_set}, and the pods of each job "
+                "count from 0 ({index}): two would be host 0. Give {replicated} replicas: 1 and the number of hosts "
+                "as completions. Or let every job have one pod: {host_number} from the annotation "
+                "jobset.sigs.k8s.io/job-global-index, and {coordinator} the name of the first.",
+                of_replica=of_replica[1],
+                replicated=replicated,
+                job_set=job_set,
+                index=_INDEX,
+                host_number=HOST_NUMBER,
+                coordinator=COORDINATOR,
             )
         return f"{job_set}-{replicated}-0-0.{job_set}"
     host, index = socket.gethostname(), os.environ.get(_INDEX, "")
@@ -413,7 +467,15 @@ class Sky(LaunchEngine):
     def hosts(self) -> HostPlace | None:
         addresses, count = os.environ.get(_ADDRESSES, "").split(), number_from(_COUNT, _SKY_ADVICE)
         if len(addresses) != count:
-            raise LaunchError(f"{_ADDRESSES} has {len(addresses)} addresses, but {_COUNT} is {count}. {_SKY_ADVICE}")
+            raise LaunchError(
+                "launcher.sky_addresses",
+                "{variable} has {addresses} addresses, but {count_variable} is {count}. {advice}",
+                variable=_ADDRESSES,
+                addresses=len(addresses),
+                count_variable=_COUNT,
+                count=count,
+                advice=_SKY_ADVICE,
+            )
         run_name = os.environ.get("SKYPILOT_TASK_ID", "")
         return place_from(
             _RANK, _COUNT, "sky", _SKY_ADVICE, coordinator=addresses[0] if addresses else "", run_name=run_name
@@ -491,9 +553,18 @@ def _refuse_contradiction(found: list[str]) -> None:
         own = places[first]
         if own and other and (own.number, own.count) != (other.number, other.count):
             raise LaunchError(
-                f"This process is host {own.number} of {own.count} by the environment of {first}, and host "
-                f"{other.number} of {other.count} by that of {name}. Unset the variables of the one that did not "
-                f"start it ({_VARIABLES[first]}; {_VARIABLES[name]})."
+                "launcher.ambiguous",
+                "This process is host {number} of {count} by the environment of {first}, and host {other_number} of "
+                "{other_count} by that of {name}. Unset the variables of the one that did not start it ({variables}; "
+                "{variables_2}).",
+                number=own.number,
+                count=own.count,
+                first=first,
+                other_number=other.number,
+                other_count=other.count,
+                name=name,
+                variables=_VARIABLES[first],
+                variables_2=_VARIABLES[name],
             )
 
 

@@ -80,8 +80,13 @@ def _with_devices(host: Host, number: str | None) -> Host:
         return host
     if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):
         raise ClusterError(
-            f"{number} devices are to be used of host {host.name} (the 2 of --hosts b:2, or {HOST_DEVICES}), "
-            f"but it has {len(host.devices)}"
+            "cluster.too_few_devices",
+            "{wanted} devices are to be used of host {host} (the 2 of --hosts b:2, or {variable}), but it has "
+            "{devices}",
+            wanted=number,
+            host=host.name,
+            variable=HOST_DEVICES,
+            devices=len(host.devices),
         )
     wanted = {"gpus": host.gpus[: int(number)]} if host.gpus else {"cores": int(number)}
     return host.model_copy(update=wanted)
@@ -135,7 +140,11 @@ def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
     for i, (rate_bps, cores) in enumerate(zip(emulate.rates_bps, emulate.cores, strict=True)):
         if cores is not None and cores > machine.cores:
             raise ClusterError(
-                f"cpu: host-{i} is to have {cores:g} cores, but this machine leaves only {machine.cores} to use"
+                "emulate.too_few_cores",
+                "cpu: host-{host} is to have {cores:g} cores, but this machine leaves only {available} to use",
+                host=i,
+                cores=cores,
+                available=machine.cores,
             )
         link = Link(name="eth0", kind="ethernet", bandwidth_gbps=None if rate_bps is None else rate_bps / 10**9)
         changes = {
@@ -182,8 +191,13 @@ def find_gpus() -> Gpus:
     if wanted and (not found.devices or found.devices[0].kind != wanted):
         there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
         raise ClusterError(
-            f"{DEVICE_VARIABLE}={wanted}, but the accelerators here are {there}. Unset it to use what there is, or "
-            f"set {DEVICE_VARIABLE}={CPU}"
+            "device.not_there",
+            "{variable}={wanted}, but the accelerators here are {there}. Unset it to use what there is, or set "
+            "{variable}={cpu}",
+            variable=DEVICE_VARIABLE,
+            wanted=wanted,
+            there=there,
+            cpu=CPU,
         )
     return found
 
@@ -204,8 +218,12 @@ def _nvidias() -> Gpus:
         if error.value in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
             return Gpus()
         raise ClusterError(
-            f"the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set "
-            f"{DEVICE_VARIABLE}={CPU} to do without GPUs"
+            "device.driver_failed",
+            "the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set {variable}={cpu} to do "
+            "without GPUs",
+            error=error,
+            variable=DEVICE_VARIABLE,
+            cpu=CPU,
         ) from error
 
 
@@ -384,12 +402,22 @@ def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
         )
     except subprocess.TimeoutExpired:
         raise ClusterError(
-            f"{hint()}, but torch did not say within {_DEADLINE_S:g} s which devices it has. {without}"
+            "device.torch_timeout",
+            "{hint}, but torch did not say within {deadline_s:g} s which devices it has. {advice}",
+            hint=hint(),
+            deadline_s=_DEADLINE_S,
+            advice=without,
         ) from None
     if answer.returncode != 0:
         errors = [line.rstrip(".") for line in answer.stderr.splitlines() if _ERROR.match(line)]
         said = ": ".join(dict.fromkeys(reversed(errors))) or f"exit code {answer.returncode}"
-        raise ClusterError(f"{hint()}, but torch cannot say which devices it has: {said}. {without}")
+        raise ClusterError(
+            "device.unknown_to_torch",
+            "{hint}, but torch cannot say which devices it has: {reason}. {advice}",
+            hint=hint(),
+            reason=said,
+            advice=without,
+        )
     found: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])
     return found
 

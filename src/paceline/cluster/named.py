@@ -74,7 +74,9 @@ def cluster_names(text: str) -> list[str]:
             else:
                 names.append(word)
     if not names:
-        raise ClusterError(f'"{text}" names no cluster, e.g. {_EXAMPLES}')
+        raise ClusterError(
+            "cluster.name_invalid", '"{text}" names no cluster, e.g. {examples}', text=text, examples=_EXAMPLES
+        )
     return [_in_usual_hosts(name) for name in names]
 
 
@@ -90,7 +92,14 @@ def _in_usual_hosts(name: str) -> str:
         return name
     if count % each:
         nearest = f"{max(count // each, 1) * each}x{device.name} or {-(-count // each) * each}x{device.name}"
-        raise ClusterError(f'cluster "{name}": {count:,} devices do not fill hosts of {each}; name {nearest}')
+        raise ClusterError(
+            "cluster.hosts_not_filled",
+            'cluster "{name}": {count:,} devices do not fill hosts of {each}; name {choices}',
+            name=name,
+            count=count,
+            each=each,
+            choices=nearest,
+        )
     return f"{count // each}x{each}x{match[3]}{comma}{rest}"
 
 
@@ -103,11 +112,16 @@ def read_name(text: str) -> NamedCluster:
         matches = {kind: match for kind, pattern in _WORDS.items() if (match := pattern.fullmatch(word))}
         if not matches:
             raise ClusterError(
-                f'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'
-                ", nor oversubscribed 3:1"
+                "cluster.word_unknown",
+                'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as '
+                "2.5/h, nor oversubscribed 3:1",
+                text=text,
+                word=word,
             )
         if twice := next(iter(matches.keys() & found.keys()), None):
-            raise ClusterError(f'cluster "{text}" has two {twice}s; leave one out')
+            raise ClusterError(
+                "cluster.word_twice", 'cluster "{text}" has two {what}s; leave one out', text=text, what=twice
+            )
         found |= matches
     rate_gbps = price = None
     oversubscribed: tuple[float, int] | tuple[()] = ()
@@ -119,7 +133,11 @@ def read_name(text: str) -> NamedCluster:
     if times := found.get("oversubscription"):
         oversubscribed = _oversubscribed(float(times[1]), int(times[2] or 1), text)
     if rate_gbps == 0:
-        raise ClusterError(f'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one')
+        raise ClusterError(
+            "cluster.link_rate_zero",
+            'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one',
+            text=text,
+        )
     usual = device.network.bandwidth * 8 / 1e9 * per_host
     assumed = rate_gbps is None and hosts > 1
     return NamedCluster(hosts, per_host, device, rate_gbps or usual, assumed, price, *oversubscribed)
@@ -128,8 +146,10 @@ def read_name(text: str) -> NamedCluster:
 def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
     if times < 1 or beyond < 1:
         raise ClusterError(
-            f'cluster "{text}": a network is oversubscribed 1:1 or more, beyond 1 host or more, '
-            "e.g. oversubscribed 3:1 beyond 32"
+            "cluster.oversubscription_invalid",
+            'cluster "{text}": a network is oversubscribed 1:1 or more, beyond 1 host or more, e.g. oversubscribed '
+            "3:1 beyond 32",
+            text=text,
         )
     return times, beyond
 
@@ -137,27 +157,45 @@ def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
 def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     match = _SHAPE.fullmatch(shape)
     if match is None:
-        raise ClusterError(f'cluster "{text}": a name is hosts x devices of each x device, e.g. {_EXAMPLES}')
+        raise ClusterError(
+            "cluster.name_malformed",
+            'cluster "{text}": a name is hosts x devices of each x device, e.g. {examples}',
+            text=text,
+            examples=_EXAMPLES,
+        )
     first, second, name = match.groups()
     try:
         device = accelerator(name)
     except ClusterError as error:
-        raise ClusterError(f'cluster "{text}": {error}') from None
+        raise ClusterError("cluster.name_wrong", 'cluster "{text}": {error}', text=text, error=error) from None
     hosts, per_host = (int(first), int(second)) if second else (1, int(first or 1))
     if hosts == 0 or per_host == 0:
         raise ClusterError(
-            f'cluster "{text}" has no device: both numbers are at least 1, e.g. '
-            f"{max(hosts, 1)}x{per_host or 8}x{device.name}"
+            "cluster.name_without_devices",
+            'cluster "{text}" has no device: both numbers are at least 1, e.g. {hosts}x{per_host}x{device}',
+            text=text,
+            hosts=max(hosts, 1),
+            per_host=per_host or 8,
+            device=device.name,
         )
     if hosts * per_host > _MOST_DEVICES:
         raise ClusterError(
-            f'cluster "{text}" has {hosts * per_host:,} devices; {_MOST_DEVICES:,} is the most that can be planned for'
+            "cluster.too_large",
+            'cluster "{text}" has {devices:,} devices; {most:,} is the most that can be planned for',
+            text=text,
+            devices=hosts * per_host,
+            most=_MOST_DEVICES,
         )
     if not second and not device.is_core and per_host > max(_MOST_ON_A_HOST, device.per_host):
         each, rest = divmod(per_host, device.per_host)
         fitting = f"{each + (rest > 0)}x{device.per_host}x{device.name}"
         raise ClusterError(
-            f'cluster "{text}" is one host with {per_host} devices; a usual one has {device.per_host}: {fitting}'
+            "cluster.host_too_large",
+            'cluster "{text}" is one host with {per_host} devices; a usual one has {usual}: {fitting}',
+            text=text,
+            per_host=per_host,
+            usual=device.per_host,
+            fitting=fitting,
         )
     return hosts, per_host, device
 
@@ -275,8 +313,11 @@ def accelerator(name: str) -> Accelerator:
     """
     if (found := known(name)) is None:
         raise ClusterError(
-            f'"{name}" is not in the catalogue of hardware. {nearest_to(name)} '
-            "Or measure instead: leave --cluster out on that machine."
+            "cluster.device_unknown",
+            '"{name}" is not in the catalogue of hardware. {hint} Or measure instead: leave --cluster out on that '
+            "machine.",
+            name=name,
+            hint=nearest_to(name),
         )
     return found
 

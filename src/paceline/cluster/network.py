@@ -158,7 +158,14 @@ def _run(namespace: str, command: list[str], lines: Sequence[str] = ()) -> str:
     if done.returncode:
         number = re.search(r"Command failed -:(\d+)", done.stderr)  # as iproute2 names the line
         at = f", at `{lines[int(number[1]) - 1]}`" if number else ""
-        raise ClusterError(f"`{' '.join(command)}` failed{at}: {' '.join(done.stderr.split())}. {ADVICE}")
+        raise ClusterError(
+            "emulate.command_failed",
+            "`{command}` failed{at}: {reason}. {advice}",
+            command=" ".join(command),
+            at=at,
+            reason=" ".join(done.stderr.split()),
+            advice=ADVICE,
+        )
     return done.stdout
 
 
@@ -182,7 +189,12 @@ def new_namespace() -> Iterator[int]:
     try:
         descriptor = _in_thread(make)
     except OSError as error:
-        raise ClusterError(f"a network namespace cannot be made: {error.strerror}. {ADVICE}") from error
+        raise ClusterError(
+            "emulate.no_namespace",
+            "a network namespace cannot be made: {reason}. {advice}",
+            reason=error.strerror,
+            advice=ADVICE,
+        ) from error
     try:
         yield descriptor
     finally:
@@ -208,8 +220,11 @@ def enter(path: str) -> None:
             os.close(descriptor)
     except OSError as error:
         raise ClusterError(
-            f"the network namespace {path} cannot be entered: {error.strerror}. It takes root, and a launcher that is "
-            "still there."
+            "emulate.namespace_not_entered",
+            "the network namespace {path} cannot be entered: {reason}. It takes root, and a launcher that is still "
+            "there.",
+            path=path,
+            reason=error.strerror,
         ) from error
 
 
@@ -342,8 +357,10 @@ def become_root_of_own_namespace(system: Path = Path("/proc/sys")) -> None:
         (own / "gid_map").write_text(f"0 {group} 1")
     except OSError as error:
         raise ClusterError(
-            f"emulated hosts need root, or a user namespace, which the kernel refuses: {error.strerror}. "
-            f"{_advice(system)}"
+            "emulate.user_namespace_refused",
+            "emulated hosts need root, or a user namespace, which the kernel refuses: {reason}. {advice}",
+            reason=error.strerror,
+            advice=_advice(system),
         ) from error
 
 

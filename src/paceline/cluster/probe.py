@@ -128,7 +128,12 @@ class Probe:
         said = self._errors.read().decode(errors="replace").strip().splitlines()
         late = f" (was it more than {self.deadline_s:g} s?)" if is_late else ""
         raise ClusterError(
-            f"the process that was to {task} ended with exit code {code}{late}{': ' + said[-1] if said else ''}"
+            "cluster.probe_failed",
+            "the process that was to {task} ended with exit code {code}{late}{last}",
+            task=task,
+            code=code,
+            late=late,
+            last=": " + said[-1] if said else "",
         )
 
 

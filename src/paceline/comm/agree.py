@@ -46,9 +46,14 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
         if pair[0] != pair[1]
     )
     raise SyncError(
-        f"the ranks do not hold the same: number {number + 1} of rank 0 is {first}, of rank {rank} it is "
-        f"{other}. Every rank must build "
-        "the same model; look for what depends on the rank, on a file of its host, or on the order of a set."
+        "ranks.models_differ",
+        "the ranks do not hold the same: number {number} of rank 0 is {first}, of rank {rank} it is {other}. Every "
+        "rank must build the same model; look for what depends on the rank, on a file of its host, or on the order of "
+        "a set.",
+        number=number + 1,
+        first=first,
+        rank=rank,
+        other=other,
     )
 
 

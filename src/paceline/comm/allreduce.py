@@ -48,7 +48,12 @@ def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
         PlanError: there is none of that name.
     """
     if name not in (*ALGORITHMS, "auto"):
-        raise PlanError(f"there is no all-reduce algorithm called {name!r}; there are {', '.join(ALGORITHMS)}, auto")
+        raise PlanError(
+            "plan.allreduce_unknown",
+            "there is no all-reduce algorithm called {name!r}; there are {algorithms}, auto",
+            name=name,
+            algorithms=list(ALGORITHMS),
+        )
     if name == "auto" and group.spans_hosts:
         auto = Auto(group)
         return auto, auto.reasons()
@@ -181,9 +186,13 @@ class HierarchicalAllReduce(OwnAllReduce):
         most, least = both[:3], -both[3:]
         if most[2] != least[2]:
             raise SyncError(
-                f"the ranks of a host brought tensors of {least[2]} to {most[2]} bytes to one all-reduce (this rank: "
-                f"{flat.nbytes}). Every rank of a group must make the same calls in the same order, with tensors of "
-                "the same type and size."
+                "ranks.sizes_differ",
+                "the ranks of a host brought tensors of {least} to {most} bytes to one all-reduce (this rank: {own}). "
+                "Every rank of a group must make the same calls in the same order, with tensors of the same type and "
+                "size.",
+                least=least[2],
+                most=most[2],
+                own=flat.nbytes,
             )
         return arena != 0 and torch.equal(most, least)
 

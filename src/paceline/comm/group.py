@@ -125,8 +125,11 @@ class Group:
         ranks = list(ranks)
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
             raise SyncError(
-                f"rank {self.rank} of {self.size} cannot make a group of ranks {ranks}: give ascending ranks, "
-                "its own among them"
+                "ranks.group_invalid",
+                "rank {rank} of {size} cannot make a group of ranks {ranks}: give ascending ranks, its own among them",
+                rank=self.rank,
+                size=self.size,
+                ranks=ranks,
             )
         hosts = tuple(self.hosts[r] for r in ranks) if len(self.hosts) == self.size else (0,) * len(ranks)
         links = self.links and replace(self.links, hosts=hosts)
@@ -361,10 +364,21 @@ class Group:
         Returns if the cause is this rank itself.
         """
         if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
-            text = f"rank {self.rank}, in a wait for other ranks ({what}): {str(error).strip()}"
-            raise LoaderProcessError(text) from error
+            raise LoaderProcessError(
+                "loader.worker_ended_in_wait",
+                "rank {rank}, in a wait for other ranks ({what}): {error}",
+                rank=self.rank,
+                what=what,
+                error=str(error).strip(),
+            ) from error
         if ends_generation(error):
-            raise GenerationOver(f"rank {self.rank}: {what} was broken off after {waited_s:.1f} s") from error
+            raise GenerationOver(
+                "ranks.interrupted",
+                "rank {rank}: {what} was broken off after {waited_s:.1f} s",
+                rank=self.rank,
+                what=what,
+                waited_s=waited_s,
+            ) from error
         if not lost_a_peer(error):
             return
         self._failures += 1
@@ -375,8 +389,15 @@ class Group:
             who = f"ranks {missing} did not come" if missing else "every rank came, but a connection failed"
         said = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
         raise SyncError(
-            f"rank {self.rank} waited {waited_s:.1f} s in {what} and {who} (deadline {self.deadline_s:g} s). Look for "
-            f"the first error of those ranks; if they are only slow, raise deadline_s. Transport: {said}"
+            "ranks.deadline",
+            "rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
+            "error of those ranks; if they are only slow, raise deadline_s. Transport: {transport}",
+            rank=self.rank,
+            waited_s=waited_s,
+            what=what,
+            who=who,
+            deadline_s=self.deadline_s,
+            transport=said,
         ) from error
 
 
@@ -434,8 +455,13 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     """The bytes of a tensor, in place: not every transport knows every dtype."""
     if not tensor.is_contiguous():
         raise SyncError(
-            f"cannot {what} rank {rank} a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
-            "bytes do not lie in one piece. Make a copy with .contiguous(), and copy what is received back."
+            "ranks.tensor_not_contiguous",
+            "cannot {what} rank {rank} a tensor of shape {shape} and strides {stride}: its bytes do not lie in one "
+            "piece. Make a copy with .contiguous(), and copy what is received back.",
+            what=what,
+            rank=rank,
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
         )
     return tensor.detach().view(-1).view(torch.uint8)
 

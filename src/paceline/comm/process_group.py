@@ -307,7 +307,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SyncError("this process group was destroyed")
+            raise SyncError("ranks.group_destroyed", "this process group was destroyed")
 
     # What torch asks of a group
 
@@ -400,8 +400,11 @@ def _check_divides(tensor: Tensor, ranks: int) -> None:
 def different_calls(first: str, other: str) -> SyncError:
     """The error of two ranks that make different calls, each named with its rank."""
     return SyncError(
-        f"the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the same "
-        "order, with tensors of the same type and size."
+        "ranks.calls_differ",
+        "the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the same "
+        "order, with tensors of the same type and size.",
+        first=first,
+        other=other,
     )
 
 

@@ -47,8 +47,12 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
             store = _torchs(environment, deadline_s)
     except ChannelError as error:
         if generation_is_over():
-            raise GenerationOver(f"rank {environment.rank} no longer meets these ranks") from error
-        raise LaunchError(f"rank {environment.rank} cannot meet the others at {error}") from error
+            raise GenerationOver(
+                "rendezvous.over", "rank {rank} no longer meets these ranks", rank=environment.rank
+            ) from error
+        raise LaunchError(
+            "rendezvous.refused", "rank {rank} cannot meet the others at {error}", rank=environment.rank, error=error
+        ) from error
     return _scoped(store, environment, number)
 
 
@@ -133,8 +137,13 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
         )
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
-            f"rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or "
-            "rank 0 not started? Choose another MASTER_PORT (torchrun --master-port), the same on every host."
+            "rendezvous.unreachable",
+            "rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or "
+            "rank 0 not started? Choose another MASTER_PORT (torchrun --master-port), the same on every host.",
+            rank=rank,
+            address=address,
+            port=port,
+            error=error,
         ) from error
 
 
@@ -161,10 +170,16 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's DistStoreError
         if generation_is_over():
-            raise GenerationOver(f"rank {rank} no longer waits for these ranks") from error
+            raise GenerationOver(
+                "rendezvous.wait_over", "rank {rank} no longer waits for these ranks", rank=rank
+            ) from error
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(
-            f"rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run"
+            "rendezvous.timeout",
+            "rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run",
+            rank=rank,
+            timeout_s=timeout_s,
+            missing=missing,
         ) from error
     return [json.loads(value) for value in store.multi_get(keys)]
 

@@ -46,7 +46,10 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
         obstacle = TRANSPORTS[wanted].obstacle
         if obstacle is not None and (reason := load_object(obstacle)(store, rank, size, timeout_s)):
             raise ClusterError(
-                f"transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP."
+                "ranks.transport_unavailable",
+                "transport={wanted} cannot be had: {reason}. With transport=auto the ranks talk over TCP.",
+                wanted=wanted,
+                reason=reason,
             )
         return wanted, _note(wanted)
     reason = why_not_shared(store, rank, size, timeout_s)
@@ -65,7 +68,9 @@ def encrypts() -> bool:
     """
     wanted = os.environ.get(ENCRYPT, "on")
     if wanted not in ("on", "off"):
-        raise LaunchError(f"{ENCRYPT}={wanted} is neither on nor off")
+        raise LaunchError(
+            "ranks.encrypt_invalid", "{variable}={wanted} is neither on nor off", variable=ENCRYPT, wanted=wanted
+        )
     return wanted == "on"
 
 

@@ -129,18 +129,24 @@ def check(loader: DataLoader[Any], world: Group) -> None:
         DataError: it would, with what to write instead.
     """
     if not isinstance(loader, DataLoader):
-        raise DataError(f"setup needs a torch DataLoader, got {type(loader).__name__}")
+        raise DataError(
+            "data.not_a_loader", "setup needs a torch DataLoader, got {class_name}", class_name=type(loader).__name__
+        )
     kind = type(loader)
     for name in ("__iter__", "_get_iterator"):
         if getattr(kind, name) not in [getattr(known, name) for known in _READ_BY_TORCH]:
             raise DataError(
-                f"{kind.__module__}.{kind.__qualname__} has a {name} of its own, and dealing a loader's "
-                "samples to the ranks goes past it. "
-                "Put what it does into the data set, the sampler or collate_fn, and give setup a torch DataLoader"
+                "data.loader_overridden",
+                "{module}.{class_name} has a {name} of its own, and dealing a loader's samples to the ranks goes past "
+                "it. Put what it does into the data set, the sampler or collate_fn, and give setup a torch DataLoader",
+                module=kind.__module__,
+                class_name=kind.__qualname__,
+                name=name,
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         raise DataError(
-            "a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead"
+            "data.data_pipe",
+            "a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead",
         )
     for sampler in samplers(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
         _check_not_distributed(sampler, loader, world)
@@ -157,7 +163,11 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
         f"DataLoader(dataset, batch_size={size * parts}, {instead})" if size else "a batch sampler of global batches"
     )
     raise DataError(
-        f"{name_of(sampler)} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes "
-        f"the loader that one process would use. Write {written}: batch_size counts the samples of all ranks together"
-        + (f" (here {parts} x {size})" if size else "")
+        "data.sampler_distributed",
+        "{sampler} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes the loader "
+        "that one process would use. Write {written}: batch_size counts the samples of all ranks together{size}",
+        sampler=name_of(sampler),
+        parts=parts,
+        written=written,
+        size=f" (here {parts} x {size})" if size else "",
     )

@@ -133,8 +133,10 @@ class Loader:
     def _beside(self) -> Loader:
         if not isinstance(self.partition, Partition):
             raise DataError(
-                f"an iteration of {self.partition.name} began while another one was running, and both would read the "
-                "same stream. Let the first one end, or give the second one its own DataLoader: engine.deal(loader)"
+                "data.two_iterators",
+                "an iteration of {name} began while another one was running, and both would read the same stream. Let "
+                "the first one end, or give the second one its own DataLoader: engine.deal(loader)",
+                name=self.partition.name,
             )
         reader = copy.copy(self)
         reader._samples, reader.begins_anew = copy.copy(self._samples), False
@@ -254,10 +256,13 @@ class Loader:
             return
         index = in_users_data(self._samples.dataset, self.left_out)[1][0]
         raise DataError(
-            f"sample {index} of {self._samples.name} is None, and collate_fn leaves it out. The batches of the ranks "
-            "then have unknown sizes, so their losses cannot be weighted. Remove such samples from the data set, "
-            "with torch.utils.data.Subset(dataset, indices). In a loop of your own you can instead give the number "
-            "of samples: engine.backward(loss, items=len(x))"
+            "data.sample_none",
+            "sample {index} of {samples} is None, and collate_fn leaves it out. The batches of the ranks then have "
+            "unknown sizes, so their losses cannot be weighted. Remove such samples from the data set, with "
+            "torch.utils.data.Subset(dataset, indices). In a loop of your own you can instead give the number of "
+            "samples: engine.backward(loss, items=len(x))",
+            index=index,
+            samples=self._samples.name,
         )
 
     def smallest_share(self) -> int:
@@ -324,8 +329,9 @@ class Loader:
         own = isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)
         if ("stream" in state, "flow" in state) != own:
             raise DataError(
-                "the saved position is of another kind of DataLoader (sampler or data set); resume with the "
-                "one it was saved with"
+                "data.position_of_other_loader",
+                "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it "
+                "was saved with",
             )
         if isinstance(self.partition, Partition):
             self._check_order(state)
@@ -333,8 +339,12 @@ class Loader:
         began = state["epoch"] or state["step"]
         if isinstance(self.partition, Flow) and began and (then := state["flow"]["workers"]) != self.num_workers:
             raise DataError(
-                f"{self.partition.name} was read by {then} loader processes, which deal its stream "
-                f"among them; resume with num_workers={then} in place of {self.num_workers}"
+                "data.workers_differ",
+                "{name} was read by {then} loader processes, which deal its stream among them; resume with "
+                "num_workers={then} in place of {num_workers}",
+                name=self.partition.name,
+                then=then,
+                num_workers=self.num_workers,
             )
         self._end_processes()
         self._open((state["epoch"], state["step"]), state["reader"] if state["read_by"] == self._read_by else None)
@@ -389,8 +399,11 @@ class Loader:
             return
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
-            f"the saved position is step {state['step']} of an epoch that was dealt in another way: {differs}. Samples "
-            "would be trained twice or not at all. Resume with the same values, or change them at the end of an epoch"
+            "data.position_differs",
+            "the saved position is step {step} of an epoch that was dealt in another way: {differs}. Samples would be "
+            "trained twice or not at all. Resume with the same values, or change them at the end of an epoch",
+            step=state["step"],
+            differs=differs,
         )
 
     # An iteration
@@ -447,7 +460,7 @@ class Loader:
 
     def _receive(self, batch: Any, epoch: int, step: int) -> tuple[Any] | None:
         if isinstance(batch, LoaderFailure):
-            explained = DataError(batch.message)
+            explained = DataError.of_problems(batch.problems)
             explained.from_users_code = True
             raise explained from batch.cause
         self.left_out = []
@@ -481,9 +494,13 @@ class Loader:
         if len(shares) > 1 and 0 in shares:
             last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
             raise PlanError(
-                f"{self._needs_samples} needs a sample on every replica, but "
-                f"{'the last batch' if last else f'batch {step + 1}'} of an epoch holds {sum(shares)} samples for "
-                f"{len(shares)} replicas. Set drop_last: true, or a global_batch that leaves a larger last batch."
+                "plan.replica_without_samples",
+                "{what} needs a sample on every replica, but {batch} of an epoch holds {samples} samples for "
+                "{replicas} replicas. Set drop_last: true, or a global_batch that leaves a larger last batch.",
+                what=self._needs_samples,
+                batch="the last batch" if last else f"batch {step + 1}",
+                samples=sum(shares),
+                replicas=len(shares),
             )
 
     # Loader processes

@@ -80,7 +80,9 @@ def make_room_for_sockets() -> None:
         tempfile.tempdir = chosen
     if not sockets_fit(folder):
         raise LoaderProcessError(
-            f"the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter one"
+            "loader.path_too_long",
+            "the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter one",
+            folder=folder,
         )
 
 
@@ -152,16 +154,32 @@ def failed(
         pid, code = ended[0]
         more = f" (and {len(ended) - 1} more)" if len(ended) > 1 else ""
         advice = "" if code >= 0 else ". Those that were killed often lacked memory: try a smaller num_workers"
-        return LoaderProcessError(f"{where}: a DataLoader worker process (pid {pid}){more} {_end_of(code)}{advice}")
+        return LoaderProcessError(
+            "loader.worker_ended",
+            "{where}: a DataLoader worker process (pid {pid}){others} {how}{advice}",
+            where=where,
+            pid=pid,
+            others=more,
+            how=_end_of(code),
+            advice=advice,
+        )
     said = f"{type(error).__name__}: {error}".strip()
     if "timed out" in said:
         return LoaderProcessError(
-            f"{where}: no batch came from the {workers.count} DataLoader worker processes within their timeout of "
-            f"{workers.timeout_s:g} s. If reading is only slow, raise timeout or num_workers"
+            "loader.timeout",
+            "{where}: no batch came from the {workers} DataLoader worker processes within their timeout of "
+            "{timeout_s:g} s. If reading is only slow, raise timeout or num_workers",
+            where=where,
+            workers=workers.count,
+            timeout_s=workers.timeout_s,
         )
     return LoaderProcessError(
-        f"{where}: the {workers.count} DataLoader worker processes failed: {said}. Those that were killed often lacked "
-        "memory: try a smaller num_workers"
+        "loader.workers_failed",
+        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Those that were killed often lacked "
+        "memory: try a smaller num_workers",
+        where=where,
+        workers=workers.count,
+        reasons=said,
     )
 
 

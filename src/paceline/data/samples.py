@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from paceline.errors import DataError
+from paceline.errors import DataError, Problem
 from paceline.job.samples import Collated, TensorSamples, apart, are_columns, in_users_data
 from paceline.own_random import SampleRandom, seed_from
 
@@ -92,8 +92,14 @@ class RequestedSamples(Dataset[Any]):
         length = len(self.dataset)  # type: ignore[arg-type]
         if length != expected:
             raise DataError(
-                f"replica {self.replica}: {self.name} has {length} samples at the start of epoch {self.epoch}, and "
-                f"the run was set up for {expected}: a training set keeps its length while it is used"
+                "data.length_changed",
+                "replica {replica}: {dataset} has {length} samples at the start of epoch {epoch}, and the run was set "
+                "up for {expected}: a training set keeps its length while it is used",
+                replica=self.replica,
+                dataset=self.name,
+                length=length,
+                epoch=self.epoch,
+                expected=expected,
             )
 
     def __getitems__(self, request: SampleRequest) -> Any:
@@ -104,7 +110,7 @@ class RequestedSamples(Dataset[Any]):
         try:
             return self._read(request)
         except DataError as error:
-            return LoaderFailure(str(error), _portable(error.__cause__ or error))
+            return LoaderFailure(error.problems, _portable(error.__cause__ or error))
 
     def _read(self, request: SampleRequest) -> Any:
         batch = self.read(request.indices, (request.epoch, request.step))
@@ -175,9 +181,14 @@ class RequestedSamples(Dataset[Any]):
         except Exception as error:
             listed = _listed(in_users_data(self.dataset, indices)[1])
             raise DataError(
-                f"replica {self.replica}: samples {listed} of {self.name} do not make one batch: "
-                f"{type(error).__name__}: {error}. Samples of a batch need the same structure, shapes and "
-                "types, or a collate_fn"
+                "data.not_collated",
+                "replica {replica}: samples {samples} of {name} do not make one batch: {kind}: {error}. Samples of a "
+                "batch need the same structure, shapes and types, or a collate_fn",
+                replica=self.replica,
+                samples=listed,
+                name=self.name,
+                kind=type(error).__name__,
+                error=error,
             ) from error
 
     def example(self, count: int, indices: list[Any]) -> Any:
@@ -216,8 +227,15 @@ class RequestedSamples(Dataset[Any]):
         indices = in_users_data(self.dataset, indices)[1]
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
         explained = DataError(
-            f"replica {self.replica}: {which} of {self.name} raised {type(error).__name__}: {error}. "
-            f"Read it alone to see why (dataset[{indices[0]}]), then repair it or leave it out"
+            "data.sample_raised",
+            "replica {replica}: {which} of {name} raised {kind}: {error}. Read it alone to see why "
+            "(dataset[{index}]), then repair it or leave it out",
+            replica=self.replica,
+            which=which,
+            name=self.name,
+            kind=type(error).__name__,
+            error=error,
+            index=indices[0],
         )
         explained.from_users_code = True
         return explained
@@ -244,7 +262,7 @@ class Shortened:
 class LoaderFailure:
     """Message of a loader process in place of a batch that it could not make."""
 
-    message: str
+    problems: tuple[Problem, ...]
     cause: BaseException
 
 
@@ -277,8 +295,10 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, list):
         return [sample for part in parts for sample in part]
     raise DataError(
-        f"the data set draws random numbers while it reads a batch, and batches of type {type(first).__name__} "
-        "cannot be put together from samples. Return a list of samples, or tensors in a tuple or dict"
+        "data.random_batch",
+        "the data set draws random numbers while it reads a batch, and batches of type {class_name} cannot be put "
+        "together from samples. Return a list of samples, or tensors in a tuple or dict",
+        class_name=type(first).__name__,
     )
 
 

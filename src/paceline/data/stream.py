@@ -112,7 +112,9 @@ class SamplerStream:
         try:
             return len(self.sampler)
         except TypeError:
-            raise DataError(f"{self.name} has no length; give it a __len__, or count steps") from None
+            raise DataError(
+                "data.sampler_without_length", "{name} has no length; give it a __len__, or count steps", name=self.name
+            ) from None
 
     def size(self, step: int) -> int:
         """Samples of all ranks together in that step of the epoch under way."""
@@ -124,7 +126,12 @@ class SamplerStream:
         else:
             known = self._size_by_length(step)
         if known is None:
-            raise DataError(f"the size of batch {step} is known only when {self.name} has drawn it")
+            raise DataError(
+                "data.batch_size_unknown",
+                "the size of batch {step} is known only when {name} has drawn it",
+                step=step,
+                name=self.name,
+            )
         return known
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
@@ -146,7 +153,9 @@ class SamplerStream:
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])
         if not known:
-            raise DataError(f"{self.name} draws nothing, so there is nothing to train on")
+            raise DataError(
+                "data.sampler_empty", "{name} draws nothing, so there is nothing to train on", name=self.name
+            )
         return [known[i % len(known)] for i in range(samples)]
 
     # Drawing, which all ranks do together
@@ -185,9 +194,13 @@ class SamplerStream:
             assert self._epoch is not None
             if digest is not None and self._epoch.digests.get(known) != digest:
                 raise DataError(
-                    f"{self.name} does not draw again what it drew before: its epoch {epoch} differs within the first "
-                    f"{known} batches, so training cannot go on where it stopped. Give the sampler state_dict and "
-                    "load_state_dict, or a generator of its own"
+                    "data.sampler_not_repeatable",
+                    "{name} does not draw again what it drew before: its epoch {epoch} differs within the first "
+                    "{batches} batches, so training cannot go on where it stopped. Give the sampler state_dict and "
+                    "load_state_dict, or a generator of its own",
+                    name=self.name,
+                    epoch=epoch,
+                    batches=known,
                 )
         self._draw_until(until)
 
@@ -295,8 +308,10 @@ class SamplerStream:
         problems = [found for found in self.world.gather_json(problem) if found is not None]
         if problems:
             raise DataError(
-                f"{problems[0]}. Give the DataLoader a sampler that draws the whole global batch as one process would, "
-                "alike on every rank, from a generator with a seed; paceline deals its batches to the ranks"
+                "data.samplers_differ",
+                "{problem}. Give the DataLoader a sampler that draws the whole global batch as one process would, "
+                "alike on every rank, from a generator with a seed; paceline deals its batches to the ranks",
+                problem=problems[0],
             )
         self._compared = True
         if self.world.rank:
@@ -324,7 +339,7 @@ class SamplerStream:
         """Rank 0's message, on every rank; a DataError if it tells of a problem."""
         told = _from_rank_0(self.world, message) if self.world.size > 1 else message
         if told["problem"] is not None:
-            raise DataError(told["problem"])
+            raise DataError("data.sampler_failed", "{problem}", problem=told["problem"])
         return told
 
     def _problem(self, error: Exception) -> str:
@@ -340,7 +355,10 @@ class SamplerStream:
             return [_encoded(batch)]
         if not isinstance(batch, Iterable):
             raise DataError(
-                f"{self.name} yields a {type(batch).__name__}; a batch sampler yields a list of indices for each batch"
+                "data.batch_sampler_invalid",
+                "{name} yields a {class_name}; a batch sampler yields a list of indices for each batch",
+                name=self.name,
+                class_name=type(batch).__name__,
             )
         return [_encoded(index) for index in batch]
 
@@ -390,8 +408,10 @@ def _encoded(index: Any) -> Any:
         if isinstance(index, float):
             return index
         raise DataError(
-            f"a sampler yields {index!r} as an index; what ranks can be told are whole numbers, texts, and "
-            "tuples of these"
+            "data.index_unsupported",
+            "a sampler yields {index!r} as an index; what ranks can be told are whole numbers, texts, and tuples of "
+            "these",
+            index=index,
         ) from None
 
 
@@ -459,8 +479,12 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
     if now != then:
         holds, held = (", ".join(map(str, kinds)) or "no generator" for kinds in (now, then))
         raise DataError(
-            f"{name_of(root)} is not the sampler of the saved position: it holds {holds}, and that one held {held}. "
-            "Resume with the loader that the run was started with"
+            "data.sampler_differs",
+            "{sampler} is not the sampler of the saved position: it holds {here}, and that one held {saved}. Resume "
+            "with the loader that the run was started with",
+            sampler=name_of(root),
+            here=holds,
+            saved=held,
         )
     for part, state in zip(parts, states, strict=True):
         if generator := _generator(part):
@@ -546,7 +570,10 @@ def _saved(part: Any) -> dict[str, Any]:
         json.dumps(state)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"the state_dict of sampler {name_of(part)} holds more than plain values (numbers, texts, lists): {error}"
+            "data.sampler_state_invalid",
+            "the state_dict of sampler {sampler} holds more than plain values (numbers, texts, lists): {error}",
+            sampler=name_of(part),
+            error=error,
         ) from error
     return {"kind": _kind(part), "state": state}
 

@@ -69,8 +69,9 @@ class Items(RequestedSamples):
         samples = rows_of(item)
         if samples is None:
             raise DataError(
-                f"an item of {self.name} has no rows that could be counted, and a plan that divides the "
-                "model needs them"
+                "data.rows_unknown",
+                "an item of {name} has no rows that could be counted, and a plan that divides the model needs them",
+                name=self.name,
             )
         return self._collated(cut(item, [0] * count), f"an item of {self.name}")
 
@@ -78,10 +79,14 @@ class Items(RequestedSamples):
         samples = rows_of(item)
         if samples is None and self.replicas > 1:
             raise DataError(
-                f"replica {self.replica}: {where} is a batch of type {type(item).__name__}: how many samples it holds "
-                f"is not known, so it cannot be cut for {self.replicas} ranks. Have the data set return single samples "
-                "and give the DataLoader a batch_size, or return tensors (in tuples, lists or dicts) with one row for "
-                "each sample"
+                "data.batch_uncuttable",
+                "replica {replica}: {where} is a batch of type {class_name}: how many samples it holds is not known, "
+                "so it cannot be cut for {replicas} ranks. Have the data set return single samples and give the "
+                "DataLoader a batch_size, or return tensors (in tuples, lists or dicts) with one row for each sample",
+                replica=self.replica,
+                where=where,
+                class_name=type(item).__name__,
+                replicas=self.replicas,
             )
         own = item
         if samples is not None and self.replicas > 1:
@@ -95,7 +100,12 @@ class Items(RequestedSamples):
             return self.collate(part)
         except Exception as error:
             raise DataError(
-                f"replica {self.replica}: collate_fn raised {type(error).__name__} on {where}: {error}"
+                "data.collate_raised",
+                "replica {replica}: collate_fn raised {kind} on {where}: {error}",
+                replica=self.replica,
+                kind=type(error).__name__,
+                where=where,
+                error=error,
             ) from error
 
 
@@ -157,12 +167,16 @@ class Iterated(Items):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
                 raise DataError(
-                    f"{self.name} is its own iterator: a look at its first sample would lose it. Have "
-                    "__iter__ make a new one"
+                    "data.own_iterator",
+                    "{name} is its own iterator: a look at its first sample would lose it. Have __iter__ make a new "
+                    "one",
+                    name=self.name,
                 )
             first = next(stream, None)
         if first is None:
-            raise DataError(f"{self.name} is empty: its stream ends before the first sample")
+            raise DataError(
+                "data.stream_empty", "{name} is empty: its stream ends before the first sample", name=self.name
+            )
         if self.batch_size is None:
             return self._repeated(first, count)
         return self._collated([first] * count, f"a batch of {self.name}")
@@ -192,7 +206,14 @@ class Iterated(Items):
             raise self._stream_error(error) from error
 
     def _stream_error(self, error: Exception) -> DataError:
-        explained = DataError(f"replica {self.replica}: iterating {self.name} raised {type(error).__name__}: {error}")
+        explained = DataError(
+            "data.iteration_raised",
+            "replica {replica}: iterating {name} raised {kind}: {error}",
+            replica=self.replica,
+            name=self.name,
+            kind=type(error).__name__,
+            error=error,
+        )
         explained.from_users_code = True
         return explained
 
@@ -238,14 +259,23 @@ class Flow:
             DataError: it does not.
         """
         if self.length is None:
-            raise DataError(f"{self.name} is an IterableDataset without a length; give it a __len__, or count steps")
+            raise DataError(
+                "data.stream_without_length",
+                "{name} is an IterableDataset without a length; give it a __len__, or count steps",
+                name=self.name,
+            )
         return self.length
 
     def size(self, step: int) -> int:
         """Samples of all ranks in the last step read; of a full batch for others."""
         found = self._totals.get(step, self.batch_size)
         if found is None:
-            raise DataError(f"the samples of batch {step} of {self.name} are known only when it was read")
+            raise DataError(
+                "data.samples_unknown",
+                "the samples of batch {step} of {name} are known only when it was read",
+                step=step,
+                name=self.name,
+            )
         return found
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
@@ -305,9 +335,12 @@ class Flow:
         if turn < self.workers:
             if shard.varied and shard.digest in self._digests.values():
                 raise DataError(
-                    f"every loader process reads the whole of {self.name}: two of the {self.workers} began with the "
-                    "same batch, and each sample would be trained several times. Divide the stream by "
-                    "torch.utils.data.get_worker_info(), or set num_workers=1"
+                    "data.workers_repeat",
+                    "every loader process reads the whole of {name}: two of the {workers} began with the same batch, "
+                    "and each sample would be trained several times. Divide the stream by "
+                    "torch.utils.data.get_worker_info(), or set num_workers=1",
+                    name=self.name,
+                    workers=self.workers,
                 )
             self._digests[turn] = shard.digest
         return True
@@ -322,9 +355,12 @@ class Flow:
         expected, self._expected, self._last, self._known = self._expected, None, shard.digest, 0
         if shard.digest != expected:
             raise DataError(
-                f"{self.name} does not give again what it gave before: batch {turn} differs, and training cannot go on "
+                "data.stream_not_repeatable",
+                "{name} does not give again what it gave before: batch {batch} differs, and training cannot go on "
                 "there. Have iter() begin the same stream anew in each process, and draw random numbers from a "
-                "generator with a seed"
+                "generator with a seed",
+                name=self.name,
+                batch=turn,
             )
 
     def _compare_ranks(self, turn: int) -> None:
@@ -337,10 +373,12 @@ class Flow:
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise DataError(
-                f"the ranks read different streams from {self.name}: batch {turn} is not the same on all of them. "
-                "paceline deals the batches, so let every rank read the whole stream in one order: leave out any split "
-                "by rank (split_dataset_by_node, split_by_node, RANK) and draw random numbers from a generator with a "
-                "seed"
+                "data.streams_differ",
+                "the ranks read different streams from {name}: batch {batch} is not the same on all of them. paceline "
+                "deals the batches, so let every rank read the whole stream in one order: leave out any split by rank "
+                "(split_dataset_by_node, split_by_node, RANK) and draw random numbers from a generator with a seed",
+                name=self.name,
+                batch=turn,
             )
 
 

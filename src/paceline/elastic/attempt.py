@@ -64,7 +64,9 @@ def launch(
     """
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
         cores = f"pin_cores names the cores of {len(setting.pin_cores)} ranks"
-        raise LaunchError(f"{cores}, but {setting.ranks} are to be started")
+        raise LaunchError(
+            "launch.too_few_devices", "{devices}, but {ranks} are to be started", devices=cores, ranks=setting.ranks
+        )
     if adopts is not None:
         setting = replace(setting, number=adopts.kept.begin.attempt)
     failed_at_s: list[float] = []
@@ -111,7 +113,7 @@ class Attempt:
             alone = ranks.remote.cut_off() if ranks.remote else None
             if reason := alone or losses.too_few:
                 ranks.stop_all()
-                return LaunchError(reason, final=True)
+                return LaunchError("launch.cannot_continue", "{reason}", reason=reason, final=True)
             if setting.saves and setting.folder:
                 answer_requests(setting.folder.path, losses)
             if losses.turn():
@@ -119,7 +121,9 @@ class Attempt:
             if (forkserver := ranks.starter.forkserver) and forkserver.lost:
                 ranks.stop_all()
                 return LaunchError(
-                    f"the forkserver of the ranks (pid {forkserver.pid}) was killed, and they were stopped."
+                    "launch.forkserver_killed",
+                    "the forkserver of the ranks (pid {pid}) was killed, and they were stopped.",
+                    pid=forkserver.pid,
                 )
             counted = [ranks[number] for number in losses.counted]
             if any(rank.code or (rank.code is None and rank.record.exists()) for rank in counted):
@@ -142,7 +146,7 @@ class Attempt:
         ]
         if ranks.remote and (lost := ranks.remote.lost):
             then = " --resume goes on from what was saved." if ranks.setting.saves else ""
-            return LaunchError(f"{lost}; the ranks were stopped.{then}")
+            return LaunchError("launch.rank_lost", "{lost}; the ranks were stopped.{then}", lost=lost, then=then)
         failure = root_cause(ends, ranks.oom_kills_here())
         if ranks.remote and (silent := ranks.remote.silent):
             failure.args = (f"{failure}\n{silent}",)
@@ -210,8 +214,10 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
     per_host = cluster.ranks_per_host(ranks)
     if not per_host[0]:
         raise LaunchError(
-            f"host 0 ({cluster.hosts[0].name}) has no accelerator, but other hosts have: rank 0 runs on host 0. Start "
-            "the hosts in another order, or without that host."
+            "launch.host_0_without_accelerator",
+            "host 0 ({host}) has no accelerator, but other hosts have: rank 0 runs on host 0. Start the hosts in "
+            "another order, or without that host.",
+            host=cluster.hosts[0].name,
         )
     return [
         RankPlace(

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -61,6 +61,8 @@ class ErrorRecord:
     secondary: bool
     explained: bool
     may_pass: bool = False
+    code: str = "launch.rank_raised"  # of a PacelineError, with its fields
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
@@ -69,8 +71,10 @@ class ErrorRecord:
         Its traceback starts in the frame below the one that caught it.
         """
         explained = isinstance(error, PacelineError)
+        told: dict[str, Any] = {}
         if isinstance(error, PacelineError):
             message, lines = str(error), traceback_of_users_code(error)
+            told = {"code": error.code, "fields": error.fields}
         else:
             inner = error.__traceback__.tb_next if error.__traceback__ else None
             message = "".join(traceback.format_exception_only(error)).strip()
@@ -86,6 +90,7 @@ class ErrorRecord:
             _only_lost_a_peer(error),
             explained,
             _may_pass(error),
+            **told,
         )
 
     def cause(self, ranks: int) -> str:
@@ -154,8 +159,14 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
     failure = _describe(lost, len(ends), oom_kills)
     left = [e for e in ends if e.code == 0]
     if left:
-        text = f"{ended_early(left[0])}\n{failure}"
-        return LaunchError(text, left[0].status.rank, traceback=failure.traceback)
+        return LaunchError(
+            "launch.rank_ended_early",
+            "{early}\n{failure}",
+            early=ended_early(left[0]),
+            failure=failure,
+            rank=left[0].status.rank,
+            traceback=failure.traceback,
+        )
     return failure
 
 
@@ -189,7 +200,16 @@ def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> Launc
     )
     stacks = "".join(f"\n\nThe stack of rank {e.status.rank}:\n{shortened(e.stack)}" for e in hung if e.stack)
     advice = "" if first.stopped or first.status.phase == "starting" else ". If it is only slow, raise deadline_s"
-    return LaunchError(f"{head}; {_others(len(ends))}{advice}.{more}{stacks}", first.status.rank)
+    return LaunchError(
+        "launch.rank_hung",
+        "{head}; {others}{advice}.{more}{stacks}",
+        head=head,
+        others=_others(len(ends)),
+        advice=advice,
+        more=more,
+        stacks=stacks,
+        rank=first.status.rank,
+    )
 
 
 def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
@@ -197,10 +217,11 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
     if end.record:
         record = end.record
         final = record.explained and not record.secondary and not record.may_pass
+        fields = record.fields if record.explained else {"rank": rank, "type": record.type, "message": record.message}
         text = f"{record.cause(ranks)}\n\n{record.traceback}".rstrip()
-        return LaunchError(
-            text,
-            rank,
+        return LaunchError.of_json(
+            {"code": record.code, "text": text, "fields": fields},
+            rank=rank,
             final=final,
             rank_error=record.type,
             explained=record.explained,
@@ -210,10 +231,23 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
     if end.code is not None and end.code < 0:
         why = _reason(-end.code, end.oom_kills if end.remote else oom_kills)
         stack = f"\n\n{shortened(end.stack)}" if end.stack else ""
-        return LaunchError(f"{_killed(end)}{why}; {others}.{stack}", rank)
+        return LaunchError(
+            "launch.rank_killed",
+            "{how}{why}; {then}.{stack}",
+            how=_killed(end),
+            why=why,
+            then=others,
+            stack=stack,
+            rank=rank,
+        )
     return LaunchError(
-        f"{_who(end)} ended with exit code {end.code} in {_where(end.status)} and left no error: os._exit()? {others}.",
-        rank,
+        "launch.rank_left",
+        "{who} ended with exit code {code} in {where} and left no error: os._exit()? {then}.",
+        who=_who(end),
+        code=end.code,
+        where=_where(end.status),
+        then=others,
+        rank=rank,
     )
 
 
@@ -459,7 +493,13 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 def stopped_before(what: str, name: str) -> LaunchError:
     """The error of a run that a signal stopped before something happened."""
-    return LaunchError(f"{name} stopped the run before {what}.", exit_code=128 + signal.Signals[name])
+    return LaunchError(
+        "launch.stopped_by_signal",
+        "{signal} stopped the run before {what}.",
+        signal=name,
+        what=what,
+        exit_code=128 + signal.Signals[name],
+    )
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -138,8 +138,10 @@ class Forkserver:
         while self._asked and not stopped():
             if time.monotonic() > until:
                 raise LaunchError(
-                    f"torch was not imported after {deadline_s:g} s, by the process that the ranks are to "
-                    "be forked from"
+                    "launch.import_timeout",
+                    "torch was not imported after {deadline_s:g} s, by the process that the ranks are to be forked "
+                    "from",
+                    deadline_s=deadline_s,
                 )
             if select.select([self._socket], [], [], _TICK_S)[0]:
                 with self._lock:
@@ -202,10 +204,13 @@ class Forkserver:
                 answer = self._answer()
             except OSError as error:
                 raise LaunchError(
-                    f"the process that ranks are forked from (pid {self.pid}) is lost: {error}"
+                    "launch.forkserver_lost",
+                    "the process that ranks are forked from (pid {pid}) is lost: {error}",
+                    pid=self.pid,
+                    error=error,
                 ) from error
         if "error" in answer:
-            raise LaunchError(answer["error"])
+            raise LaunchError("launch.forkserver_refused", "{reason}", reason=answer["error"])
         return answer
 
     def end(self) -> None:
@@ -513,7 +518,11 @@ class Starter:
                 process.kill()
                 process.wait()
             raise LaunchError(
-                f"rank {environment.rank} of {environment.world_size} could not be started: {error}"
+                "launch.rank_not_started",
+                "rank {rank} of {world_size} could not be started: {error}",
+                rank=environment.rank,
+                world_size=environment.world_size,
+                error=error,
             ) from error
         assert environment.error_file is not None
         return StartedRank(environment.rank, process, pidfd, environment.error_file)

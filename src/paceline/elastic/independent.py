@@ -115,7 +115,11 @@ class Independent(Losses):
             raise cannot_shrink("worker")
         first, board = workers[-1], self.ranks.board.read()
         if any(board[rank.number].phase == "starting" for rank in self._ranks_of(first)):
-            raise LaunchError(f"{named(self._numbers_of(first))}: still starting. Ask again in a moment.")
+            raise LaunchError(
+                "scale.still_starting",
+                "{workers}: still starting. Ask again in a moment.",
+                workers=named(self._numbers_of(first)),
+            )
         self._leaving.add(first)
         self.ranks[first].signal(LEAVE)
         return f"{named(self._numbers_of(first))} will leave after this piece; the others go on"
@@ -133,8 +137,10 @@ class Independent(Losses):
             if ended:
                 self._must_not_be_awaited()
                 raise LaunchError(
-                    f"the host of {named(ended)} was lost too often, and is left out. To have it back, end the run "
-                    "(Ctrl-C saves), and go on with --resume."
+                    "scale.left_out",
+                    "the host of {workers} was lost too often, and is left out. To have it back, end the run (Ctrl-C "
+                    "saves), and go on with --resume.",
+                    workers=named(ended),
                 )
             raise all_take_part(self.workers, "workers")
         first = out[0]
@@ -156,8 +162,10 @@ class Independent(Losses):
             numbers = [number for number, place in places if place.number == link.number]
             if not self._can_go(numbers):
                 raise LaunchError(
-                    f"this run cannot begin without {link.who}, which has its first worker, or all processes of a "
-                    "server. Start more hosts."
+                    "hosts.first_worker_missing",
+                    "this run cannot begin without {missing}, which has its first worker, or all processes of a "
+                    "server. Start more hosts.",
+                    missing=link.who,
                 )
             firsts = {self._first_of(number) for number in numbers}
             self._out |= firsts

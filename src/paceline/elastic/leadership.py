@@ -216,7 +216,9 @@ class Leadership(ABC):
     def _refused(self, holder: Holder | None, more: str = "") -> RunError:
         who = str(holder) if holder is not None else "a process that is just starting"
         advice = more or "Wait for its end, stop it there, or name another run."
-        return RunError(f"{self.place} is being trained by {who}. {advice}")
+        return RunError(
+            "run.in_use", "{place} is being trained by {holder}. {advice}", place=self.place, holder=who, advice=advice
+        )
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(self.beat_s):
@@ -234,8 +236,11 @@ class Leadership(ABC):
                 self._show_life()
                 return
             self.lost = RunError(
-                f"{self.place} was taken over by {holder or 'another process'}, because this process showed no sign of "
-                "life for a while. This process ends; what it has saved stays"
+                "run.taken_over",
+                "{place} was taken over by {holder}, because this process showed no sign of life for a while. "
+                "This process ends; what it has saved stays",
+                place=self.place,
+                holder=holder or "another process",
             )
 
 
@@ -286,8 +291,10 @@ class RunLock(Leadership):
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
         except OSError as error:
             raise RunError(
-                f"the run cannot be kept in {self.run}: {error.strerror}. Name a directory that can be written with "
-                "--run."
+                "run.directory_unwritable",
+                "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+                run=self.run,
+                reason=error.strerror,
             ) from error
 
     def _acquire(self) -> None:
@@ -315,7 +322,9 @@ class RunLock(Leadership):
             return False
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                raise RunError(f"{self.path} cannot be locked: {error.strerror}") from error
+                raise RunError(
+                    "run.lock_failed", "{path} cannot be locked: {reason}", path=self.path, reason=error.strerror
+                ) from error
             self._without_locks = True
         return True
 
@@ -371,7 +380,12 @@ class RunLock(Leadership):
             os.ftruncate(self._fd, len(text))
             os.fsync(self._fd)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then try again.") from error
+            raise RunError(
+                "run.disk_full",
+                "{path} cannot be written: {reason}. Make room, then try again.",
+                path=self.path,
+                reason=error.strerror,
+            ) from error
 
     def _content(self) -> bytes:
         """The lock file's bytes now.

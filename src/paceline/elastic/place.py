@@ -119,7 +119,7 @@ def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.soc
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise LaunchError(_why_no_port(port, address, error)) from error
+        raise LaunchError("launch.port_unusable", "{reason}", reason=_why_no_port(port, address, error)) from error
     return listener
 
 
@@ -209,7 +209,9 @@ def recovery_is_on() -> bool:
     """
     wanted = os.environ.get(RECOVERY, "on")
     if wanted not in ("on", "off"):
-        raise LaunchError(f"{RECOVERY}={wanted} is neither on nor off")
+        raise LaunchError(
+            "launch.recovery_invalid", "{variable}={wanted} is neither on nor off", variable=RECOVERY, wanted=wanted
+        )
     return wanted == "on"
 
 

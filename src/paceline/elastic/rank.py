@@ -152,7 +152,9 @@ def _pin(environment: RankEnvironment) -> None:
     except OSError as error:
         wanted, allowed = (", ".join(map(str, sorted(cores))) for cores in (environment.cores, os.sched_getaffinity(0)))
         who = f"rank {environment.rank} cannot be pinned to cores {wanted}"
-        raise ClusterError(f"{who}: this process may use cores {allowed}") from error
+        raise ClusterError(
+            "launch.cores_unavailable", "{who}: this process may use cores {cores}", who=who, cores=allowed
+        ) from error
 
 
 def _leave(error: BaseException, path: Path, launcher: Launcher, code: int) -> None:

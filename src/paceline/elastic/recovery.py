@@ -82,8 +82,10 @@ class Losses:
             LaunchError: none can.
         """
         raise LaunchError(
-            f"this run's plan does not recover in place (that needs {NEEDS}), so its ranks stay. End it (Ctrl-C "
-            "saves), and go on with --resume and another --plan."
+            "scale.not_elastic",
+            "this run's plan does not recover in place (that needs {needs}), so its ranks stay. End it (Ctrl-C "
+            "saves), and go on with --resume and another --plan.",
+            needs=NEEDS,
         )
 
     def grow(self) -> str:
@@ -130,7 +132,11 @@ class Losses:
     def _must_not_be_awaited(self) -> None:
         """Raise LaunchError where a host that can make the run larger may come by itself."""
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
-            raise LaunchError(f"host number {hosts} may come at any time: start the same command there")
+            raise LaunchError(
+                "scale.host_may_come",
+                "host number {host} may come at any time: start the same command there",
+                host=hosts,
+            )
 
 
 class Recovery(Losses):
@@ -162,8 +168,11 @@ class Recovery(Losses):
         self.membership.begin_without(set(self._handled))
         if self.membership.hopeless:
             raise LaunchError(
-                f"this run cannot begin without {', '.join(link.who for link in remote.spared)}: no replica of its "
-                f"plan is whole, each has {self.ranks.setting.replica_ranks} ranks. Start more hosts."
+                "hosts.no_whole_replica",
+                "this run cannot begin without {missing}: no replica of its plan is whole, each has {ranks} ranks. "
+                "Start more hosts.",
+                missing=[link.who for link in remote.spared],
+                ranks=self.ranks.setting.replica_ranks,
             )
 
     def _go_on_in(self, generation: Generation) -> None:
@@ -377,13 +386,19 @@ class Recovery(Losses):
         chosen = ranks.on_host(host) if host else membership.replica_of(max(members, default=0))
         hosts = ranks.remote.hosts if ranks.remote else None
         if host and hosts and hosts.there <= hosts.least:
-            raise LaunchError(f"{hosts.there} hosts are there, and this run goes on with {hosts.least} at least")
+            raise LaunchError(
+                "scale.fewest_hosts",
+                "{there} hosts are there, and this run goes on with {least} at least",
+                there=hosts.there,
+                least=hosts.least,
+            )
         if not members - chosen:
             raise cannot_shrink("replica")
         if any(membership.replica_of(rank) - chosen for rank in chosen):
             raise LaunchError(
+                "scale.replicas_over_hosts",
                 "replicas of this plan lie on several hosts, so none can leave alone. End the run (Ctrl-C saves), and "
-                "go on with --resume and a smaller --plan."
+                "go on with --resume and a smaller --plan.",
             )
         self._leaving, self._leaving_host = chosen, host
         membership.release(chosen)
@@ -434,7 +449,12 @@ def most_losses() -> int:
     """Losses of one rank in an hour after which it is left out."""
     wanted = os.environ.get(LOSSES, str(MOST_LOSSES))
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise LaunchError(f"{LOSSES}={wanted} is no number of losses after which a rank is left out: at least 1")
+        raise LaunchError(
+            "launch.losses_invalid",
+            "{variable}={wanted} is no number of losses after which a rank is left out: at least 1",
+            variable=LOSSES,
+            wanted=wanted,
+        )
     return int(wanted)
 
 
@@ -488,29 +508,34 @@ def answer_requests(run: Path, losses: Losses) -> None:
 
 def _done(request: Request, losses: Losses) -> str:
     if request.by not in (1, -1):
-        raise LaunchError(f"a run grows by 1 or shrinks by 1 at a time, not by {request.by}")
+        raise LaunchError("scale.by_one", "a run grows by 1 or shrinks by 1 at a time, not by {by}", by=request.by)
     if losses.ending:
-        raise LaunchError("this run is about to end")
+        raise LaunchError("scale.run_ending", "this run is about to end")
     return losses.grow() if request.by > 0 else losses.shrink()
 
 
 def about_to_leave(ranks: set[int]) -> LaunchError:
     """Error of a second request while ranks leave."""
-    return LaunchError(f"{named(ranks)} are still leaving. Ask again in a moment.")
+    return LaunchError("scale.still_leaving", "{ranks} are still leaving. Ask again in a moment.", ranks=named(ranks))
 
 
 def all_take_part(number: int, what: str) -> LaunchError:
     """Error of a run that cannot grow."""
     return LaunchError(
-        f"all {number} {what} of this run's plan take part, or are on their way. For more, end it (Ctrl-C saves), and "
-        "go on with --resume and a larger --plan."
+        "scale.all_take_part",
+        "all {number} {what} of this run's plan take part, or are on their way. For more, end it (Ctrl-C saves), and "
+        "go on with --resume and a larger --plan.",
+        number=number,
+        what=what,
     )
 
 
 def cannot_shrink(what: str) -> LaunchError:
     """Error of a run of which only one part is left."""
     return LaunchError(
-        f"one {what} takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it."
+        "scale.cannot_shrink",
+        "one {what} takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it.",
+        what=what,
     )
 
 

@@ -209,5 +209,9 @@ def _file(folder: Path, rank: int) -> Path:
 def _result(folder: Path, rank: int, kind: TypeAdapter[R]) -> R:
     file = _file(folder, rank)
     if not file.exists():
-        raise LaunchError(f"rank {rank} ended with exit code 0 before it had a result: did code that it calls exit()?")
+        raise LaunchError(
+            "launch.rank_without_result",
+            "rank {rank} ended with exit code 0 before it had a result: did code that it calls exit()?",
+            rank=rank,
+        )
     return _decoded(kind, file.read_text())

@@ -157,9 +157,14 @@ class _HostCommand:
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
-                raise LaunchError(self._problem())
+                raise LaunchError("ssh.not_started", "{reason}", reason=self._problem())
             if time.monotonic() > begun_by:
-                raise LaunchError(f"host {self.host.name} was asked by ssh, but did not start within {_START_S:.0f} s")
+                raise LaunchError(
+                    "ssh.start_timeout",
+                    "host {host} was asked by ssh, but did not start within {deadline_s:.0f} s",
+                    host=self.host.name,
+                    deadline_s=_START_S,
+                )
         elif code is not None and (code == _SSH_FAILED or code < 0) and not self.host.is_here and not self._lost:
             self._lost = True
             print(f"paceline: the ssh connection to host {self.host.name} was lost", file=sys.stderr, flush=True)
@@ -313,10 +318,18 @@ def read_hosts(text: str) -> list[NamedHost]:
     names = [host.name for host in hosts]
     if twice := {name for name in names if names.count(name) > 1}:
         name = min(twice)
-        raise LaunchError(f"{where} names {name} twice. For two of its devices, say {name}:2.")
+        raise LaunchError(
+            "ssh.host_twice",
+            "{where} names {name} twice. For two of its devices, say {name}:2.",
+            where=where,
+            name=name,
+        )
     if sum(host.is_here for host in hosts) > 1:
         raise LaunchError(
-            f"{where} names this machine twice: {', '.join(host.name for host in hosts if host.is_here)}."
+            "ssh.this_machine_twice",
+            "{where} names this machine twice: {hosts}.",
+            where=where,
+            hosts=[host.name for host in hosts if host.is_here],
         )
     return hosts
 
@@ -325,9 +338,15 @@ def _lines(path: Path) -> list[str]:
     try:
         lines = [line.partition("#")[0].strip() for line in read_text(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"{path}: the list of hosts cannot be read: {error}") from error
+        raise LaunchError(
+            "ssh.list_unreadable", "{path}: the list of hosts cannot be read: {error}", path=path, error=error
+        ) from error
     if not (hosts := [line for line in lines if line]):
-        raise LaunchError(f"{path}: names no host. Write one on each line, as in b or b:2 (two of its devices).")
+        raise LaunchError(
+            "ssh.no_hosts",
+            "{path}: names no host. Write one on each line, as in b or b:2 (two of its devices).",
+            path=path,
+        )
     return hosts
 
 
@@ -336,8 +355,11 @@ def _host(entry: str, where: str) -> NamedHost:
     devices = int(found["devices"]) if found and found["devices"] else None
     if found is None or devices == 0 or (devices or 0) > MOST_HOSTS:
         raise LaunchError(
-            f'{where}: "{entry[:80]}" is no host. Write NAME, USER@NAME or [ADDRESS], and :N behind it for N of its '
-            "devices, as in a,b:2."
+            "ssh.host_invalid",
+            '{where}: "{entry}" is no host. Write NAME, USER@NAME or [ADDRESS], and :N behind it for N of its '
+            "devices, as in a,b:2.",
+            where=where,
+            entry=entry[:80],
         )
     return NamedHost(found["name"], devices)
 
@@ -387,16 +409,24 @@ def _read_order() -> tuple[Order, bytes]:
     data, until = b"", time.monotonic() + _ORDER_S
     while b"\n" not in data:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise LaunchError(f"no order came on standard input within {_ORDER_S:.0f} s; `--hosts` starts this program")
+            raise LaunchError(
+                "ssh.order_timeout",
+                "no order came on standard input within {deadline_s:.0f} s; `--hosts` starts this program",
+                deadline_s=_ORDER_S,
+            )
         part = os.read(0, 2**16)
         data += part
         if not part or len(data) > _ORDER_LIMIT:
-            raise LaunchError("standard input has no order; `--hosts` starts this program")
+            raise LaunchError("ssh.no_order", "standard input has no order; `--hosts` starts this program")
     line, _, rest = data.partition(b"\n")
     try:
         return msgspec.json.decode(line, type=Order), rest
     except msgspec.MsgspecError as error:
-        raise LaunchError(f"the order of another version of paceline: {error}. Install the same one here.") from None
+        raise LaunchError(
+            "ssh.other_version",
+            "the order of another version of paceline: {error}. Install the same one here.",
+            error=error,
+        ) from None
 
 
 def _start(order: Order, key: int) -> subprocess.Popen[bytes]:
@@ -415,8 +445,11 @@ def _start(order: Order, key: int) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise LaunchError(
-            f"the command cannot be started in {order.directory}: {error.strerror}. Every host needs the directory "
-            "that it is started in."
+            "ssh.directory_unusable",
+            "the command cannot be started in {directory}: {reason}. Every host needs the directory that it is "
+            "started in.",
+            directory=order.directory,
+            reason=error.strerror,
         ) from error
 
 
@@ -505,8 +538,13 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
             return str(asked.getsockname()[0])
     except OSError as error:
         raise LaunchError(
-            f"this machine is host 0, but its address towards {hosts[1].name} ({other}) cannot be found out: "
-            f"{error.strerror or error}. Name it with {COORDINATOR}=ADDRESS."
+            "ssh.own_address_unknown",
+            "this machine is host 0, but its address towards {host} ({other}) cannot be found out: {reason}. Name it "
+            "with {variable}=ADDRESS.",
+            host=hosts[1].name,
+            other=other,
+            reason=error.strerror or error,
+            variable=COORDINATOR,
         ) from error
 
 
@@ -519,17 +557,28 @@ def host_name(name: str) -> str:
     except FileNotFoundError as error:
         raise no_ssh(error) from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"ssh did not say where host {name} is: {error}") from error
+        raise LaunchError(
+            "ssh.address_unknown", "ssh did not say where host {name} is: {error}", name=name, error=error
+        ) from error
     for line in done.stdout.splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":
             return value
-    raise LaunchError(f"ssh does not know host {name}: {done.stderr.strip() or 'no host name'}")
+    raise LaunchError(
+        "ssh.host_unknown",
+        "ssh does not know host {name}: {reason}",
+        name=name,
+        reason=done.stderr.strip() or "no host name",
+    )
 
 
 def no_ssh(error: FileNotFoundError) -> LaunchError:
     """Error for a machine without ssh."""
-    return LaunchError(f"--hosts needs the program {error.filename}, which is not there (package openssh-client).")
+    return LaunchError(
+        "ssh.not_installed",
+        "--hosts needs the program {program}, which is not there (package openssh-client).",
+        program=error.filename,
+    )
 
 
 def _family(name: str) -> socket.AddressFamily:

@@ -61,8 +61,12 @@ def prepared(
     if precision == "fp64":
         if widest_float(data_group.device) != torch.float64:
             raise PlanError(
-                f"precision=fp64: devices of type {data_group.device.type} have no float64. Choose another precision, "
-                f"or set {DEVICE_VARIABLE}={CPU} to compute on the CPU."
+                "plan.no_float64",
+                "precision=fp64: devices of type {type} have no float64. Choose another precision, or set "
+                "{variable}={cpu} to compute on the CPU.",
+                type=data_group.device.type,
+                variable=DEVICE_VARIABLE,
+                cpu=CPU,
             )
         model.double()
         choose = getattr(model, "set_experts_implementation", None)
@@ -75,9 +79,10 @@ def prepared(
         return synchronise(model, data_group)
     if synchronised is not None:
         raise JobError(
-            f'"{synchronised}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says '
-            "batch_norm: local. "
-            "Set batch_norm: sync, or use BatchNorm in the model."
+            "job.sync_batch_norm_in_model",
+            '"{name}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says batch_norm: '
+            "local. Set batch_norm: sync, or use BatchNorm in the model.",
+            name=synchronised,
         )
     return model
 
@@ -92,9 +97,10 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
             continue
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
-                f'"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the '
-                "global batch: dp=1, or "
-                "scale_grad_by_freq=False."
+                "plan.scale_grad_by_freq",
+                '"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: '
+                "dp=1, or scale_grad_by_freq=False.",
+                name=name,
             )
 
 
@@ -123,7 +129,11 @@ def use_onednn(on: bool) -> None:
         _library = None
         return
     if not has_onednn():
-        raise PlanError(f"onednn=on: this build of torch ({torch.__version__}) has no oneDNN: onednn=off.")
+        raise PlanError(
+            "plan.no_onednn",
+            "onednn=on: this build of torch ({version}) has no oneDNN: onednn=off.",
+            version=torch.__version__,
+        )
     _library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that kernels are replaced
@@ -213,10 +223,12 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
         held = {p for group in optimizer.param_groups for p in group["params"]}
         if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
             raise JobError(
+                "optimizer.no_sparse_gradients",
                 "SparseAdam takes sparse gradients, which embeddings with sparse=True make, and only on CPUs under "
-                f"plans that neither divide nor compile the model; plan {plan} has dense ones for "
-                f"{len(held - engine.rows)} of its parameters: use Adagrad or SGD, whose steps leave rows without a "
-                "gradient as they are, or Adam"
+                "plans that neither divide nor compile the model; plan {plan} has dense ones for {parameters} of its "
+                "parameters: use Adagrad or SGD, whose steps leave rows without a gradient as they are, or Adam",
+                plan=plan,
+                parameters=len(held - engine.rows),
             )
 
 

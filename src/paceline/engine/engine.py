@@ -414,8 +414,10 @@ class RankEngine:
         self.reduction = kind(self.rule, self.replica, self.signals, self.meter, world, split, self.compute.loss_scale)
         if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
-                f"sync={self.plan.sync} lets replicas train independently; a loss over the whole batch, or batch_norm: "
-                "sync, joins them in every step. Use sync=allreduce."
+                "plan.joint_batch_under_local_rule",
+                "sync={sync} lets replicas train independently; a loss over the whole batch, or batch_norm: sync, "
+                "joins them in every step. Use sync=allreduce.",
+                sync=self.plan.sync,
             )
 
     def _owners(self) -> dict[Tensor, int]:
@@ -444,15 +446,20 @@ class RankEngine:
             return
         if self.split is not None:
             raise PlanError(
-                f"plan {self.plan} divides the parameters that were trainable at the start; some were frozen, unfrozen "
-                f"or added to the optimizer since. Call paceline.setup again, or use dp={self.group.size}."
+                "plan.trainable_changed",
+                "plan {plan} divides the parameters that were trainable at the start; some were frozen, unfrozen or "
+                "added to the optimizer since. Call paceline.setup again, or use dp={size}.",
+                plan=self.plan,
+                size=self.group.size,
             )
         known = {*self._parameters, *self.extra.values()}
         added = [p for p in self._held_by_optimizer() if p not in known]
         if added and forward_is_done and self.group.size > 1:
             raise JobError(
-                f"{len(added)} parameters were added to the optimizer since setup, and the ranks may have other values "
-                "for them: call engine.agree() after add_param_group, before the forward pass"
+                "loop.parameters_added",
+                "{count} parameters were added to the optimizer since setup, and the ranks may have other values for "
+                "them: call engine.agree() after add_param_group, before the forward pass",
+                count=len(added),
             )
         if self.local_steps and forward_is_done:
             return
@@ -495,9 +502,13 @@ class RankEngine:
         position = self.loader.position
         if position is None or rows(batch) != position.local:
             raise DataError(
-                f"step takes the batches of engine.loader: the newest has {position.local if position else 0} samples "
-                f"on rank {self.group.rank}, the one given has {rows(batch)}. Transform a batch as you like, but keep "
-                "its samples: they are weighed by what every replica was dealt."
+                "loop.other_batch",
+                "step takes the batches of engine.loader: the newest has {expected} samples on rank {rank}, the one "
+                "given has {rows}. Transform a batch as you like, but keep its samples: they are weighed by what "
+                "every replica was dealt.",
+                expected=position.local if position else 0,
+                rank=self.group.rank,
+                rows=rows(batch),
             )
         self.loader.check_weight()
         return position

@@ -168,8 +168,10 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
         shape: list[int] = next((of_rank[i] for of_rank in found if of_rank[i] is not None), [])
         if any(of_rank[i] not in (None, shape) for of_rank in found):
             raise DataError(
-                f"the totals of metric {kept.metric.name} differ in shape between ranks. Let its call return the same "
-                "shape for every batch"
+                "metric.totals_differ",
+                "the totals of metric {metric} differ in shape between ranks. Let its call return the same shape for "
+                "every batch",
+                metric=kept.metric.name,
             )
         if kept.total is None:
             kept.total = torch.zeros(shape, dtype=torch.float64)
@@ -219,8 +221,11 @@ class _Rows:
         if not all(isinstance(one, Tensor) and one.dim() for one in pair) or len(predictions) != len(targets):
             shown = ", ".join(str(list(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in pair)
             raise JobError(
-                f"metric {self.name} gathers, so its call should return two tensors (predictions, targets) with one "
-                f"row per sample; it returned {shown}"
+                "metric.gathers_invalid",
+                "metric {metric} gathers, so its call should return two tensors (predictions, targets) with one row "
+                "per sample; it returned {found}",
+                metric=self.name,
+                found=shown,
             )
         for kept, one in zip(self._kept, pair, strict=True):
             kept.append(one.detach().to("cpu", copy=True))  # a view would keep the whole output alive
@@ -257,8 +262,11 @@ def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
     if any((one[0], one[2:]) != (filled[0][0], filled[0][2:]) for one in filled):
         shown = ", ".join(sorted({f"{one[0]} {one[2:]}" for one in filled}))
         raise DataError(
-            f"the rows of metric {name} differ in type or shape between ranks: {shown}. Let its call return "
-            "the same type and shape for every batch"
+            "metric.rows_differ",
+            "the rows of metric {metric} differ in type or shape between ranks: {found}. Let its call return the same "
+            "type and shape for every batch",
+            metric=name,
+            found=shown,
         )
     dtype, shape = getattr(torch, filled[0][0]), filled[0][2:]
     row_bytes = torch.empty(0, dtype=dtype).element_size() * math.prod(shape)
@@ -274,6 +282,9 @@ def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
 
 def _too_large(name: str) -> DataError:
     return DataError(
-        f"the predictions and targets of metric {name} have more than {LIMIT_BYTES / 2**30:g} GiB. Let its call return "
-        "less for each sample (such as the predicted class), or hold out fewer samples"
+        "metric.too_large",
+        "the predictions and targets of metric {metric} have more than {limit_gib:g} GiB. Let its call return less "
+        "for each sample (such as the predicted class), or hold out fewer samples",
+        metric=name,
+        limit_gib=LIMIT_BYTES / 2**30,
     )

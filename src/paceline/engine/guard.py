@@ -122,17 +122,23 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
     """The error of the `stop` policy; `late`: the weights in memory were updated meanwhile."""
     kept = "No checkpoint has what came of it." if late else "Nothing was updated."
     return NonFiniteError(
-        f"{problem}. {kept} Clean the data, lower the learning rate or set clip_norm; or let the job "
-        "go on with `nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last good "
-        "state, without that batch)."
+        "nonfinite.stopped",
+        "{problem}. {kept} Clean the data, lower the learning rate or set clip_norm; or let the job go on with "
+        "`nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last good state, without that "
+        "batch).",
+        problem=problem,
+        kept=kept,
     )
 
 
 def gave_up(problem: str, skipped: int) -> NonFiniteError:
     """The error when leaving updates out does not help."""
     return NonFiniteError(
-        f"{problem}, and {skipped} updates in a row were left out: the model does not recover. "
-        "Lower the learning rate, set clip_norm, or resume from an earlier checkpoint."
+        "nonfinite.not_recovering",
+        "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "
+        "rate, set clip_norm, or resume from an earlier checkpoint.",
+        problem=problem,
+        skipped=skipped,
     )
 
 

@@ -136,16 +136,28 @@ class LossNormalization:
             kind = type(loss).__name__
             how = "return the tensor itself, without .item()" if isinstance(loss, (int, float)) else "return it alone"
             more = "; put what else you measure into metrics" if isinstance(loss, (tuple, list, Mapping)) else ""
-            raise JobError(f"the loss {self._name} returned a {kind}, and training needs one tensor: {how}{more}")
+            raise JobError(
+                "loss.not_a_tensor",
+                "the loss {loss} returned a {class_name}, and training needs one tensor: {how}{more}",
+                loss=self._name,
+                class_name=kind,
+                how=how,
+                more=more,
+            )
         if loss.numel() != 1:
             raise JobError(
-                f"the loss {self._name} returned {list(loss.shape)} numbers for a batch, and training needs one: "
-                "return their mean (torch's losses: reduction='mean')"
+                "loss.not_a_number",
+                "the loss {loss} returned {shape!s} numbers for a batch, and training needs one: return their mean "
+                "(torch's losses: reduction='mean')",
+                loss=self._name,
+                shape=list(loss.shape),
             )
         if trains and not loss.requires_grad:
             raise JobError(
-                f"the loss {self._name} has no gradient: compute it from the model's output without detach() or "
-                "no_grad(), and let at least one parameter of the model require a gradient"
+                "loss.no_gradient",
+                "the loss {loss} has no gradient: compute it from the model's output without detach() or no_grad(), "
+                "and let at least one parameter of the model require a gradient",
+                loss=self._name,
             )
         return loss.reshape(())
 
@@ -164,7 +176,12 @@ class LossNormalization:
                 raise
             shown = f" with an output {described(output)}" if isinstance(output, Tensor) else ""
             explained = DataError(
-                f"the loss {self._name} cannot compare a target {described(target)}{shown}: {first_line(error)}"
+                "loss.target_unusable",
+                "the loss {loss} cannot compare a target {target}{values}: {reason}",
+                loss=self._name,
+                target=described(target),
+                values=shown,
+                reason=first_line(error),
             )
             explained.from_users_code = True
             raise explained from error
@@ -311,7 +328,11 @@ class LossNormalization:
         total = sum(value if self.adds_up else value * n / items for value, n in parts if n)
         scale = max(abs(whole), sum(abs(v) for v, n in parts if n))
         if abs(total - whole) > (self._tolerance * scale):
-            raise PlanError(self._explained(whole, total, parts, output, target, dim))
+            raise PlanError(
+                "plan.loss_not_the_mean",
+                "{explanation}",
+                explanation=self._explained(whole, total, parts, output, target, dim),
+            )
 
     def _items_of(self, target: Tensor, dim: int) -> float:
         return float(self._count(target)) if self._count is not None else float(target.shape[dim])

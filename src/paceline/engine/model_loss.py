@@ -73,9 +73,13 @@ def examine(compute: Compute) -> list[str]:
     )
     if difference > _REFUSED:
         raise PlanError(
-            f"{found}, and plan {compute.plan} computes a batch in {parts} parts, so it would train something else. "
-            "Use one replica and one microbatch; or compute the loss from the model's outputs by a function of your "
-            "own with `whole_batch = True` (docs/reference/job.md)"
+            "plan.loss_of_parts",
+            "{found}, and plan {plan} computes a batch in {parts} parts, so it would train something else. Use one "
+            "replica and one microbatch; or compute the loss from the model's outputs by a function of your own with "
+            "`whole_batch = True` (docs/reference/job.md)",
+            found=found,
+            plan=compute.plan,
+            parts=parts,
         )
     said.append(
         f"{found}, as mixtures of experts do to balance their load; under plan {compute.plan} they are over "

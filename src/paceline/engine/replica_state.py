@@ -153,8 +153,16 @@ class ReplicaState:
         )
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
-            f"step {self.engine.step_count + 1}: {what} {name!r} is different on rank {others} than on rank "
-            f"{holders[0][0]}{more}. Nothing was updated. {instead}"
+            "ranks.state_differs",
+            "step {step}: {what} {name!r} is different on rank {others} than on rank {holders}{more}. Nothing was "
+            "updated. {advice}",
+            step=self.engine.step_count + 1,
+            what=what,
+            name=name,
+            others=others,
+            holders=holders[0][0],
+            more=more,
+            advice=instead,
         )
 
 
@@ -349,9 +357,15 @@ class Corruption:
         times = self.times.count(rank)
         if times > MOST:
             raise SyncError(
-                f"step {step}: rank {rank} (host {host}) holds other values of {wrong[0]!r} than most ranks, for the "
-                f"{times}rd time. Nothing was updated. Check the memory of that host, or train without it; "
-                "or look for code that writes into parameters or buffers on one rank only."
+                "ranks.state_corrupted",
+                "step {step}: rank {rank} (host {host}) holds other values of {name!r} than most ranks, for the "
+                "{times}rd time. Nothing was updated. Check the memory of that host, or train without it; or look for "
+                "code that writes into parameters or buffers on one rank only.",
+                step=step,
+                rank=rank,
+                host=host,
+                name=wrong[0],
+                times=times,
             )
         self.found.append(
             {

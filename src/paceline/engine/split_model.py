@@ -67,8 +67,10 @@ def without_memory(
     example = place(example, torch.device("cpu"), dtype=wide, channels_last=False)
     if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
         raise PlanError(
-            f'plan {plan} divides the model, and "{limited}" has max_norm, which rewrites rows that it looks '
-            "up: dp alone."
+            "plan.max_norm_divided",
+            'plan {plan} divides the model, and "{name}" has max_norm, which rewrites rows that it looks up: dp alone.',
+            plan=plan,
+            name=limited,
         )
     refused = _refused_by_undivided(recorded.model, example, loss)
     try:
@@ -80,8 +82,10 @@ def without_memory(
     made.refused = refused
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
-            f"plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell "
-            "each other, so batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local"
+            "plan.sync_batch_norm_traced",
+            "plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell "
+            "each other, so batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local",
+            plan=plan,
         )
     return made
 
@@ -327,9 +331,14 @@ class ShardReads(TorchFunctionMode):
         only_fsdp = plan.fsdp > 1 and plan.zero == 3 and {plan.tp, plan.ep, plan.pp} == {1}
         whole = replace(plan, zero=2) if only_fsdp else f"dp={ranks} or fsdp={ranks} zero=2"
         return PlanError(
-            f"plan {plan}: the loss reads {read} outside of the model's forward pass. There this rank holds only a "
-            f"part, so the loss or its gradient would be wrong. Use {whole}{within}. For an L2 penalty you can also "
-            "set the optimizer's weight_decay"
+            "plan.parameter_read_outside",
+            "plan {plan}: the loss reads {name} outside of the model's forward pass. There this rank holds only a "
+            "part, so the loss or its gradient would be wrong. Use {whole}{within}. For an L2 penalty you can also "
+            "set the optimizer's weight_decay",
+            plan=plan,
+            name=read,
+            whole=whole,
+            within=within,
         )
 
 

@@ -32,14 +32,24 @@ def code_gradients(owner: Any, codec: str) -> None:
     CodecState(codec)  # refuses an unknown one
     accelerator = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
     if not isinstance(accelerator, Accelerator):
-        raise LaunchError(f"code_gradients takes an Accelerator or a Trainer, not a {type(owner).__name__}")
+        raise LaunchError(
+            "frameworks.not_an_accelerator",
+            "code_gradients takes an Accelerator or a Trainer, not a {class_name}",
+            class_name=type(owner).__name__,
+        )
     if accelerator._models:
         raise LaunchError(
-            "a model is prepared already: call code_gradients before accelerator.prepare or trainer.train"
+            "frameworks.prepared_already",
+            "a model is prepared already: call code_gradients before accelerator.prepare or trainer.train",
         )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:
-        raise PlanError(f"a DDP model has one hook: use the codec {codec} or comm_hook={before.comm_hook}, not both")
+        raise PlanError(
+            "frameworks.two_hooks",
+            "a DDP model has one hook: use the codec {codec} or comm_hook={comm_hook}, not both",
+            codec=codec,
+            comm_hook=before.comm_hook,
+        )
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
     # Accelerator(kwargs_handlers=…) takes no subclass of its own handlers.
     accelerator.ddp_handler = _CodedGradients(**kept, codec=codec)

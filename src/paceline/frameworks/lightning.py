@@ -80,7 +80,12 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         """Make the optimizers; a local rule takes one."""
         super().setup_optimizers(trainer)
         if self._steps is not None and len(self.optimizers) > 1:
-            raise PlanError(f"sync={self.sync}: this rule trains one optimizer, and there are {len(self.optimizers)}")
+            raise PlanError(
+                "frameworks.several_optimizers",
+                "sync={sync}: this rule trains one optimizer, and there are {optimizers}",
+                sync=self.sync,
+                optimizers=len(self.optimizers),
+            )
 
     def optimizer_step(
         self,

@@ -68,8 +68,10 @@ def init_process_group(**options: Any) -> None:
         return
     if dist.is_initialized():
         raise LaunchError(
-            f"there is a process group over {dist.get_backend()} already: call init_process_group before the "
-            "framework makes its own, e.g. before Accelerator() or TrainingArguments()"
+            "frameworks.process_group_exists",
+            "there is a process group over {backend} already: call init_process_group before the framework makes its "
+            "own, e.g. before Accelerator() or TrainingArguments()",
+            backend=dist.get_backend(),
         )
     if accelerator_type() is not None:
         device = use(int(os.environ.get(LOCAL_RANK, "0")))
@@ -100,7 +102,10 @@ class CodecState:
     def __init__(self, codec: str, process_group: dist.ProcessGroup | None = None, *, seed: int = 0) -> None:
         if codec in ("none", "auto"):
             raise PlanError(
-                f'the hook needs a codec, not "{codec}": one of {", ".join(CODECS.names)}, or no hook at all'
+                "frameworks.hook_without_codec",
+                'the hook needs a codec, not "{codec}": one of {names}, or no hook at all',
+                codec=codec,
+                names=list(CODECS.names),
             )
         CompressSpec.parse(codec)
         self.codec, self.seed, self.traffic = codec, seed, Traffic()
@@ -204,11 +209,17 @@ class LocalSteps:
     ) -> None:
         check_sync(sync, codec)
         if sync == "allreduce":
-            raise PlanError(f"sync={sync} agrees on gradients: wrap the model by DistributedDataParallel instead")
+            raise PlanError(
+                "frameworks.rule_of_gradients",
+                "sync={sync} agrees on gradients: wrap the model by DistributedDataParallel instead",
+                sync=sync,
+            )
         if has_batch_norm(model):
             raise PlanError(
-                f"sync={sync}: the model has batch norm, whose statistics would stay those of each rank. Use group "
-                "norm, or paceline.setup, which averages them where a model is evaluated"
+                "frameworks.batch_norm_local",
+                "sync={sync}: the model has batch norm, whose statistics would stay those of each rank. Use group "
+                "norm, or paceline.setup, which averages them where a model is evaluated",
+                sync=sync,
             )
         group = group_of(None, device or torch.device("cpu"))
         plan = Plan(dp=group.size, sync=sync, compress=codec or "none")
@@ -261,17 +272,24 @@ def check_sync(sync: str, codec: str | None) -> None:
     """
     spec = SyncSpec.parse(sync)
     if codec in ("none", "auto"):
-        raise PlanError(f'codec="{codec}" is no codec: name one, or leave it out')
+        raise PlanError(
+            "frameworks.codec_unknown", 'codec="{codec}" is no codec: name one, or leave it out', codec=codec
+        )
     if codec is not None:
         CompressSpec.parse(codec)
     if sync == "allreduce":
         return
     if spec.name not in _RULES:
         raise PlanError(
-            f"sync={sync} needs paceline's own engine: use paceline.setup or paceline.train, or here allreduce, "
-            "local:8 or diloco:30"
+            "frameworks.rule_unsupported",
+            "sync={sync} needs paceline's own engine: use paceline.setup or paceline.train, or here allreduce, "
+            "local:8 or diloco:30",
+            sync=sync,
         )
     if codec is not None and not spec.info.compresses:
         raise PlanError(
-            f"sync={sync} sends parameters, which no codec takes: leave codec={codec} out, or use diloco:30"
+            "frameworks.codec_of_parameters",
+            "sync={sync} sends parameters, which no codec takes: leave codec={codec} out, or use diloco:30",
+            sync=sync,
+            codec=codec,
         )

@@ -23,9 +23,11 @@ def rows(batch: Batch | None) -> int:
     if not isinstance(last, Tensor):
         inside = f" that ends with a {type(last).__name__}" if whole else ""
         raise DataError(
-            'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a '
-            f"{type(batch).__name__}{inside}. "
-            "Have the dataset return such samples, or the collate_fn such batches."
+            "data.batch_form",
+            'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {class_name}{inside}. '
+            "Have the dataset return such samples, or the collate_fn such batches.",
+            class_name=type(batch).__name__,
+            inside=inside,
         )
     return len(last)
 
@@ -49,12 +51,17 @@ def target_of(batch: Batch) -> Any:
     """
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise DataError(f'a dict sample needs its target under "labels"; this one has {", ".join(map(str, batch))}')
+            raise DataError(
+                "data.dict_without_labels",
+                'a dict sample needs its target under "labels"; this one has {keys}',
+                keys=list(batch),
+            )
         return batch["labels"]
     if len(batch) < 2:
         raise DataError(
-            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, "
-            "repeat the input."
+            "data.sample_without_target",
+            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat "
+            "the input.",
         )
     return batch[-1]
 

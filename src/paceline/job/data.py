@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from paceline.errors import DataError, StorageError
+from paceline.errors import DataError, InvalidValue, StorageError
 from paceline.job.spec import Args, Spec, resolve_import_path
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 
@@ -36,13 +36,13 @@ def _path_or_url(value: Any, to_path: ValidatorFunctionWrapHandler) -> Any:
     try:
         url = checked_url(value)
     except StorageError as error:
-        raise ValueError(str(error)) from None
+        raise InvalidValue.of_error(error) from None
     return local_path(url) or url
 
 
 def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     if not paths:
-        raise ValueError("name at least one file or folder")
+        raise InvalidValue("data.no_path", "name at least one file or folder")
     return paths
 
 
@@ -114,7 +114,7 @@ class _Data(Spec):
             try:
                 return copy_of(value) if is_url(value) else value
             except StorageError as error:
-                raise DataError(f"data.{field}: {error}") from error
+                raise DataError("data.invalid", "data.{field}: {error}", field=field, error=error) from error
 
         fields = {field: getattr(self, field, None) for field in ("path", "held_out_path")}
         paths = {field: local(field, value) for field, value in fields.items() if value is not None}

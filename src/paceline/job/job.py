@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from paceline.errors import JobError, StorageError
+from paceline.errors import InvalidValue, JobError, StorageError
 from paceline.job.data import DataSpec
 from paceline.job.loss import LossSpec, MetricSpec
 from paceline.job.model import ModelSpec
@@ -143,14 +143,17 @@ class Job(Spec):
     @model_validator(mode="after")
     def _freeze_parameters(self) -> Job:
         if self.freeze and self.model.transformer is not None:
-            raise ValueError("freeze names parameters of a model's code, and model.transformer gives dimensions alone")
+            raise InvalidValue(
+                "job.freeze_without_code",
+                "freeze names parameters of a model's code, and model.transformer gives dimensions alone",
+            )
         object.__setattr__(self, "model", self.model.freezing(self.freeze))
         return self
 
     @model_validator(mode="after")
     def _clip_once(self) -> Job:
         if self.clip_norm is not None and self.clip_value is not None:
-            raise ValueError("clip_norm and clip_value both limit the gradient: choose one")
+            raise InvalidValue("job.two_clips", "clip_norm and clip_value both limit the gradient: choose one")
         return self
 
     @model_validator(mode="after")
@@ -158,13 +161,18 @@ class Job(Spec):
         if not self.schedule.follows_metric:
             return self
         if self.data.keeps_no_validation_set and not self.model_extra:
-            raise ValueError(
+            raise InvalidValue(
+                "schedule.metric_without_held_out",
                 "schedule ReduceLROnPlateau follows a validation metric, but data.held_out is 0: hold out a share, "
-                "e.g. held_out: 0.1"
+                "e.g. held_out: 0.1",
             )
         metric, names = self.schedule.metric, [entry.name for entry in self.metrics]
         if metric not in (None, "loss", *names) and not any(":" in name for name in names):
-            raise ValueError(f"schedule.metric is {metric}, which metrics does not list, so it would never be measured")
+            raise InvalidValue(
+                "schedule.metric_unmeasured",
+                "schedule.metric is {metric}, which metrics does not list, so it would never be measured",
+                metric=metric,
+            )
         return self
 
     @model_validator(mode="after")
@@ -174,22 +182,29 @@ class Job(Spec):
         best = self.checkpoint.best
         watched = ({best.metric: "checkpoint.best"} if best else {}) | self.stop.watched
         if nothing_held_out and watched:
-            raise ValueError(
-                f"{next(iter(watched.values()))} waits for a validation metric, but data.held_out is 0, so nothing is "
-                "ever measured: hold out a share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below"
+            raise InvalidValue(
+                "job.metric_without_held_out",
+                "{key} waits for a validation metric, but data.held_out is 0, so nothing is ever measured: hold out a "
+                "share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below",
+                key=next(iter(watched.values())),
             )
         if nothing_held_out and self.metrics:
             named = ", ".join(metric.name for metric in self.metrics)
-            raise ValueError(
-                f"metrics names {named}, but data.held_out is 0, so there is nothing to measure them "
-                "on: hold out a share, e.g. held_out: 0.1, or leave metrics out"
+            raise InvalidValue(
+                "job.metrics_without_held_out",
+                "metrics names {names}, but data.held_out is 0, so there is nothing to measure them on: hold out a "
+                "share, e.g. held_out: 0.1, or leave metrics out",
+                names=named,
             )
         unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}
         # a user's metric says its name only when it is built
         if unmeasured and not any(":" in metric.name for metric in self.metrics):
             name = min(unmeasured)
-            raise ValueError(
-                f"{watched[name]} waits for {name}, which metrics does not list, so it would never be measured"
+            raise InvalidValue(
+                "job.metric_unmeasured",
+                "{key} waits for {metric}, which metrics does not list, so it would never be measured",
+                key=watched[name],
+                metric=name,
             )
         return self
 
@@ -206,7 +221,7 @@ class Job(Spec):
         if not errors:
             return job
         positions = (info.context or {}).get("positions")
-        raise JobError(explain(errors, with_sections(cls), positions, name="job", hints=_HINTS))
+        raise JobError.of_problems(explain(errors, with_sections(cls), positions, name="job", hints=_HINTS))
 
     @property
     def beyond_plain_steps(self) -> list[str]:
@@ -244,7 +259,7 @@ class Job(Spec):
         try:
             version = version_of(fetched(self.model.weights))
         except StorageError as error:
-            raise JobError(f"model.weights: {error}") from error
+            raise JobError("model.weights_invalid", "model.weights: {error}", error=error) from error
         versions = json.loads(environment.get(DATA_VERSIONS, "{}"))
         return {DATA_VERSIONS: json.dumps({**versions, self.model.weights: version})}
 

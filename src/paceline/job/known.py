@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from paceline.errors import InvalidValue
 from paceline.text import nearest
 
 # words that name a training run, a framework or a form of a model, not its dimensions
@@ -78,7 +79,12 @@ def must_find_model(name: str) -> KnownModel:
     """
     if found := find_model(name):
         return found
-    raise ValueError(f'no dimensions of a model "{name}" are known. {nearest(name, [m.name for m in models()])}')
+    raise InvalidValue(
+        "model.dimensions_unknown",
+        'no dimensions of a model "{name}" are known. {hint}',
+        name=name,
+        hint=nearest(name, [m.name for m in models()]),
+    )
 
 
 def candidates(name: str) -> list[list[str]]:

@@ -126,5 +126,9 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
     built = [build_metric(spec.name, spec.args, loss) for spec in named if spec.name != "loss"]
     names = [metric.name for metric in built]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise JobError(f"two metrics of the job are called {twice}. Leave one out, or name one by a class of your own")
+        raise JobError(
+            "metric.twice",
+            "two metrics of the job are called {name}. Leave one out, or name one by a class of your own",
+            name=twice,
+        )
     return [*([LossMetric(loss)] if loss else []), *built]

@@ -62,9 +62,11 @@ class ModelsOwn:
         if not isinstance(loss, Tensor):
             keys = f" with {', '.join(output)}" if isinstance(output, Mapping) else ""
             raise JobError(
-                f"loss model: the model's output is a {type(output).__name__}{keys}, without a loss. "
-                "A Hugging Face model computes one when the sample has labels; other models need a loss of "
-                "their own, e.g. cross_entropy"
+                "loss.model_without_loss",
+                "loss model: the model's output is a {class_name}{keys}, without a loss. A Hugging Face model "
+                "computes one when the sample has labels; other models need a loss of their own, e.g. cross_entropy",
+                class_name=type(output).__name__,
+                keys=keys,
             )
         return loss
 
@@ -103,7 +105,9 @@ def logits_of(output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise JobError(
-            f"the loss needs a tensor or an object with .logits, but the model returned a {type(output).__name__}"
+            "loss.no_logits",
+            "the loss needs a tensor or an object with .logits, but the model returned a {class_name}",
+            class_name=type(output).__name__,
         )
     return logits
 
@@ -134,10 +138,16 @@ def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, 
     """Explain why `call` failed on this batch, as an error; None if unknown."""
     inputs, named = _arguments(batch, loss)
     if why := _misfit(model, inputs, named, error):
-        return BatchError(f"{why} ({first_line(error)})")
+        return BatchError("model.batch_failed", "{why} ({error})", why=why, error=first_line(error))
     if type(error) is RuntimeError and re.search("shape|size|channels|reduction dim|[0-9]D", str(error)):
         parts = [described(t) for t in (*inputs, *named.values()) if isinstance(t, Tensor)]
-        explained = BatchError(f"{_kind(model)} cannot compute a batch of {', '.join(parts)}: {first_line(error)}")
+        explained = BatchError(
+            "model.batch_refused",
+            "{model} cannot compute a batch of {parts}: {error}",
+            model=_kind(model),
+            parts=list(parts),
+            error=first_line(error),
+        )
         explained.from_users_code = True
         return explained
     return None
@@ -353,8 +363,14 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
         if samples is not None:
             at = f"sample {samples[place[0]]}" + "".join(f", position {p}" for p in place[1:])
         raise DataError(
-            f"expected labels in 0..{classes - 1}, found {label} {where} ({at}, {int(wrong.sum())} of "
-            f"{target.numel()} labels)"
+            "loss.label_out_of_range",
+            "expected labels in 0..{largest}, found {label} {where} ({at}, {wrong} of {labels} labels)",
+            largest=classes - 1,
+            label=label,
+            where=where,
+            at=at,
+            wrong=int(wrong.sum()),
+            labels=target.numel(),
         )
 
 
@@ -368,14 +384,18 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """
     if target.is_floating_point():
         raise DataError(
-            f"labels should be whole numbers, got {described(target)}; if the targets are not classes, use the loss "
-            "mse, mae or bce"
+            "loss.labels_not_integers",
+            "labels should be whole numbers, got {target}; if the targets are not classes, use the loss mse, mae or "
+            "bce",
+            target=described(target),
         )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
             raise DataError(
-                f"the model returned logits {described(logits)} for labels {described(target)}; there should be one "
-                "label per token"
+                "loss.tokens_differ",
+                "the model returned logits {logits} for labels {labels}; there should be one label per token",
+                logits=described(logits),
+                labels=described(target),
             )
         return logits.flatten(0, 1), target.flatten().long()
     return logits, target.long()
@@ -393,8 +413,12 @@ def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
     if values.shape != target.shape:
         if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
             raise DataError(
-                f"{name} needs an output and a target of the same shape; the model returned {described(values)}, "
-                f"the target is {described(target)}"
+                "loss.shapes_differ",
+                "{name} needs an output and a target of the same shape; the model returned {output}, the target is "
+                "{target}",
+                name=name,
+                output=described(values),
+                target=described(target),
             )
         target = target.reshape(values.shape)
     dtype = torch.promote_types(values.dtype, torch.float32)

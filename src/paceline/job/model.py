@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError
 from paceline.job.data import DataPath
 from paceline.job.known import must_find_model
 from paceline.job.parameters import matching, names_of
@@ -73,17 +73,27 @@ class ModelSpec(Spec):
             return value
         path = Path((info.context or {}).get("base", Path.cwd()) / Path(value).expanduser()).resolve()
         if not (path.is_file() if info.field_name == "hf" else path.exists()):
-            raise ValueError(f"no such file{'' if info.field_name == 'hf' else ' or folder'}: {path}")
+            raise InvalidValue(
+                "model.file_missing",
+                "no such file{or_folder}: {path}",
+                or_folder="" if info.field_name == "hf" else " or folder",
+                path=path,
+            )
         return path
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
         if sum(x is not None for x in (self.zoo, self.factory, self.hf, self.transformer)) != 1:
-            raise ValueError("name exactly one of zoo, factory, hf, transformer")
+            raise InvalidValue("model.source_ambiguous", "name exactly one of zoo, factory, hf, transformer")
         if (self.hf is None) != (self.task is None):
-            raise ValueError("hf needs a task (and only hf has one), e.g. {hf: config.json, task: causal_lm}")
+            raise InvalidValue(
+                "model.task_missing", "hf needs a task (and only hf has one), e.g. {{hf: config.json, task: causal_lm}}"
+            )
         if self.transformer is not None and (self.weights is not None or self.args):
-            raise ValueError("transformer has neither weights nor args: its dimensions are all that is known of it")
+            raise InvalidValue(
+                "model.transformer_with_weights",
+                "transformer has neither weights nor args: its dimensions are all that is known of it",
+            )
         return self
 
     def must_be_at_hand(self) -> None:
@@ -93,7 +103,7 @@ class ModelSpec(Spec):
             JobError: it can be planned, not trained; says what to name instead.
         """
         if self.transformer is not None:
-            raise JobError(_DIMENSIONS_ONLY)
+            raise JobError("model.dimensions_only", "{explanation}", explanation=_DIMENSIONS_ONLY)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -261,26 +271,49 @@ class Dimensions(Spec):
     def _divide(self) -> Dimensions:
         if self.hidden % self.heads and self.head_dim is None and self.mla is None:
             fitting = self.heads * max(1, round(self.hidden / self.heads))
-            raise ValueError(
-                f"hidden: {self.hidden} does not divide into {self.heads} heads; {fitting} would, or give head_dim"
+            raise InvalidValue(
+                "model.hidden_not_divisible",
+                "hidden: {hidden} does not divide into {heads} heads; {fitting} would, or give head_dim",
+                hidden=self.hidden,
+                heads=self.heads,
+                fitting=fitting,
             )
         if self.heads % self.key_value_heads:
-            raise ValueError(f"heads: {self.heads} heads do not divide into {self.key_value_heads} kv_heads")
+            raise InvalidValue(
+                "model.kv_heads",
+                "heads: {heads} heads do not divide into {key_value_heads} kv_heads",
+                heads=self.heads,
+                key_value_heads=self.key_value_heads,
+            )
         return self
 
     @model_validator(mode="after")
     def _belong_together(self) -> Dimensions:
         if self.experts and self.top_k > self.experts:
-            raise ValueError(f"top_k: {self.top_k} of {self.experts} experts; it is at most as many as there are")
+            raise InvalidValue(
+                "model.experts_top_k",
+                "top_k: {top_k} of {experts} experts; it is at most as many as there are",
+                top_k=self.top_k,
+                experts=self.experts,
+            )
         defaults = {name: Dimensions.model_fields[name].default for name in _OF_EXPERTS}
         if not self.experts and (alone := [name for name in _OF_EXPERTS if getattr(self, name) != defaults[name]]):
-            raise ValueError(f"{alone[0]}: there are no experts; say how many with experts")
+            raise InvalidValue(
+                "model.no_experts", "{key}: there are no experts; say how many with experts", key=alone[0]
+            )
         if self.mla and (self.kv_heads or self.head_dim):
-            raise ValueError("mla: its own nope, rope and value take the place of kv_heads and head_dim")
+            raise InvalidValue(
+                "model.mla_alone", "mla: its own nope, rope and value take the place of kv_heads and head_dim"
+            )
         if self.full_every and not self.window:
-            raise ValueError("full_every: all layers see all tokens; say how many the others see with window")
+            raise InvalidValue(
+                "model.full_every_alone",
+                "full_every: all layers see all tokens; say how many the others see with window",
+            )
         if self.source_seq and not self.encoder_layers:
-            raise ValueError("source_seq: there is no encoder; say how many layers it has with encoder_layers")
+            raise InvalidValue(
+                "model.no_encoder", "source_seq: there is no encoder; say how many layers it has with encoder_layers"
+            )
         return self
 
     @model_validator(mode="after")
@@ -288,15 +321,34 @@ class Dimensions(Spec):
         if self.pattern is None:
             for key, letter in (("mamba", STATE_SPACE), ("delta", DELTA)):
                 if getattr(self, key):
-                    raise ValueError(f'{key}: say which layers it is with pattern, such as "{letter}-{letter}-*-"')
+                    raise InvalidValue(
+                        "model.pattern_missing",
+                        '{key}: say which layers it is with pattern, such as "{letter}-{letter}-*-"',
+                        key=key,
+                        letter=letter,
+                    )
             return self
         if len(self.pattern) != self.layers:
-            raise ValueError(f"pattern: {len(self.pattern)} letters for {self.layers} layers; it has one for each")
+            raise InvalidValue(
+                "model.pattern_length",
+                "pattern: {letters} letters for {layers} layers; it has one for each",
+                letters=len(self.pattern),
+                layers=self.layers,
+            )
         if strange := set(self.pattern) - {STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE}:
-            raise ValueError(f'pattern: unknown letter "{min(strange)}"; it has M (mamba), D (delta), *, - and E alone')
+            raise InvalidValue(
+                "model.pattern_letter",
+                'pattern: unknown letter "{letter}"; it has M (mamba), D (delta), *, - and E alone',
+                letter=min(strange),
+            )
         for letter, key in ((STATE_SPACE, "mamba"), (DELTA, "delta"), (MIXTURE, "experts")):
             if letter in self.pattern and not getattr(self, key):
-                raise ValueError(f'pattern: "{letter}" without {key}; give {key}, too')
+                raise InvalidValue(
+                    "model.pattern_without_key",
+                    'pattern: "{letter}" without {key}; give {key}, too',
+                    letter=letter,
+                    key=key,
+                )
         return self
 
     @property

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError
 from paceline.job.parameters import Names, Patterns, matching
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
@@ -43,7 +43,10 @@ class GroupSpec(Spec):
     @model_validator(mode="after")
     def _sets_something(self) -> GroupSpec:
         if not self.settings:
-            raise ValueError("the group sets nothing: give it a key of the optimizer, e.g. lr or weight_decay")
+            raise InvalidValue(
+                "optimizer.empty_group",
+                "the group sets nothing: give it a key of the optimizer, e.g. lr or weight_decay",
+            )
         return self
 
     @property
@@ -83,13 +86,17 @@ class OptimizerSpec(Spec):
         if name not in _SHORT and isinstance(args := given.get("args", {}), dict):
             keys = [key for key in _ARGUMENTS if key in given]
             for key in [key for key in (*keys, "lr") if key in args and key in given]:
-                raise ValueError(f"{key} is given twice: once in args")
+                raise InvalidValue("optimizer.key_twice", "{key} is given twice: once in args", key=key)
             given["args"] = args | {key: given.pop(key) for key in keys}
             if "lr" in args:
                 given |= {"lr": args["lr"], "args": {k: v for k, v in given["args"].items() if k != "lr"}}
         if given.get("lr") is None:
             if ":" in name:
-                raise ValueError(f"the optimizer {name} needs a learning rate: lr: 0.001, for example")
+                raise InvalidValue(
+                    "optimizer.no_learning_rate",
+                    "the optimizer {name} needs a learning rate: lr: 0.001, for example",
+                    name=name,
+                )
             given["lr"] = _TORCH.get(name, 1e-3)
         return given
 
@@ -106,7 +113,12 @@ class OptimizerSpec(Spec):
         if ":" in value:
             return resolve_import_path(value, info.context)
         if value not in _SHORT and value not in _TORCH:
-            raise ValueError(f'unknown optimizer "{value}". {nearest(value, (*_SHORT, *_TORCH))}')
+            raise InvalidValue(
+                "optimizer.unknown",
+                'unknown optimizer "{name}". {hint}',
+                name=value,
+                hint=nearest(value, (*_SHORT, *_TORCH)),
+            )
         return value
 
     @model_validator(mode="after")
@@ -115,11 +127,21 @@ class OptimizerSpec(Spec):
             kind = _SHORT[self.name]
             refuse_unused(self, self.name, (*kind.options, *_OF_ALL))
             if self.nesterov and not self.momentum:
-                raise ValueError("nesterov needs a momentum, e.g. {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}")
+                raise InvalidValue(
+                    "optimizer.nesterov_without_momentum",
+                    "nesterov needs a momentum, e.g. {{name: sgd, lr: 0.1, momentum: 0.9, nesterov: true}}",
+                )
             if twice := [key for key in self.args if key in kind.options]:
-                raise ValueError(f"{twice[0]} is a key of {self.name}: write it beside args")
+                raise InvalidValue(
+                    "optimizer.key_in_args",
+                    "{key} is a key of {name}: write it beside args",
+                    key=twice[0],
+                    name=self.name,
+                )
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas should be at least 0 and less than 1, got {self.betas}")
+            raise InvalidValue(
+                "optimizer.betas", "betas should be at least 0 and less than 1, got {betas}", betas=self.betas
+            )
         return self
 
     @property
@@ -185,7 +207,7 @@ class OptimizerSpec(Spec):
         named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if not trained and names is None:
-            raise JobError("the model has no parameters to train: none has requires_grad")
+            raise JobError("model.no_parameters", "the model has no parameters to train: none has requires_grad")
         kind, options = self._class(), self._options()
         if self.has_fused_step:
             from paceline.device import has_fused_optimizers
@@ -213,7 +235,11 @@ class OptimizerSpec(Spec):
                 if name in owner:
                     both = f"{_written(self.groups[owner[name] - 1].match)} and {_written(group.match)}"
                     raise JobError(
-                        f"optimizer.groups: two groups, {both}, match {name}: make the patterns of one of them narrower"
+                        "optimizer.groups_overlap",
+                        "optimizer.groups: two groups, {groups}, match {name}: make the patterns of one of them "
+                        "narrower",
+                        groups=both,
+                        name=name,
                     )
                 owner[name] = number
         without = set(matching("optimizer.no_decay", self.no_decay, names))
@@ -234,7 +260,11 @@ class OptimizerSpec(Spec):
             return resolve_name(_SHORT[self.name].path)  # type: ignore[no-any-return]
         found = load_object(self.name if ":" in self.name else f"torch.optim:{self.name}")
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-            raise JobError(f"{self.name} is not a class of optimizers: a job names a torch.optim.Optimizer")
+            raise JobError(
+                "optimizer.not_an_optimizer",
+                "{name} is not a class of optimizers: a job names a torch.optim.Optimizer",
+                name=self.name,
+            )
         check_step(self.name, found)
         return found
 
@@ -252,11 +282,17 @@ def _made(
     check_call(name, kind, groups, **options)
     known = inspect.signature(kind).parameters.keys() - {"params"}
     for key in dict.fromkeys(key for group in groups for key in group if key != "params" and key not in known):
-        raise JobError(f'optimizer.groups: {name} has no argument "{key}". {nearest(key, sorted(known))}')
+        raise JobError(
+            "optimizer.group_argument_unknown",
+            'optimizer.groups: {name} has no argument "{argument}". {hint}',
+            name=name,
+            argument=key,
+            hint=nearest(key, sorted(known)),
+        )
     try:
         return kind(groups, **options)
     except (TypeError, ValueError) as error:
-        raise JobError(f"optimizer {name}: {error}") from error
+        raise JobError("optimizer.args_refused", "optimizer {name}: {error}", name=name, error=error) from error
 
 
 @cache
@@ -270,7 +306,11 @@ def _tried(spec: OptimizerSpec, trial: Any, *args: Any) -> Any:
     try:
         return _tried_by_json(plain.model_dump_json(), trial, *args)
     except JobError as error:
-        raise error if spec.name in str(error) else JobError(f"optimizer {spec.name}: {error}") from error
+        raise (
+            error
+            if spec.name in str(error)
+            else JobError("optimizer.not_made", "optimizer {name}: {error}", name=spec.name, error=error)
+        ) from error
 
 
 def _as_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,4 +364,10 @@ def refuse_unused(spec: Spec, name: str, keys: tuple[str, ...]) -> None:
     """Refuse a key that the chosen kind ignores, which is most likely a mistake."""
     unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys)]
     if unused:
-        raise ValueError(f"{name} has no {' or '.join(unused)}; it takes {', '.join(keys)}")
+        raise InvalidValue(
+            "optimizer.argument_unknown",
+            "{name} has no {unused}; it takes {keys}",
+            name=name,
+            unused=" or ".join(unused),
+            keys=list(keys),
+        )

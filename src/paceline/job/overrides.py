@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from paceline.errors import JobError
+from paceline.errors import JobError, Problem
 from paceline.job.spec import Spec
 from paceline.yaml_file import KeyPath, Positions, annotation_below, parse_value, specs_of
 
@@ -66,20 +66,25 @@ def override(
         changes = [changes]
     changed = deepcopy(dict(values))
     labels: dict[KeyPath, str] = {}
-    wrong = []
+    wrong: list[Problem] = []
     for change in changes.items() if isinstance(changes, Mapping) else changes:
         try:
             label, key, value = _parsed(change)
             path = _set(changed, key, value, spec, label)
             if path in labels:
-                raise JobError(f"{label}: this key is set twice. Leave one of them out")
+                raise JobError("set.key_twice", "{label}: this key is set twice. Leave one of them out", label=label)
             if undone := [other for own, other in labels.items() if own[: len(path)] == path]:
-                raise JobError(f"{label}: this replaces {', '.join(undone)}. Leave one of them out")
+                raise JobError(
+                    "set.replaces_other",
+                    "{label}: this replaces {other}. Leave one of them out",
+                    label=label,
+                    other=list(undone),
+                )
             labels[path] = label
         except JobError as error:
-            wrong.append(str(error))
+            wrong += error.problems
     if wrong:
-        raise JobError("\n".join(wrong))
+        raise JobError.of_problems(wrong)
     return changed, OverriddenPositions(labels, positions)
 
 
@@ -91,13 +96,23 @@ def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
     key, equals, text = change.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise JobError(f"--set {change}: name a key of the job and its value as KEY=VALUE, e.g. optimizer.lr=3e-4")
+        raise JobError(
+            "set.not_key_value",
+            "--set {change}: name a key of the job and its value as KEY=VALUE, e.g. optimizer.lr=3e-4",
+            change=change,
+        )
     if not text.strip():
-        raise JobError(f'--set {key}: there is no value after "="; write null for none, or "" for an empty text')
+        raise JobError(
+            "set.value_missing",
+            '--set {key}: there is no value after "="; write null for none, or "" for an empty text',
+            key=key,
+        )
     try:
         return f"--set {key}", key, parse_value(text)
     except ValueError as error:
-        raise JobError(f"--set {key}: {text!r} is not a YAML value: {error}") from None
+        raise JobError(
+            "set.not_yaml", "--set {key}: {text!r} is not a YAML value: {error}", key=key, text=text, error=error
+        ) from None
 
 
 def _set(values: dict[str, Any], key: str, value: Any, spec: type[BaseModel], label: str) -> KeyPath:
@@ -124,18 +139,33 @@ def _set(values: dict[str, Any], key: str, value: Any, spec: type[BaseModel], la
 def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) -> str | int:
     """The key or index in a container that a part of a dotted key names."""
     if not part:
-        raise JobError(f"{label}: a key has no empty part; keys are joined by single dots, e.g. optimizer.lr")
+        raise JobError(
+            "set.empty_key",
+            "{label}: a key has no empty part; keys are joined by single dots, e.g. optimizer.lr",
+            label=label,
+        )
     if isinstance(container, dict):
         return part
     where = ".".join(map(str, path))
     if not isinstance(container, list):
-        raise JobError(f"{label}: {where} is {container!r}, which has no keys")
+        raise JobError(
+            "set.no_keys", "{label}: {where} is {value!r}, which has no keys", label=label, where=where, value=container
+        )
     if not (part.isascii() and part.isdecimal()):
-        raise JobError(f"{label}: {where} is a list; name an entry by its number, e.g. {where}.0")
+        raise JobError(
+            "set.list_without_number",
+            "{label}: {where} is a list; name an entry by its number, e.g. {where}.0",
+            label=label,
+            where=where,
+        )
     if int(part) >= len(container):
         raise JobError(
-            f"{label}: {where} has no entry {part}; it has {len(container)}, counted from 0. To add one, set the "
-            "whole list"
+            "set.entry_missing",
+            "{label}: {where} has no entry {entry}; it has {entries}, counted from 0. To add one, set the whole list",
+            label=label,
+            where=where,
+            entry=part,
+            entries=len(container),
         )
     return int(part)
 

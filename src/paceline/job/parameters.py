@@ -41,7 +41,13 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
     for pattern in patterns:
         own = [name for name, aliases in names.items() if any(_matches(pattern, alias) for alias in aliases)]
         if not own:
-            raise JobError(f'{key}: no parameter of the model matches "{pattern}". {_like(pattern, names)}')
+            raise JobError(
+                "job.pattern_unmatched",
+                '{key}: no parameter of the model matches "{pattern}". {hint}',
+                key=key,
+                pattern=pattern,
+                hint=_like(pattern, names),
+            )
         found |= dict.fromkeys(own)
     return [name for name in names if name in found]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from paceline.errors import DataError, PlanError
+from paceline.errors import DataError, InvalidValue, PlanError
 from paceline.job.spec import Spec
 
 Ints = NDArray[np.int64]
@@ -41,15 +41,20 @@ class PartitionSpec(Spec):
     @model_validator(mode="after")
     def _stratified_is_shuffled(self) -> PartitionSpec:
         if self.kind == "stratified" and not self.shuffle:
-            raise ValueError(
-                "stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical"
+            raise InvalidValue(
+                "partition.stratified_shuffles",
+                "stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical",
             )
         return self
 
     @model_validator(mode="after")
     def _host_files_are_hierarchical(self) -> PartitionSpec:
         if self.host_files and self.kind != "hierarchical":
-            raise ValueError(f"host_files needs kind: hierarchical; with {self.kind} every host reads the whole set")
+            raise InvalidValue(
+                "partition.host_files",
+                "host_files needs kind: hierarchical; with {kind} every host reads the whole set",
+                kind=self.kind,
+            )
         return self
 
 
@@ -264,17 +269,24 @@ class _Hierarchical:
 def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
     if samples == 0:
         raise DataError(
-            "the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit"
+            "data.empty",
+            "the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit",
         )
     if global_batch < replicas:
         raise PlanError(
-            f"global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a "
-            f"step. Values that work: global_batch {replicas} or more, or dp={global_batch} or less"
+            "plan.batch_smaller_than_replicas",
+            "global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a "
+            "step. Values that work: global_batch {replicas} or more, or dp={global_batch} or less",
+            global_batch=global_batch,
+            replicas=replicas,
         )
     if samples < global_batch:
         raise DataError(
-            f"the training set has {samples} samples, fewer than one global batch of {global_batch}: "
-            f"set global_batch to {samples} or less, or give more data"
+            "data.smaller_than_batch",
+            "the training set has {samples} samples, fewer than one global batch of {global_batch}: set global_batch "
+            "to {samples} or less, or give more data",
+            samples=samples,
+            global_batch=global_batch,
         )
 
 
@@ -282,8 +294,11 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
     weights = spec.weights if spec.weights is not None else (1.0,) * replicas
     if len(weights) != replicas:
         raise PlanError(
-            f"partition: {len(weights)} weights for {replicas} replicas; give {replicas}, one for each, or "
-            "none for equal shares"
+            "plan.weights_not_per_replica",
+            "partition: {weights} weights for {replicas} replicas; give {replicas}, one for each, or none for equal "
+            "shares",
+            weights=len(weights),
+            replicas=replicas,
         )
     return np.asarray(weights, np.float64)
 
@@ -292,14 +307,19 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
     """The classes as 0, 1, … in the place of whatever integers name them."""
     if labels is None:
         raise DataError(
-            "partition: stratified needs the class of each sample, and this dataset has no `labels` "
-            "(an integer array, one per sample). Give it that attribute, or choose partition: uniform"
+            "data.no_labels",
+            "partition: stratified needs the class of each sample, and this dataset has no `labels` (an integer "
+            "array, one per sample). Give it that attribute, or choose partition: uniform",
         )
     labels = np.asarray(labels)
     if labels.shape != (samples,) or labels.dtype.kind not in "iub":
         raise DataError(
-            f"partition: stratified needs `labels` of shape ({samples},) and an integer type; "
-            f"the dataset's have shape {labels.shape} and type {labels.dtype}"
+            "data.labels_invalid",
+            "partition: stratified needs `labels` of shape ({samples},) and an integer type; the dataset's have shape "
+            "{shape} and type {dtype}",
+            samples=samples,
+            shape=labels.shape,
+            dtype=labels.dtype,
         )
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
@@ -309,8 +329,11 @@ def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
     owners = np.asarray([0] * replicas if hosts is None else hosts, np.int64)
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
-            f"partition: hosts {owners.tolist()} do not place {replicas} replicas; give each its host, "
-            "numbered from 0 without gaps"
+            "plan.hosts_of_replicas",
+            "partition: hosts {owners!s} do not place {replicas} replicas; give each its host, numbered from 0 without "
+            "gaps",
+            owners=owners.tolist(),
+            replicas=replicas,
         )
     return owners
 
@@ -320,11 +343,18 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
     held = [samples] if host_samples is None and hosts == 1 else list(host_samples or ())
     if len(held) != hosts or sum(held) != samples:
         raise DataError(
-            f"partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got {held}"
+            "data.host_files_counts",
+            "partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got "
+            "{counts!s}",
+            hosts=hosts,
+            samples=samples,
+            counts=held,
         )
     if 0 in held:
         raise DataError(
-            f"partition: host {held.index(0)} holds no training files. Give it some, or leave it out of the run"
+            "data.host_without_files",
+            "partition: host {host} holds no training files. Give it some, or leave it out of the run",
+            host=held.index(0),
         )
     return np.asarray(held, np.int64)
 

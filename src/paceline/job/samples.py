@@ -107,8 +107,11 @@ class Selection(_Wrapped):
         now = _length(self.dataset)
         if now != self._dataset_length:
             raise DataError(
-                f"{type(self.dataset).__name__} had {self._dataset_length} samples when the job began and has "
-                f"{now} now; keep it fixed"
+                "data.dataset_length_changed",
+                "{class_name} had {before} samples when the job began and has {now} now; keep it fixed",
+                class_name=type(self.dataset).__name__,
+                before=self._dataset_length,
+                now=now,
             )
         return len(self.rows)
 
@@ -229,8 +232,11 @@ def held_out_samples(samples: int, share: float) -> int:
     kept = max(1, round(samples * share)) if share else 0
     if kept >= samples:
         raise DataError(
-            f"data.held_out={share:g} of {count(samples, 'sample')} leaves none to train on; "
-            "give more samples, a smaller share, or held_out: 0 for no validation set"
+            "data.nothing_left_to_train",
+            "data.held_out={share:g} of {samples} leaves none to train on; give more samples, a smaller share, or "
+            "held_out: 0 for no validation set",
+            share=share,
+            samples=count(samples, "sample"),
         )
     return kept
 

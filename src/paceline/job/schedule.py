@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError
 from paceline.job.optimizer import refuse_unused
 from paceline.job.spec import Args, Spec, check_call, load_object, resolve_import_path
 from paceline.text import nearest
@@ -44,7 +44,12 @@ class ScheduleSpec(Spec):
         if ":" in value:
             return resolve_import_path(value, info.context)
         if value not in _SCHEDULE_KEYS and value not in _TORCH:
-            raise ValueError(f'unknown schedule "{value}". {nearest(value, (*_SCHEDULE_KEYS, *_TORCH))}')
+            raise InvalidValue(
+                "schedule.unknown",
+                'unknown schedule "{name}". {hint}',
+                name=value,
+                hint=nearest(value, (*_SCHEDULE_KEYS, *_TORCH)),
+            )
         return value
 
     @field_validator("args")
@@ -57,21 +62,27 @@ class ScheduleSpec(Spec):
         if self.by_class:
             refuse_unused(self, self.name, ("args", "every", "metric"))
             if self.metric is not None and not self.follows_metric:
-                raise ValueError(f"{self.name} follows no metric: only ReduceLROnPlateau does")
+                raise InvalidValue(
+                    "schedule.no_metric", "{name} follows no metric: only ReduceLROnPlateau does", name=self.name
+                )
             if self.follows_metric and self.period != "evaluation":
-                raise ValueError(
-                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations: leave every out"
+                raise InvalidValue(
+                    "schedule.every_with_metric",
+                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations: leave every out",
                 )
             return self
         if (self.name == "step") != bool(self.milestones):
-            raise ValueError(
-                "the step schedule (and no other) needs milestones, e.g. {name: step, milestones: [300, 600]}"
+            raise InvalidValue(
+                "schedule.milestones",
+                "the step schedule (and no other) needs milestones, e.g. {{name: step, milestones: [300, 600]}}",
             )
         refuse_unused(self, self.name, _SCHEDULE_KEYS[self.name])
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"the decay should end after the warm-up of {self.warmup_steps} steps, but decay_steps is "
-                f"{self.decay_steps}"
+            raise InvalidValue(
+                "schedule.decay_before_warmup",
+                "the decay should end after the warm-up of {warmup_steps} steps, but decay_steps is {decay_steps}",
+                warmup_steps=self.warmup_steps,
+                decay_steps=self.decay_steps,
             )
         return self
 
@@ -108,8 +119,10 @@ class ScheduleSpec(Spec):
         end = self.decay_steps or total_steps
         if end is None:
             raise JobError(
-                f"schedule {self.name} does not know where the decay ends: give schedule.decay_steps, or "
-                "stop.epochs or stop.steps"
+                "schedule.end_unknown",
+                "schedule {name} does not know where the decay ends: give schedule.decay_steps, or stop.epochs or "
+                "stop.steps",
+                name=self.name,
             )
         progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
         remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
@@ -137,8 +150,9 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
     if name == "OneCycleLR" and not {"total_steps", "epochs"} & called.keys():
         if total is None:
             raise JobError(
+                "schedule.cycle_end_unknown",
                 "schedule OneCycleLR does not know where the cycle ends: give total_steps in its args, or stop.steps "
-                "or stop.epochs"
+                "or stop.epochs",
             )
         called["total_steps"] = total
     if name == "ChainedScheduler":
@@ -152,7 +166,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
         try:
             return kind(*positional, **called)
         except (TypeError, ValueError, KeyError) as error:
-            raise JobError(f"schedule {name}: {error}") from error
+            raise JobError("schedule.not_made", "schedule {name}: {error}", name=name, error=error) from error
 
 
 def _with_functions(args: Mapping[str, Any], each: Any) -> dict[str, Any]:

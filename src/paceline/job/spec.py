@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter, ValidationError, create_model, model_validator
 from pydantic_core import ErrorDetails
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError, Problem
 from paceline.extensions import ExtensionPoint
 from paceline.text import nearest
 from paceline.yaml_file import wrong_value
@@ -100,20 +100,37 @@ def load_object(path: str) -> Any:
     module_name, _, name = path.rpartition(":")
     if module_name == "__main__":
         raise JobError(
-            f"{path}: ranks cannot import an object of a notebook, a prompt or the running script. Put {name} into a "
-            f"file and name it as file.py:{name}"
+            "job.object_of_script",
+            "{path}: ranks cannot import an object of a notebook, a prompt or the running script. Put {name} into a "
+            "file and name it as file.py:{name}",
+            path=path,
+            name=name,
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run as if all were well
-        explained = JobError(f"{path}: cannot import {module_name!r}: {type(error).__name__}: {error}")
+        explained = JobError(
+            "job.import_failed",
+            "{path}: cannot import {module!r}: {kind}: {error}",
+            path=path,
+            module=module_name,
+            kind=type(error).__name__,
+            error=error,
+        )
         explained.from_users_code = True
         raise explained from error
     try:
         return functools.reduce(getattr, name.split("."), module)
     except AttributeError:
         public = sorted(key for key in vars(module) if not key.startswith("_"))
-        raise JobError(f"{path}: {module_name!r} has no {name!r}. {nearest(name, public)}") from None
+        raise JobError(
+            "job.object_missing",
+            "{path}: {module!r} has no {name!r}. {hint}",
+            path=path,
+            module=module_name,
+            name=name,
+            hint=nearest(name, public),
+        ) from None
 
 
 def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
@@ -124,12 +141,14 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
     """
     module, _, name = path.rpartition(":")
     if not module or not name:
-        raise ValueError(f"{path!r} is not an import path; write pkg.mod:name or file.py:name")
+        raise InvalidValue(
+            "job.import_path_invalid", "{path!r} is not an import path; write pkg.mod:name or file.py:name", path=path
+        )
     if not module.endswith(".py"):
         return path
     file = ((context or {}).get("base", Path.cwd()) / Path(module).expanduser()).resolve()
     if not file.is_file():
-        raise ValueError(f"no such file: {file}")
+        raise InvalidValue("job.no_such_file", "no such file: {file}", file=file)
     return f"{file}:{name}"
 
 
@@ -144,10 +163,16 @@ def import_path_of(function_or_class: Any) -> str:
     """
     name, module = getattr(function_or_class, "__qualname__", None), getattr(function_or_class, "__module__", None)
     if name is None or module is None:
-        raise ValueError(f"{function_or_class!r} is neither a function nor a class; give one that makes it")
+        raise InvalidValue(
+            "job.not_importable",
+            "{function_or_class!r} is neither a function nor a class; give one that makes it",
+            function_or_class=function_or_class,
+        )
     if "<" in name:
-        raise ValueError(
-            f"{name} cannot be imported by other ranks; define it with a name of its own at the top of a module"
+        raise InvalidValue(
+            "job.local_object",
+            "{name} cannot be imported by other ranks; define it with a name of its own at the top of a module",
+            name=name,
         )
     if module != "__main__":
         return f"{module}:{name}"
@@ -155,8 +180,10 @@ def import_path_of(function_or_class: Any) -> str:
     if main.__spec__ is not None:  # python -m pkg.mod
         return f"{main.__spec__.name}:{name}"
     if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
-        raise ValueError(
-            f"{name} was defined in an interactive session, where other ranks cannot import it; put it into a file"
+        raise InvalidValue(
+            "job.object_of_session",
+            "{name} was defined in an interactive session, where other ranks cannot import it; put it into a file",
+            name=name,
         )
     return f"{Path(str(main.__file__)).resolve()}:{name}"
 
@@ -205,14 +232,22 @@ def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any
     for key, value in args.items():
         if key not in parameters:
             hint = nearest(key, parameters) if parameters else "It takes none."
-            wrong.append(f'{what} has no argument "{key}". {hint}')
+            wrong.append(
+                Problem(
+                    "job.unknown_argument",
+                    '{what} has no argument "{argument}". {hint}',
+                    what=what,
+                    argument=key,
+                    hint=hint,
+                )
+            )
             continue
         try:
             checked[key] = TypeAdapter(parameters[key].annotation).validate_python(value)
         except ValidationError as error:
-            wrong.append(f"{what}: {key} {wrong_value(error.errors()[0])}")
+            wrong.append(wrong_value(f"{what}: {key}", error.errors()[0]))
     if wrong:
-        raise JobError("\n".join(wrong))
+        raise JobError.of_problems(wrong)
     return checked
 
 
@@ -230,5 +265,10 @@ def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: A
         signature.bind(*positional, **args)
     except TypeError as error:
         raise JobError(
-            f"{path}{signature} does not fit the job's args ({', '.join(args) or 'none'}): {error}"
+            "job.args_do_not_fit",
+            "{path}{signature} does not fit the job's args ({args}): {error}",
+            path=path,
+            signature=signature,
+            args=", ".join(args) or "none",
+            error=error,
         ) from None

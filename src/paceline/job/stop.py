@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError
 from paceline.job.spec import Spec
 from paceline.text import nearest
 from paceline.units import count
@@ -73,7 +73,11 @@ class StopSpec(Spec):
     @model_validator(mode="after")
     def _has_an_end(self) -> StopSpec:
         if not self.model_dump(exclude_defaults=True):
-            raise ValueError(f"name at least one of {', '.join(type(self).model_fields)}, or the run never ends")
+            raise InvalidValue(
+                "job.no_stop_rule",
+                "name at least one of {keys}, or the run never ends",
+                keys=list(type(self).model_fields),
+            )
         return self
 
     @property
@@ -102,12 +106,23 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     """
     names = ["loss", *(one.name for one in metrics)]
     if metric not in names:
-        raise JobError(f"{key} waits for {metric}, which is never measured. {nearest(metric, names)}")
+        raise JobError(
+            "job.metric_never_measured",
+            "{key} waits for {metric}, which is never measured. {hint}",
+            key=key,
+            metric=metric,
+            hint=nearest(metric, names),
+        )
     if mode is not None:
         return mode == "max"
     own = next((getattr(one, "higher_is_better", None) for one in metrics if one.name == metric), None)
     if (known := HIGHER_IS_BETTER.get(metric) if own is None else own) is None:
-        raise JobError(f"{key}: say if a larger {metric} is better: mode: max, or mode: min")
+        raise JobError(
+            "job.metric_mode_missing",
+            "{key}: say if a larger {metric} is better: mode: max, or mode: min",
+            key=key,
+            metric=metric,
+        )
     return known
 
 

@@ -30,7 +30,7 @@ def job_of(job: AnyJob) -> Job:
         return job
     if isinstance(job, str | Path):
         return Job.load(job)
-    raise JobError(f"the job is a paceline.Job, a file or a URL, not {_kind(job)}.")
+    raise JobError("api.not_a_job", "the job is a paceline.Job, a file or a URL, not {kind}.", kind=_kind(job))
 
 
 def plan_of(plan: AnyPlan) -> Plan:
@@ -42,10 +42,15 @@ def plan_of(plan: AnyPlan) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if plan == "auto":
-        raise PlanError('"auto" is a choice among plans, and one plan is needed here: paceline.plan(job) returns one.')
+        raise PlanError(
+            "api.auto_plan",
+            '"auto" is a choice among plans, and one plan is needed here: paceline.plan(job) returns one.',
+        )
     if isinstance(plan, str):
         return Plan.parse(plan)
-    raise PlanError(f"the plan is a paceline.Plan or its text, such as dp=2, not {_kind(plan)}.")
+    raise PlanError(
+        "api.not_a_plan", "the plan is a paceline.Plan or its text, such as dp=2, not {kind}.", kind=_kind(plan)
+    )
 
 
 def plan_or_auto(plan: AnyPlan) -> Plan | None:
@@ -65,7 +70,9 @@ def cluster_of(cluster: AnyCluster | None) -> Cluster:
         return cluster
     if isinstance(cluster, str | Path):
         return cluster_from(cluster)
-    raise ClusterError(f"the cluster is a paceline.Cluster, a file or a name, not {_kind(cluster)}.")
+    raise ClusterError(
+        "api.not_a_cluster", "the cluster is a paceline.Cluster, a file or a name, not {kind}.", kind=_kind(cluster)
+    )
 
 
 def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
@@ -77,8 +84,10 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
     found = cluster_of(cluster)
     if found.only_planned:
         raise ClusterError(
-            f"{found.name} is a name from the catalogue of hardware: it can be planned for (paceline plan), and "
-            "nothing can run on it. Leave the cluster out to use this machine, or name a cluster file."
+            "cluster.catalogue_only",
+            "{cluster} is a name from the catalogue of hardware: it can be planned for (paceline plan), and nothing "
+            "can run on it. Leave the cluster out to use this machine, or name a cluster file.",
+            cluster=found.name,
         )
     return found
 

@@ -137,10 +137,12 @@ def _device(host: Host) -> Accelerator:
 def _accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
-            f'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known\n'
-            f"It is not in the catalogue of hardware. {nearest_to(name)} "
-            "An entry of your own gives these figures: docs/how-to/add_a_device.md. "
-            "`paceline train` and `bench` need none."
+            "cluster.not_predictable",
+            'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known\n'
+            "It is not in the catalogue of hardware. {hint} An entry of your own gives these figures: "
+            "docs/how-to/add_a_device.md. `paceline train` and `bench` need none.",
+            name=name,
+            hint=nearest_to(name),
         )
     return found
 

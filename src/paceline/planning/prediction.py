@@ -92,7 +92,13 @@ class Layouts:
         blocks = len(self.trace.blocks)
         if plan.stages > max(blocks, 1):
             apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
-            raise PlanError(f"plan {plan} makes {plan.stages} stages, and {apart}")
+            raise PlanError(
+                "plan.stages_do_not_fit",
+                "plan {plan} makes {stages} stages, and {reason}",
+                plan=plan,
+                stages=plan.stages,
+                reason=apart,
+            )
         precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
         # bf16 is autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])

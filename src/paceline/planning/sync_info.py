@@ -88,7 +88,14 @@ def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
     for option in options:
         word, equals, setting = option.partition("=")
         if not equals or not word or word in given:
-            raise PlanError(f'{key}={text}: "{option}" is not understood; write {name}:VALUE,KEY=VALUE, each key once')
+            raise PlanError(
+                "plan.option_malformed",
+                '{key}={text}: "{option}" is not understood; write {name}:VALUE,KEY=VALUE, each key once',
+                key=key,
+                text=text,
+                option=option,
+                name=name,
+            )
         given[word] = setting
     return name, given
 
@@ -106,22 +113,46 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
         if word not in takes:
             if word and len(takes) > 1:
                 raise PlanError(
-                    f'{where}: "{word}" is not one of its settings. {nearest(word, [w for w in takes if w])}'
+                    "plan.rule_setting_unknown",
+                    '{where}: "{word}" is not one of its settings. {hint}',
+                    where=where,
+                    word=word,
+                    hint=nearest(word, [w for w in takes if w]),
                 )
             unknown = word or f"'{given[word]}'"
             keys = ", ".join(f"{key}=" for key in takes if key)
-            raise PlanError(f"{where}: {name} takes no {unknown}" + (f"; it takes {keys}" if keys else ""))
+            raise PlanError(
+                "plan.rule_takes_none",
+                "{where}: {name} takes no {unknown}{keys}",
+                where=where,
+                name=name,
+                unknown=unknown,
+                keys=f"; it takes {keys}" if keys else "",
+            )
     values: dict[str, Any] = {}
     for word, argument in takes.items():
         if word not in given:
             if argument.default is None:
-                raise PlanError(f"{where}: {name} needs {argument.what}, e.g. {where}:8")
+                raise PlanError(
+                    "plan.rule_needs",
+                    "{where}: {name} needs {what}, e.g. {where}:8",
+                    where=where,
+                    name=name,
+                    what=argument.what,
+                )
             values[word] = argument.default
             continue
         try:
             values[word] = argument.convert(given[word])
         except ValueError:
-            raise PlanError(f'{where}: {word or name} is {argument.what}, not "{given[word]}"') from None
+            raise PlanError(
+                "plan.rule_value_invalid",
+                '{where}: {word} is {what}, not "{given}"',
+                where=where,
+                word=word or name,
+                what=argument.what,
+                given=given[word],
+            ) from None
     return values
 
 
@@ -241,14 +272,17 @@ class CompressSpec:
             try:
                 infos.append(CODECS[name])
             except PlanError as error:
-                raise PlanError(f"compress={text}: {error}") from None
+                raise PlanError("plan.compress_refused", "compress={text}: {error}", text=text, error=error) from None
             found.append((name, converted(f"compress={text}", name, infos[-1].arguments, given).get("")))
         first, *others = infos
         if len(others) > 1 or (others and not (first.keeps_numbers and others[0].codes_numbers)):
             raise PlanError(
-                f"compress={text}: {' or '.join(_those('keeps_numbers'))} may be followed by one of "
-                f"{', '.join(_those('codes_numbers'))}, "
-                "which codes the numbers that it keeps, e.g. compress=topk:0.01+bf16; other codecs stand alone"
+                "plan.codec_not_combinable",
+                "compress={text}: {codecs} may be followed by one of {numbers}, which codes the numbers that it "
+                "keeps, e.g. compress=topk:0.01+bf16; other codecs stand alone",
+                text=text,
+                codecs=" or ".join(_those("keeps_numbers")),
+                numbers=list(_those("codes_numbers")),
             )
         return cls(tuple(found))
 
@@ -303,7 +337,7 @@ class ServerProcesses(NamedTuple):
         """
         found = SyncSpec.parse(sync).servers
         if found is None:
-            raise PlanError(f"sync={sync} has no servers")
+            raise PlanError("plan.no_servers", "sync={sync} has no servers", sync=sync)
         return found
 
     @property
@@ -462,10 +496,10 @@ class SyncSpec:
         try:
             info = RULES[name]
         except PlanError as error:
-            raise PlanError(f"sync={text}: {error}") from None
+            raise PlanError("plan.sync_refused", "sync={text}: {error}", text=text, error=error) from None
         arguments = converted(f"sync={text}", name, info.arguments, given)
         if problem := info.check(arguments):
-            raise PlanError(f"sync={text}: {problem}")
+            raise PlanError("plan.sync_invalid", "sync={text}: {problem}", text=text, problem=problem)
         return cls(name, arguments)
 
     @property

@@ -120,13 +120,20 @@ def measured(run: Run) -> Measured:
     """
     record = RunRecord.read(run)
     if record.noun != "step":
-        raise RunError(f"{run.path} is a federated run: its rounds are not steps on devices of one cluster")
+        raise RunError(
+            "report.federated_run",
+            "{run} is a federated run: its rounds are not steps on devices of one cluster",
+            run=run.path,
+        )
     found = {rank: (lines, typical_parts(lines)) for rank, lines in record.ranks.items()}
     ranks = {rank: parts for rank, (_, parts) in found.items() if parts is not None}
     if 0 not in ranks:
         raise RunError(
-            f"{run.path} has no step with times after the first {WARM_UP_STEPS}, which are warm-up: there is nothing "
-            "to compare yet"
+            "report.no_timed_steps",
+            "{run} has no step with times after the first {warm_up}, which are warm-up: there is nothing to compare "
+            "yet",
+            run=run.path,
+            warm_up=WARM_UP_STEPS,
         )
     lines = {rank: timed(found[rank][0]) for rank in ranks}
     local = {rank: median(float(line.get("local_samples", 0)) for line in of) for rank, of in lines.items()}
@@ -142,9 +149,16 @@ def same_work(one: Run, many: Run) -> None:
         RunError: with every key of the job that differs, or since it has several ranks.
     """
     if one.plan.ranks > 1:
-        raise RunError(f"{one.path} has plan {one.plan}: name a run of one rank to compare with one device")
+        raise RunError(
+            "report.not_one_rank",
+            "{run} has plan {plan}: name a run of one rank to compare with one device",
+            run=one.path,
+            plan=one.plan,
+        )
     if differing := list(differences(work_of_run(many), work_of_run(one))):
-        raise RunError(f"{one.path} did other work: {'; '.join(differing)}")
+        raise RunError(
+            "report.other_work", "{run} did other work: {differences}", run=one.path, differences="; ".join(differing)
+        )
 
 
 # The measured part that each predicted one falls into. The overhead of a step is in all measured parts.
@@ -191,7 +205,7 @@ class Model:
         job = job or run.run.job
         prediction = modelled(job, run.run.cluster, plan, self.calibration)
         if not prediction.fits:
-            raise PlanError(f"plan {plan} needs more memory than there is")
+            raise PlanError("plan.out_of_memory", "plan {plan} needs more memory than there is", plan=plan)
         return self.held(plan, prediction, job.global_batch / run.run.job.global_batch)
 
     def held(self, plan: Plan, prediction: Prediction, batches: float = 1.0) -> dict[str, float]:

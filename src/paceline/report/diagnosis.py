@@ -246,7 +246,12 @@ def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object
     try:
         rows = measure(job, run.run.cluster, begin, tell).tried
     except LaunchError as error:
-        raise LaunchError(f"plan {run.plan} could not be measured: {reason_of(error)}") from error
+        raise LaunchError(
+            "report.plan_not_measured",
+            "plan {plan} could not be measured: {reason}",
+            plan=run.plan,
+            reason=reason_of(error),
+        ) from error
     ratios = _ratios(rows)
     faster = [one for one in tried if str(one.plan) in ratios and ratios[str(one.plan)].high < 1]
     advice = min(faster, key=lambda one: ratios[str(one.plan)].middle, default=None)
@@ -312,16 +317,21 @@ def _must_be_here(run: Run) -> None:
     here = discover()
     if run.cluster.emulate is None and hardware_of(run.cluster) != hardware_of(here):
         raise RunError(
-            f"{run.path} ran on {run.cluster.describe()}, and this is {here.describe()}: measure there, or leave "
-            "--try out"
+            "report.other_machine",
+            "{run} ran on {machine}, and this is {here}: measure there, or leave --try out",
+            run=run.path,
+            machine=run.cluster.describe(),
+            here=here.describe(),
         )
 
 
 def _must_be_short(plan: Plan) -> None:
     if not _is_short(plan):
         raise RunError(
-            f"sync={plan.sync} exchanges less often than in every step, which a few steps in turn do not show: "
-            "compare whole runs with `paceline bench scaling --plans`"
+            "report.rule_not_measurable",
+            "sync={sync} exchanges less often than in every step, which a few steps in turn do not show: compare "
+            "whole runs with `paceline bench scaling --plans`",
+            sync=plan.sync,
         )
 
 

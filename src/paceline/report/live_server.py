@@ -81,7 +81,11 @@ class LiveServer:
             server = await asyncio.start_server(self._connected, ADDRESS, self.port, limit=HEAD_BYTES)
         except OSError as error:
             raise RunError(
-                f"no page at {ADDRESS}:{self.port}: {error.strerror or error}. Name another port."
+                "report.port_unusable",
+                "no page at {address}:{port}: {reason}. Name another port.",
+                address=ADDRESS,
+                port=self.port,
+                reason=error.strerror or error,
             ) from error
         self.port = server.sockets[0].getsockname()[1]
         following = asyncio.create_task(self._follow())

@@ -112,7 +112,11 @@ def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
         yield
     except _NOT_OURS as error:
         raise RunError(
-            f"{folder} holds what no {writer} of paceline writes, so there is no page of it: {error!r:.200}"
+            "report.folder_invalid",
+            "{folder} holds what no {writer} of paceline writes, so there is no page of it: {error!r:.200}",
+            folder=folder,
+            writer=writer,
+            error=error,
         ) from error
 
 
@@ -144,7 +148,9 @@ def write_page(
     try:
         write_whole(file, text)
     except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise RunError(
+            "file.unwritable", "{file} cannot be written: {reason}", file=file, reason=error.strerror or error
+        ) from error
     return file
 
 

@@ -79,9 +79,13 @@ def view_of(run: Run) -> dict[str, Any]:
     record = RunRecord.read(run)
     if not record.ranks.get(0):
         raise RunError(
-            f"{run.path} holds no finished step of rank 0, so there is nothing to show. One step is enough for the "
-            f"loss; throughput and the breakdown need {WARM_UP_STEPS + 1}, as the first {WARM_UP_STEPS} are warm-up. "
-            + " ".join(record.gaps)
+            "report.no_steps",
+            "{run} holds no finished step of rank 0, so there is nothing to show. One step is enough for the loss; "
+            "throughput and the breakdown need {needed}, as the first {warm_up} are warm-up. {gaps}",
+            run=run.path,
+            needed=WARM_UP_STEPS + 1,
+            warm_up=WARM_UP_STEPS,
+            gaps=" ".join(record.gaps),
         )
     steps, noun, events = record.ranks[0], record.noun, record.events
     start = _newest(events, "start", "resume") or {}
@@ -285,7 +289,12 @@ def run_charts(record: RunRecord) -> list[Chart]:
             if name in PANELS.built_in:
                 raise
             raise RunError(
-                f'the panel "{name}" of an installed package ({info.panel}) failed: {type(error).__name__}: {error}'
+                "report.panel_failed",
+                'the panel "{name}" of an installed package ({panel}) failed: {kind}: {error}',
+                name=name,
+                panel=info.panel,
+                kind=type(error).__name__,
+                error=error,
             ) from error
     return found
 

@@ -202,8 +202,10 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
     counts = Counter(line["step"] for lines in timed.values() for line in lines)
     if not counts:
         raise RunError(
-            f"{run.path} has no step with times yet, so there is no timeline of it. On accelerators the times of a "
-            "step are known one step later."
+            "report.no_timeline",
+            "{run} has no step with times yet, so there is no timeline of it. On accelerators the times of a step are "
+            "known one step later.",
+            run=run.path,
         )
     if wanted.newest is not None:
         # the newest that all ranks have finished, or as many as have for any step
@@ -214,8 +216,13 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
     there = [step for step in counts if wanted.first <= step <= wanted.last]
     if not there:
         raise RunError(
-            f"{run.path} has no step from {wanted.first:,} to {wanted.last:,} with times: those recorded are "
-            f"{min(counts):,} to {max(counts):,}"
+            "report.steps_not_recorded",
+            "{run} has no step from {first:,} to {last:,} with times: those recorded are {earliest:,} to {latest:,}",
+            run=run.path,
+            first=wanted.first,
+            last=wanted.last,
+            earliest=min(counts),
+            latest=max(counts),
         )
     return min(there), max(there)
 

@@ -53,7 +53,12 @@ def write_trace(path: CriticalPath, file: Path, about: Mapping[str, Any]) -> Pat
     try:
         write_whole(file, json.dumps(trace, separators=(",", ":"), allow_nan=False))
     except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror or error}. Name another file with --out.") from error
+        raise RunError(
+            "report.unwritable",
+            "{file} cannot be written: {reason}. Name another file with --out.",
+            file=file,
+            reason=error.strerror or error,
+        ) from error
     return file
 
 
@@ -212,7 +217,12 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
     try:
         write_whole(file, json.dumps(merged, separators=(",", ":")))
     except OSError as error:
-        raise RunError(f"{file} cannot be written: {error.strerror or error}. Name another file with --out.") from error
+        raise RunError(
+            "report.unwritable",
+            "{file} cannot be written: {reason}. Name another file with --out.",
+            file=file,
+            reason=error.strerror or error,
+        ) from error
     return file
 
 

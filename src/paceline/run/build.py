@@ -36,8 +36,13 @@ def check_device(run: Run, group: Group) -> None:
     """Refuse a group whose devices are not those of the run's cluster."""
     if run.cluster.kind != group.device.type:
         raise ClusterError(
-            f"{run.cluster.describe()}, but this torch ({torch.__version__}) trains on {group.device.type}. "
-            f"Install a build of torch for the accelerators, or set {DEVICE_VARIABLE}=cpu to train on the CPU."
+            "device.torch_without",
+            "{cluster}, but this torch ({version}) trains on {type}. Install a build of torch for the accelerators, "
+            "or set {variable}=cpu to train on the CPU.",
+            cluster=run.cluster.describe(),
+            version=torch.__version__,
+            type=group.device.type,
+            variable=DEVICE_VARIABLE,
         )
 
 
@@ -223,5 +228,10 @@ def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
         of_host.setdefault(host, set()).add(length)
     for host, found in of_host.items():
         if len(found) > 1:
-            raise DataError(f"the ranks of host {host} see training sets of different lengths: {sorted(found)}")
+            raise DataError(
+                "data.hosts_differ",
+                "the ranks of host {host} see training sets of different lengths: {found}",
+                host=host,
+                found=sorted(found),
+            )
     return [of_host[host].pop() for host in sorted(of_host)]

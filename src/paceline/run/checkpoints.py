@@ -161,8 +161,11 @@ class CheckpointSchedule:
             if self._failures >= most:
                 allowed = f"{most} in a row have failed" if most > 1 else "It failed"
                 raise CheckpointError(
-                    f"{error} {allowed} (checkpoint.max_failures), so the run ends; continue with --resume "
-                    "when there is room."
+                    "checkpoint.failures_exhausted",
+                    "{error} {failures} (checkpoint.max_failures), so the run ends; continue with --resume when there "
+                    "is room.",
+                    error=error,
+                    failures=allowed,
                 ) from error
             details = {"reason": str(error), "failures": self._failures, "max_failures": most}
             self.report("checkpoint_failed", details)
@@ -267,7 +270,9 @@ class Checkpoints:
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             # It is whole, but not as any version of ours writes it.
             text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
-            raise CheckpointError(f"{text}. Remove that folder to go on from the checkpoint before.") from error
+            raise CheckpointError(
+                "checkpoint.unusable", "{reason}. Remove that folder to go on from the checkpoint before.", reason=text
+            ) from error
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return True
 
@@ -279,8 +284,11 @@ class Checkpoints:
         if (what := changed_data(saved, self._fingerprint)) is None:
             return
         raise DataError(
-            f"the data set of {self.run.path} has changed: {what}. The validation samples and the order of training "
-            "would change too. Restore the data set, or start a new run without --resume"
+            "data.changed",
+            "the data set of {run} has changed: {change}. The validation samples and the order of training would "
+            "change too. Restore the data set, or start a new run without --resume",
+            run=self.run.path,
+            change=what,
         )
 
     def rewind(self, result: StepResult) -> None:
@@ -294,7 +302,10 @@ class Checkpoints:
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
             raise NonFiniteError(
-                f"{result.problem}, after {MAX_REWINDS} rewinds in a row. Lower the learning rate or set clip_norm."
+                "nonfinite.rewinds_exhausted",
+                "{problem}, after {rewinds} rewinds in a row. Lower the learning rate or set clip_norm.",
+                problem=result.problem,
+                rewinds=MAX_REWINDS,
             )
         state = self.memory.newest(since=self.saving.at) if self.memory is not None else None
         if self.memory is not None and state is not None:
@@ -316,7 +327,11 @@ class Checkpoints:
         loaded = self._newest()
         if loaded is None:
             # That of before the first step could not be written.
-            raise NonFiniteError(f"{result.problem}, and there is no checkpoint to go back to.")
+            raise NonFiniteError(
+                "nonfinite.no_checkpoint",
+                "{problem}, and there is no checkpoint to go back to.",
+                problem=result.problem,
+            )
         values = restore(self.engine, loaded)
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return values

@@ -45,7 +45,11 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST) -> None:
         CheckpointError: none is whole.
     """
     if out.exists():
-        raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another file.")
+        raise RunError(
+            "export.file_exists",
+            "{file} exists already and is not overwritten. Remove it, or name another file.",
+            file=out,
+        )
     loaded = chosen_checkpoint(run_or_folder, checkpoint)
     _write(loaded, out, tied=True)
 
@@ -65,7 +69,11 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
         CheckpointError: none is whole.
     """
     if out.exists():
-        raise RunError(f"{out} exists already and is not overwritten. Remove it, or name another folder.")
+        raise RunError(
+            "export.folder_exists",
+            "{folder} exists already and is not overwritten. Remove it, or name another folder.",
+            folder=out,
+        )
     model = _hf_model(run)
     loaded = chosen_checkpoint(run, checkpoint)
     try:
@@ -85,7 +93,11 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
             sync_folder(out.parent)
     except OSError as error:
         text = f"{out} cannot be written: {error.strerror or error}"
-        raise RunError(f"{text}. Name a folder that can be made, on a disk with room for the weights twice.") from error
+        raise RunError(
+            "export.folder_unusable",
+            "{reason}. Name a folder that can be made, on a disk with room for the weights twice.",
+            reason=text,
+        ) from error
 
 
 @contextmanager
@@ -136,8 +148,12 @@ def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Call
     except OSError as error:
         size = sum(map(described_bytes, described.values()))
         raise RunError(
-            f"{out} cannot be written ({size:,} bytes): {error.strerror or error}. Name a file in a folder that can be "
-            "written and has the room."
+            "export.unwritable",
+            "{file} cannot be written ({size:,} bytes): {reason}. Name a file in a folder that can be written and has "
+            "the room.",
+            file=out,
+            size=size,
+            reason=error.strerror or error,
         ) from error
 
 
@@ -147,15 +163,20 @@ def _hf_model(run: Path) -> Any:
     path = next((path for path in (run, *run.absolute().parents[:2]) if (path / "job.yaml").exists()), None)
     if path is None:
         raise RunError(
-            f"{run} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory."
+            "export.no_job",
+            "{folder} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory.",
+            folder=run,
         )
     job = Run(path).job
     with torch.device("meta"):
         model = job.model.build()
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
-            f"the model of {path} ({type(model).__name__}) is not one of transformers', so there is no Hugging Face "
-            "layout for it. Export one safetensors file instead: paceline export RUN model.safetensors"
+            "export.not_hugging_face",
+            "the model of {path} ({class_name}) is not one of transformers', so there is no Hugging Face layout for "
+            "it. Export one safetensors file instead: paceline export RUN model.safetensors",
+            path=path,
+            class_name=type(model).__name__,
         )
     return model
 
@@ -194,7 +215,9 @@ def weights_from(path: Path) -> TensorPieces:
                     piece = TensorPiece(shard=number, key=name, offset=[0] * len(shape), shape=shape)
                     entries[name] = TensorEntry(dtype=stored.get_dtype(), shape=shape, pieces=[piece])
         except (OSError, SafetensorError) as error:
-            raise JobError(f"{file}: no weights can be read from it: {error}") from error
+            raise JobError(
+                "model.weights_unreadable", "{file}: no weights can be read from it: {error}", file=file, error=error
+            ) from error
     return TensorPieces(entries, files)
 
 
@@ -242,10 +265,18 @@ def _weight_files(path: Path) -> list[Path]:
     except FileNotFoundError:
         what = f"holds neither {_HF_FILE} nor {_HF_INDEX}" if path.is_dir() else "does not exist"
         raise JobError(
-            f"{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights."
+            "model.weights_not_found",
+            "{path} {what}. Name a safetensors file, or a folder in Hugging Face's layout with safetensors weights.",
+            path=path,
+            what=what,
         ) from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise JobError(f"{path / _HF_INDEX} is not an index of weights: {error}") from error
+        raise JobError(
+            "model.weights_index_invalid",
+            "{path} is not an index of weights: {error}",
+            path=path / _HF_INDEX,
+            error=error,
+        ) from error
 
 
 def _renamed(
@@ -318,7 +349,13 @@ def _refuse(
     wrong += [f"{name} has shape {tuple(there)}, the model wants {tuple(here)}" for name, there, here in other]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise JobError(f"the weights in {source.where} are of another model: {'; '.join(wrong[:5])}{more}")
+        raise JobError(
+            "model.weights_differ",
+            "the weights in {path} are of another model: {wrong}{more}",
+            path=source.where,
+            wrong="; ".join(wrong[:5]),
+            more=more,
+        )
 
 
 def _quiet() -> None:

@@ -71,8 +71,12 @@ class RemoteRun:
             self.path = made_cache_folder("runs") / cache_name(self.url)
         except OSError as error:
             raise RunError(
-                f"{self.url} needs a working directory on this machine, and {error.filename} cannot be made: "
-                f"{error.strerror}. Name a place with XDG_CACHE_HOME."
+                "run.cache_unusable",
+                "{url} needs a working directory on this machine, and {folder} cannot be made: {reason}. Name a place "
+                "with XDG_CACHE_HOME.",
+                url=self.url,
+                folder=error.filename,
+                reason=error.strerror,
             ) from error
 
     def __enter__(self) -> Self:
@@ -106,7 +110,7 @@ class RemoteRun:
             f"{self.url}. They are in {self.path}; {again}"
         )
         if error is None:
-            raise RunError(text)
+            raise RunError("run.files_not_uploaded", "{reason}", reason=text)
         self.say(text)
 
     def check(self) -> None:
@@ -117,10 +121,19 @@ class RemoteRun:
         listed = self.store.list()
         here = (self.path / self.kind.mark).is_file()
         if self.kind != RUN and JOB in listed:
-            raise RunError(f"{self.url} holds a run, not a {self.kind.name}. Name another URL.")
+            raise RunError(
+                "run.url_of_other_kind",
+                "{url} holds a run, not a {kind}. Name another URL.",
+                url=self.url,
+                kind=self.kind.name,
+            )
         if self.kind.mark in listed:
             if not self.resume:
-                raise RunError(f"{self.url} holds a run already. Continue it with --resume, or name another URL.")
+                raise RunError(
+                    "run.url_in_use",
+                    "{url} holds a run already. Continue it with --resume, or name another URL.",
+                    url=self.url,
+                )
             if here and goes_on_from(self.store, self.path, self.kind.lines):
                 return
             self._set_aside()
@@ -128,8 +141,11 @@ class RemoteRun:
             fetch_run(self.store, listed, self.path, self.say, checkpoint=BEST)
         elif here and not self.resume:
             raise RunError(
-                f"a run that was to be kept at {self.url} is in {self.path}, and is not there: it could not be "
-                "uploaded, or was removed there. Go on with it with --resume, or remove that directory."
+                "run.not_uploaded",
+                "a run that was to be kept at {url} is in {path}, and is not there: it could not be uploaded, or was "
+                "removed there. Go on with it with --resume, or remove that directory.",
+                url=self.url,
+                path=self.path,
             )
         elif not here:
             self._set_aside()
@@ -140,7 +156,13 @@ class RemoteRun:
                 shutil.rmtree(self._old, ignore_errors=True)
                 self.path.rename(self._old)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be moved to {self._old}: {error.strerror}") from error
+            raise RunError(
+                "run.not_moved",
+                "{path} cannot be moved to {target}: {reason}",
+                path=self.path,
+                target=self._old,
+                reason=error.strerror,
+            ) from error
 
     @property
     def _old(self) -> Path:
@@ -164,7 +186,7 @@ def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
     store = Store(url)
     listed = store.list()
     if JOB not in listed:
-        raise RunError(f"{store.url} is not a run: it has no {JOB}")
+        raise RunError("run.url_without_job", "{url} is not a run: it has no {file}", url=store.url, file=JOB)
     with scratch_folder() as folder:
         # Where --layout hf looks for it, too.
         run = folder / store.url.rpartition("/")[2]
@@ -238,7 +260,11 @@ def _fetch_checkpoint(store: Store, listed: dict[str, Entry], name: str, into: P
     for rank, shard in enumerate(shards):
         file = f"{name}/{shard_name(rank)}"
         if file not in listed or listed[file].size != shard.bytes:
-            raise CheckpointError(f"{shard_name(rank)} is not there, or not of the length that the manifest names")
+            raise CheckpointError(
+                "run.shard_missing",
+                "{shard} is not there, or not of the length that the manifest names",
+                shard=shard_name(rank),
+            )
         store.fetch(file, into / shard_name(rank), sha256=shard.sha256)
     return sum(shard.bytes for shard in shards)
 
@@ -248,7 +274,14 @@ def _fetch(store: Store, name: str, into: Path) -> None:
     try:
         store.fetch(name, into)
     except OSError as error:
-        raise RunError(f"{store.url}/{name} cannot be kept in {into.parent}: {error.strerror or error}") from error
+        raise RunError(
+            "run.object_not_kept",
+            "{url}/{name} cannot be kept in {folder}: {reason}",
+            url=store.url,
+            name=name,
+            folder=into.parent,
+            reason=error.strerror or error,
+        ) from error
 
 
 EVERY_S = 5.0  # between two looks for new lines
@@ -358,7 +391,7 @@ class Uploader:
     def _check(self) -> None:
         self.allowed()
         if self._given_up.is_set():
-            raise RunError("the upload was given up")
+            raise RunError("run.upload_cancelled", "the upload was given up")
 
     def _tell_of(self, error: Exception) -> None:
         if not self._lost:

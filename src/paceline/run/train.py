@@ -97,7 +97,8 @@ def train(
     """
     if is_our_rank():
         raise LaunchError(
-            'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.'
+            "launch.train_in_import",
+            'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.',
         )
     with over_hosts():
         return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts)
@@ -155,7 +156,13 @@ def check_metrics(job: Job) -> None:
         names = ["loss", *(metric.name for metric in metrics)]
         for name, key in job.stop.watched.items():
             if name not in names:
-                raise JobError(f"{key} waits for {name}, which is never measured. {nearest(name, names)}")
+                raise JobError(
+                    "job.metric_never_measured",
+                    "{key} waits for {metric}, which is never measured. {hint}",
+                    key=key,
+                    metric=name,
+                    hint=nearest(name, names),
+                )
 
 
 def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:
@@ -365,7 +372,10 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
         private_folder(path)
     except OSError as error:
         raise RunError(
-            f"the run cannot be kept in {path}: {error.strerror}. Name a directory that can be written with --run."
+            "run.directory_unwritable",
+            "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+            run=path,
+            reason=error.strerror,
         ) from error
     return RunLock(path, say, on_lost)
 
@@ -380,7 +390,12 @@ def new_directory(job: Job) -> Path:
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
         if not (RUNS / f"{name}{suffix}").exists():
             return RUNS / f"{name}{suffix}"
-    raise RunError(f"there are 99 runs named {name} in {RUNS.resolve()}; name a directory with --run")
+    raise RunError(
+        "run.too_many_of_name",
+        "there are 99 runs named {name} in {runs}; name a directory with --run",
+        name=name,
+        runs=RUNS.resolve(),
+    )
 
 
 def _train_as_rank(job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path | None, resume: bool) -> Run:
@@ -423,7 +438,7 @@ def _agreed_run(
             raise
     path, problem = group.gather_json(answer)[0]
     if problem:
-        raise RunError(f"rank 0 could not prepare the run: {problem}")
+        raise RunError("run.not_prepared", "rank 0 could not prepare the run: {problem}", problem=problem)
     return str(path)
 
 

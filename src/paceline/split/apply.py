@@ -138,8 +138,14 @@ class Split:
         others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
         if context.whole and others:
             instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
-            first = f"plan {plan}: cp of this model cannot be combined with {', '.join(others)}: {instead}, or cp=1"
-            raise PlanError("\n".join([first, *context.lines]))
+            raise PlanError(
+                "plan.cp_beside_whole_tokens",
+                "plan {plan}: cp of this model cannot be combined with {others}: {instead}, or cp=1\n{reasons}",
+                plan=plan,
+                others=others,
+                instead=instead,
+                reasons="\n".join(context.lines),
+            )
 
     def _wrap(self, model: nn.Module, precision: str) -> None:
         plan = self.plan

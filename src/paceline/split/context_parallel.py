@@ -78,13 +78,15 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
     try:
         graph = record_graph(model, example, call)
     except Exception as error:  # whatever the user's model raises
-        raise PlanError("\n".join(reasons)) from error
+        raise PlanError("plan.attention_not_divisible", "{reasons}", reasons="\n".join(reasons)) from error
     if not attends(graph):
         raise PlanError.of_problems([no_attention(cp.size)])
     try:
         context.undo, line = divide_rows(model, parts, cp, graph)
     except PlanError as error:
-        raise PlanError("\n".join([*reasons, str(error)])) from None
+        raise PlanError(
+            "plan.tokens_not_divisible", "{reasons}\n{error}", reasons="\n".join(reasons), error=error
+        ) from None
     context.lines = [line, *(f"  no ring attention: {reason}" for reason in reasons)]
     return context
 
@@ -118,10 +120,10 @@ class Context:
         tokens = tokens_of(batch)
         ranks = self.group.size
         if problem := NO_TOKENS if tokens is None else masked(batch):
-            raise DataError(f"cp={ranks}: {problem}")
+            raise DataError("data.sequence_indivisible", "cp={ranks}: {problem}", ranks=ranks, problem=problem)
         assert tokens is not None
         if reason := undivided_tokens(tokens, "cp", ranks):
-            raise DataError(reason.text)
+            raise DataError.of_problems([reason])
         if isinstance(batch, Mapping):
             extra = _shifted(batch["labels"]) if self.own_loss else {}
             return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # the labels stay last
@@ -171,7 +173,9 @@ def _attend(
     """Ring attention over all ranks' tokens, with the signature of torch's function."""
     if attn_mask is not None or dropout_p > 0:
         lacks = "no mask" if attn_mask is not None else "no dropout"
-        raise PlanError(f"attention over cp ranks has {lacks}, and the model asks for it")
+        raise PlanError(
+            "plan.attention_unsupported", "attention over cp ranks has {what}, and the model asks for it", what=lacks
+        )
     # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
     if query.is_meta:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
@@ -190,8 +194,10 @@ def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise PlanError(
-            f"cp={ranks}: {type(model).__name__} does not let its attention be replaced (transformers' "
-            "AttentionInterface): cp=1"
+            "plan.attention_not_replaceable",
+            "cp={ranks}: {class_name} does not let its attention be replaced (transformers' AttentionInterface): cp=1",
+            ranks=ranks,
+            class_name=type(model).__name__,
         )
     return functools.partial(model.set_attn_implementation, before)
 
@@ -217,12 +223,17 @@ def _hugging_face_attention(
     tokens = query.shape[2] * ranks
     if sliding_window is not None and sliding_window < tokens:
         raise PlanError(
-            f"cp={ranks}: attention in a window of {sliding_window} tokens is not divided; use sequences of at "
-            "most that many"
+            "plan.attention_window",
+            "cp={ranks}: attention in a window of {window} tokens is not divided; use sequences of at most that many",
+            ranks=ranks,
+            window=sliding_window,
         )
     if refused := [name for name in _REFUSED if others.get(name) is not None]:
         raise PlanError(
-            f"cp={ranks}: attention with {', '.join(refused)} is not divided over ranks; use cp=1 for this model"
+            "plan.attention_variant",
+            "cp={ranks}: attention with {variants} is not divided over ranks; use cp=1 for this model",
+            ranks=ranks,
+            variants=list(refused),
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     grouped = key.shape[1] != query.shape[1]

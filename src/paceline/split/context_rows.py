@@ -180,8 +180,9 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     names = tokenwise_modules(graph, model)
     if not names:
         raise PlanError(
-            f"cp={group.size}: no module of the model treats each token alone, so that ranks could compute "
-            "their own: cp=1"
+            "plan.no_modules_by_token",
+            "cp={size}: no module of the model treats each token alone, so that ranks could compute their own: cp=1",
+            size=group.size,
         )
     modules = dict(model.named_modules())
     undo: list[Callable[[], object]] = []
@@ -325,8 +326,11 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
         return forward(*args, **kwargs)
     if given.dim() != 3:
         raise PlanError(
-            f"cp={group.size}: {name} was given {list(given.shape)}, where it had (n, tokens, features) when "
-            "it was divided: cp=1"
+            "plan.rows_changed_shape",
+            "cp={size}: {name} was given {shape!s}, where it had (n, tokens, features) when it was divided: cp=1",
+            size=group.size,
+            name=name,
+            shape=list(given.shape),
         )
     own = _Own.apply(given, 1, group)
     args = tuple(own if x is given else x for x in args)

@@ -145,7 +145,9 @@ class CutModel:
             if problem is None:
                 return True, names
             if len(cuts) + 1 < self._stages:
-                raise PlanError("\n".join([*reasons, problem] if problem else reasons))
+                raise PlanError(
+                    "plan.not_cut", "{reasons}", reasons="\n".join([*reasons, problem] if problem else reasons)
+                )
             self.lines.append(f"pp: not every block can begin a stage: {reasons[0]}")
         assert trace is not None, "without a trace there are no cuts, and that was raised"
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
@@ -221,7 +223,11 @@ class NewestByShape(Generic[T]):
 def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
     cuts = [trace.cut(name) for name in names]
     if problems := [cut for cut in cuts if isinstance(cut, str)]:
-        raise PlanError("pp: for a batch of another shape the model runs otherwise: " + "; ".join(problems))
+        raise PlanError(
+            "plan.stage_depends_on_shape",
+            "pp: for a batch of another shape the model runs otherwise: {problems}",
+            problems="; ".join(problems),
+        )
     return [cut for cut in cuts if isinstance(cut, Cut)]
 
 
@@ -240,7 +246,11 @@ def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], li
     if not problems and in_order != list(names):
         problems.append(f"the modules are called in the order {','.join(in_order)}; name them so")
     if problems:
-        raise PlanError("\n".join(f"cut={','.join(names)}: {problem}" for problem in problems))
+        raise PlanError(
+            "plan.cut_impossible",
+            "{problems}",
+            problems="\n".join(f"cut={','.join(names)}: {problem}" for problem in problems),
+        )
     return good, reasons
 
 
@@ -341,8 +351,12 @@ def _measure(
         where = f"from {bounds.first.before}" if bounds.first else "from the beginning"
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
-            f"pp: the part of the model {where} {until} cannot be computed apart ({first_line(error)}). Its code may "
-            "reach other modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model)."
+            "plan.stage_not_separable",
+            "pp: the part of the model {where} {to} cannot be computed apart ({reason}). Its code may reach other "
+            "modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model).",
+            where=where,
+            to=until,
+            reason=first_line(error),
         ) from error
     return min(seconds)
 

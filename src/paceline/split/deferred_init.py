@@ -97,7 +97,11 @@ def deferred_from(model: nn.Module) -> DeferredModel:
     _check(model)
     refuse_kept_parameters(model)
     if on_meta := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise JobError(f"parameter {on_meta[0]} is on the meta device, so it has no values; build the model on the CPU")
+        raise JobError(
+            "model.parameter_on_meta",
+            "parameter {name} is on the meta device, so it has no values; build the model on the CPU",
+            name=on_meta[0],
+        )
     full = _without_memory(model)
 
     def replay(wanted: Callable[[str], bool], take: Take) -> None:
@@ -195,16 +199,23 @@ def _tensors(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tens
 
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise JobError(f"the construction returns a {type(model).__name__}, not an nn.Module")
+        raise JobError(
+            "model.construction_invalid",
+            "the construction returns a {class_name}, not an nn.Module",
+            class_name=type(model).__name__,
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(
+            "plan.torchscript",
             "a model compiled by torch.jit cannot be divided: give the module that it was made from, or divide "
-            "nothing (dp only)"
+            "nothing (dp only)",
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise JobError(
-                f"parameter {name} gets its shape from the first batch: run one through the model in its factory"
+                "model.lazy_parameter",
+                "parameter {name} gets its shape from the first batch: run one through the model in its factory",
+                name=name,
             )
 
 

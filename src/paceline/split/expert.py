@@ -119,10 +119,16 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
         for reader in (graph.nodes[number].path for number, _ in value.uses):
             if not f"{reader}.".startswith(f"{path}."):
                 raise PlanError(
-                    f"plan {plan}: {reader or 'the model'} reads {value.name}, a parameter of experts, outside of "
-                    f"{path}. There a rank holds only its own experts, so the result would be wrong. Use "
-                    f"dp={plan.ranks} or fsdp={plan.ranks} zero=2, or remove this read from the model's forward pass. "
-                    "For an L2 penalty, set the optimizer's weight_decay instead"
+                    "plan.expert_read_outside",
+                    "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. There a rank "
+                    "holds only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} zero=2, "
+                    "or remove this read from the model's forward pass. For an L2 penalty, set the optimizer's "
+                    "weight_decay instead",
+                    plan=plan,
+                    reader=reader or "the model",
+                    name=value.name,
+                    path=path,
+                    ranks=plan.ranks,
                 )
 
 

@@ -102,15 +102,21 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
         raise
     except Exception as error:
         raise PlanError(
-            f"pp: torch.export cannot trace the model ({first_line(error)}). Control flow that depends on "
-            "data (an `if` on a tensor's value, .item()) cannot be traced; write it with torch.where, or train without "
-            "pp (fsdp divides any model)."
+            "plan.not_exportable",
+            "pp: torch.export cannot trace the model ({reason}). Control flow that depends on data (an `if` on a "
+            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp divides "
+            "any model).",
+            reason=first_line(error),
         ) from error
     nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     if len(nodes) != len(cuts) + 1:
         raise PlanError(
-            f"pp: torch.export finds {len(nodes)} stages at the cuts {','.join(cuts)}, not {len(cuts) + 1}: cut at "
-            "modules that are called once"
+            "plan.stages_found",
+            "pp: torch.export finds {found} stages at the cuts {cuts}, not {wanted}: cut at modules that are called "
+            "once",
+            found=len(nodes),
+            cuts=",".join(cuts),
+            wanted=len(cuts) + 1,
         )
     stage_graphs = _stage_graphs(pipe.split_gm, nodes, output, set(_named_tensors(model)))
     try:
@@ -119,8 +125,10 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
         )
     except Exception as error:
         raise PlanError(
-            f"pp: the stages that torch.export makes of the model cannot be run ({first_line(error)}). Cut "
-            "elsewhere (cut=), or train without pp (fsdp divides any model)."
+            "plan.stages_not_runnable",
+            "pp: the stages that torch.export makes of the model cannot be run ({reason}). Cut elsewhere (cut=), or "
+            "train without pp (fsdp divides any model).",
+            reason=first_line(error),
         ) from error
     return stage_graphs
 
@@ -148,8 +156,10 @@ class ExportedStage(Stage):
         tensors = _named_tensors(self.module)
         if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
             raise PlanError(
-                f"pp: for a batch of another shape this stage computes with {missing[0]}, which is another stage's: "
-                "give all batches the same shape, or train without pp."
+                "plan.stage_reads_other",
+                "pp: for a batch of another shape this stage computes with {missing}, which is another stage's: give "
+                "all batches the same shape, or train without pp.",
+                missing=missing[0],
             )
         known = stage_graph.run(batch, received, {name: tensors[own] for name, own in stage_graph.names.items()})
         if self._is_last:
@@ -250,8 +260,10 @@ def inline_no_grad(program: ExportedProgram) -> None:
         body: fx.GraphModule = getattr(program.graph_module, str(region.target))
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in body.graph.nodes):
             raise PlanError(
-                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within torch.no_grad: "
-                "use .detach() instead of torch.no_grad there, or train without pp (fsdp divides any model)."
+                "plan.grad_mode_switched",
+                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within "
+                "torch.no_grad: use .detach() instead of torch.no_grad there, or train without pp (fsdp divides any "
+                "model).",
             )
         results = _copied(graph, node, body.graph, operands, detach=not enabled)
         for user in list(node.users):

@@ -124,15 +124,19 @@ def refuse_unsupported_code(observed: Observed) -> None:
     """
     if observed.differentiates:
         raise PlanError(
+            "plan.autograd_in_forward",
             "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would have to "
-            "go back through other stages: pp=1 (fsdp divides such a model)."
+            "go back through other stages: pp=1 (fsdp divides such a model).",
         )
     for name, operation in observed.written.items():
         # the backward pass reads no weight of an embedding
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
-                f"pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches in "
-                "flight still need it as it was: change it after the optimizer's step instead, or pp=1."
+                "plan.parameter_changed_in_flight",
+                "pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches in "
+                "flight still need it as it was: change it after the optimizer's step instead, or pp=1.",
+                name=name,
+                operation=operation,
             )
 
 

@@ -224,8 +224,11 @@ def _refuse_mixed_types(
         if len(first) > 1:
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
-                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable parameters "
-                f"in it: {found}. Give the model one type (model.float()), or freeze those of the other type."
+                "plan.mixed_types",
+                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable "
+                "parameters in it: {types}. Give the model one type (model.float()), or freeze those of the other "
+                "type.",
+                types=found,
             )
 
 
@@ -313,8 +316,11 @@ def refuse_writes(observed: Observed) -> None:
     for name, operation in observed.written.items():
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
         raise PlanError(
-            f"fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a pass and "
-            "then forgets: change it after the optimizer's step instead, or fsdp=1."
+            "plan.parameter_changed_in_forward",
+            "fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a pass and "
+            "then forgets: change it after the optimizer's step instead, or fsdp=1.",
+            name=name,
+            how=how,
         )
 
 

@@ -336,9 +336,15 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
             axes.add("pp")
         if axes:
             raise PlanError(
-                f"plan {plan}: {name} has a hook ({method}), which would see a part of its gradient only, as that is "
-                f"divided or summed ({', '.join(sorted(axes))}): {' '.join(f'{axis}=1' for axis in sorted(axes))}, or "
-                "change gradients where they arise (a hook on an activation, a torch.autograd.Function)."
+                "plan.gradient_hook",
+                "plan {plan}: {name} has a hook ({method}), which would see a part of its gradient only, as that is "
+                "divided or summed ({axes}): {advice}, or change gradients where they arise (a hook on an activation, "
+                "a torch.autograd.Function).",
+                plan=plan,
+                name=name,
+                method=method,
+                axes=sorted(axes),
+                advice=" ".join(f"{axis}=1" for axis in sorted(axes)),
             )
 
 
@@ -356,10 +362,13 @@ def refuse_kept_parameters(model: nn.Module) -> None:
             for held in _parameters_in(value):
                 if id(held) in names:
                     raise PlanError(
-                        f"{path or 'the model'} keeps the parameter {names[id(held)]} in its attribute {key}, too. A "
-                        "plan that divides the model puts a part in its place, which that attribute would miss: look "
-                        "parameters up when they are needed (list(self.parameters()) in forward), or divide nothing "
-                        "(dp only)."
+                        "plan.parameter_kept_twice",
+                        "{module} keeps the parameter {name} in its attribute {attribute}, too. A plan that divides "
+                        "the model puts a part in its place, which that attribute would miss: look parameters up when "
+                        "they are needed (list(self.parameters()) in forward), or divide nothing (dp only).",
+                        module=path or "the model",
+                        name=names[id(held)],
+                        attribute=key,
                     )
 
 

@@ -160,7 +160,10 @@ class Pipeline:
         """
         if rows(batch) % microbatches:
             raise PlanError(
-                f"a pipeline needs equal microbatches, and {rows(batch)} samples are not a multiple of {microbatches}"
+                "plan.microbatches_uneven",
+                "a pipeline needs equal microbatches, and {rows} samples are not a multiple of {microbatches}",
+                rows=rows(batch),
+                microbatches=microbatches,
             )
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)

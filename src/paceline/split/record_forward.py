@@ -212,9 +212,12 @@ class _Recorder:
         kind = type(self.model.get_submodule(self._stuck)).__name__
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
-            f"pp: {where} cannot be followed without its weights, as its own code decides by values that depend on "
-            f"them, takes arguments other than tensors, or fails: {first_line(error)}. Move that decision into a "
-            "module that takes and returns tensors, below the blocks, or train without pp."
+            "plan.not_followed",
+            "pp: {where} cannot be followed without its weights, as its own code decides by values that depend on "
+            "them, takes arguments other than tensors, or fails: {reason}. Move that decision into a module that "
+            "takes and returns tensors, below the blocks, or train without pp.",
+            where=where,
+            reason=first_line(error),
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -228,8 +231,11 @@ class _Recorder:
             leaves, spec = tree_flatten(output)
             if strange := strange_type(leaves):
                 raise PlanError(
-                    f"pp: {name} returns a {strange}; what a stage passes on are tensors, alone or in tuples "
-                    "and dictionaries"
+                    "plan.stage_output",
+                    "pp: {name} returns a {type}; what a stage passes on are tensors, alone or in tuples and "
+                    "dictionaries",
+                    name=name,
+                    type=strange,
                 )
             kinds = {(t.shape, t.dtype): i for i, t in reversed(list(enumerate(inputs)))}
             like = [kinds.get((leaf.shape, leaf.dtype)) if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -195,8 +195,10 @@ class _WrittenState:
         for module, version in zip(modules, versions, strict=True):
             if module not in known and _versions(module) != version:
                 raise PlanError(
-                    f"remat: a {type(module).__name__} writes a buffer in some steps only, and the second forward pass "
-                    "of a block would write it again: use remat=none"
+                    "plan.remat_buffer",
+                    "remat: a {class_name} writes a buffer in some steps only, and the second forward pass of a block "
+                    "would write it again: use remat=none",
+                    class_name=type(module).__name__,
                 )
 
 
@@ -258,8 +260,13 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
             what = str(error).strip().partition("\n")[0]
             code = f"code for devices of type {device.type}, " if is_accelerator(device) else ""
             raise PlanError(
-                f"compile={mode}: torch cannot compile {name} here: {what}. It needs {code}a C++ compiler and Python's "
-                "headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out."
+                "plan.compile_failed",
+                "compile={mode}: torch cannot compile {name} here: {reason}. It needs {needs}a C++ compiler and "
+                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out.",
+                mode=mode,
+                name=name,
+                reason=what,
+                needs=code,
             ) from error
 
     return run
@@ -300,8 +307,12 @@ def keep_compiled_code_private() -> None:
     except OSError as error:
         if named or error.errno == errno.EPERM:
             raise PlanError(
-                f"compile= would run code from {named or error.filename}: {error.strerror}. Set {_VARIABLE} to a "
-                "folder of your own, or leave compile out."
+                "plan.compile_folder_open",
+                "compile= would run code from {folder}: {reason}. Set {variable} to a folder of your own, or leave "
+                "compile out.",
+                folder=named or error.filename,
+                reason=error.strerror,
+                variable=_VARIABLE,
             ) from error
         return _guard_the_default(error)  # a user without a home
     os.environ[_VARIABLE] = str(folder)
@@ -315,6 +326,12 @@ def _guard_the_default(error: OSError) -> None:
         private_folder(Path(default_cache_dir()))
     except OSError as second:
         raise PlanError(
-            f"compile= has no folder for its code: {error.strerror} ({error.filename}), and {second.strerror} "
-            f"({second.filename}). Set {_VARIABLE} to a folder of your own, or leave compile out."
+            "plan.compile_no_folder",
+            "compile= has no folder for its code: {reason} ({filename}), and {second_reason} ({second}). Set "
+            "{variable} to a folder of your own, or leave compile out.",
+            reason=error.strerror,
+            filename=error.filename,
+            second_reason=second.strerror,
+            second=second.filename,
+            variable=_VARIABLE,
         ) from second

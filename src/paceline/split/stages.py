@@ -407,9 +407,11 @@ def _then(forward: Callable[..., Any], keep: Callable[[Any], None], *args: Any, 
 def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     if source not in current.returned:
         raise PlanError(
-            f"pp: {source[0]} was not called as when the pipeline was built, so what the next stage needs is not "
-            "there. A model that calls other modules from batch to batch (layer drop, early exit) cannot be cut there; "
-            "switch that off, or train without pp."
+            "plan.stage_called_differently",
+            "pp: {name} was not called as when the pipeline was built, so what the next stage needs is not there. A "
+            "model that calls other modules from batch to batch (layer drop, early exit) cannot be cut there; switch "
+            "that off, or train without pp.",
+            name=source[0],
         )
     return current.returned[source]
 

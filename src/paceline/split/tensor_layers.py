@@ -319,7 +319,9 @@ class ParallelLoss:
         logits, labels = classes_on_dim_1(logits_of(output), target)
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
             sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
-            raise DataError(f"the model returned {sizes}; one label per sample or token")
+            raise DataError(
+                "loss.one_label_each", "the model returned {found}; one label per sample or token", found=sizes
+            )
         # on a GPU this would wait; `check` has looked before
         if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")

@@ -331,7 +331,9 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
     advice = "Use tp without sequence, or cp for long sequences"
     if proof.graph is None or not proof.regions:
         raise PlanError(
-            f"sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}"
+            "plan.sequence_without_matrices",
+            "sequence: no matrices are divided, so there is nothing to divide the tokens between. {advice}",
+            advice=advice,
         )
     try:
         region = find_sequence_region(model, proof.graph, proof.labels, proof.boundaries, ranks)
@@ -339,7 +341,13 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
         with simulated(model, region, ranks):
             proof.rewrites = retraced(region.graph, region.labels, shapes, model, ranks, example, call)
     except Unfollowable as error:
-        raise PlanError(f"sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}") from error
+        raise PlanError(
+            "plan.sequence_refused",
+            "sequence: the tokens cannot be divided over tp={ranks}: {error}. {advice}",
+            ranks=ranks,
+            error=error,
+            advice=advice,
+        ) from error
     return region
 
 
@@ -592,8 +600,11 @@ def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Conve
         # going on would lose the sum of its gradients
         except (IndexError, KeyError):
             raise PlanError(
-                f"tp: {type(module).__name__} is called without the argument {places[0]!r} that it got when the model "
-                "was divided. Give shard_tensors an example of the batches that are trained on"
+                "plan.call_changed",
+                "tp: {class_name} is called without the argument {argument!r} that it got when the model was divided. "
+                "Give shard_tensors an example of the batches that are trained on",
+                class_name=type(module).__name__,
+                argument=places[0],
             ) from None
         if given is None:
             return args, kwargs

@@ -182,9 +182,14 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
     if not part.sharded or value.numel() == 1:
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
-        f"{name} has shape {tuple(value.shape)}, and this rank's part of the parameter {part.layout.shape}: of a "
-        "divided parameter, only what is divided in the same way and single numbers can be saved. Use an optimizer "
-        f"that works elementwise, or a plan that does not divide the parameter along {', '.join(sorted(part.sharded))}"
+        "checkpoint.state_shape",
+        "{name} has shape {shape}, and this rank's part of the parameter {part}: of a divided parameter, only what is "
+        "divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan "
+        "that does not divide the parameter along {axes}",
+        name=name,
+        shape=tuple(value.shape),
+        part=part.layout.shape,
+        axes=sorted(part.sharded),
     )
 
 
@@ -205,7 +210,13 @@ def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> 
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"the checkpoint of step {loaded.step} is of another model: {'; '.join(wrong[:5])}{more}")
+        raise CheckpointError(
+            "checkpoint.of_other_model",
+            "the checkpoint of step {step} is of another model: {wrong}{more}",
+            step=loaded.step,
+            wrong="; ".join(wrong[:5]),
+            more=more,
+        )
 
 
 def _bare(name: str) -> str:
@@ -226,8 +237,11 @@ def _optimizer_state(
     groups, saved_groups = optimizer.param_groups, loaded.values["optimizer"]["groups"]
     if len(saved_groups) != len(groups):
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has {len(saved_groups)} groups of parameters in its optimizer, "
-            f"this optimizer {len(groups)}"
+            "checkpoint.groups_differ",
+            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, this optimizer {here}",
+            step=loaded.step,
+            saved=len(saved_groups),
+            here=len(groups),
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state: dict[str, dict[str, Any]] = {}
@@ -237,8 +251,10 @@ def _optimizer_state(
             continue  # a parameter, or of another pipeline stage
         if id(share.parameters[name]) not in held:
             raise CheckpointError(
-                f"the checkpoint of step {loaded.step} has optimizer state for {name!r}, which this optimizer "
-                "does not hold"
+                "checkpoint.state_unknown",
+                "the checkpoint of step {step} has optimizer state for {name!r}, which this optimizer does not hold",
+                step=loaded.step,
+                name=name,
             )
         if alone is None:
             own = _read_state(full_name, local(share.parameters[name]), share.part(name), loaded)
@@ -262,9 +278,15 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
         return own
     if part.sharded and math.prod(entry.shape) != 1:
         raise CheckpointError(
-            f"the checkpoint of step {loaded.step} has {full_name} of shape {tuple(entry.shape)} for a parameter of "
-            f"shape {part.layout.full}, which this plan divides along {', '.join(sorted(part.sharded))}; how to divide "
-            "the state is not known. Resume under a plan that does not divide the parameter"
+            "checkpoint.state_not_divisible",
+            "the checkpoint of step {step} has {name} of shape {shape} for a parameter of shape {full}, which this "
+            "plan divides along {axes}; how to divide the state is not known. Resume under a plan that does not "
+            "divide the parameter",
+            step=loaded.step,
+            name=full_name,
+            shape=tuple(entry.shape),
+            full=part.layout.full,
+            axes=sorted(part.sharded),
         )
     return loaded.shared[full_name]
 

@@ -123,22 +123,35 @@ class Manifest(_Entry):
             content = json.loads(read_text(path, _MOST_BYTES))
             claimed = content.pop("sha256")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(
+                "file.unreadable", "{file} cannot be read: {reason}", file=path, reason=error.strerror or error
+            ) from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not a checkpoint's manifest: truncated or damaged") from error
+            raise CheckpointError(
+                "checkpoint.manifest_damaged", "{path} is not a checkpoint's manifest: truncated or damaged", path=path
+            ) from error
         if claimed != _digest(content):
-            raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 that it names")
+            raise CheckpointError(
+                "checkpoint.manifest_altered",
+                "{path} was altered: its content does not have the SHA-256 that it names",
+                path=path,
+            )
         if content.get("format") == 1:
             raise CheckpointError(
-                f"{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the run "
-                "with such a version, or start a new run"
+                "checkpoint.format_1",
+                "{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the run "
+                "with such a version, or start a new run",
+                path=path,
             )
         try:
             return cls.model_validate(content)
         except ValidationError as error:
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise CheckpointError(
-                f"{path} is not of the format that this version of paceline reads ({where})"
+                "checkpoint.other_format",
+                "{path} is not of the format that this version of paceline reads ({where})",
+                path=path,
+                where=where,
             ) from error
 
 
@@ -183,8 +196,12 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         bad = [key for key, value in values.items() if not _is_json(value)]
         raise CheckpointError(
-            f"{what} {', '.join(bad)} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors "
-            "go among the tensors."
+            "checkpoint.not_json",
+            "{what} {names} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors go among the "
+            "tensors.",
+            what=what,
+            names=list(bad),
+            error=error,
         ) from error
     return copy
 

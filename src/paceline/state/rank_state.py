@@ -157,13 +157,22 @@ class RankState:
         for name in (*wanted, *shapes):
             if shapes.get(name) != wanted.get(name):
                 raise CheckpointError(
-                    f"the state of step {self.step} in memory is of another model: it has {name} as "
-                    f"{shapes.get(name, 'nothing')}, this rank as {wanted.get(name, 'nothing')}"
+                    "recovery.state_of_other_model",
+                    "the state of step {step} in memory is of another model: it has {name} as {held}, this rank as "
+                    "{here}",
+                    step=self.step,
+                    name=name,
+                    held=shapes.get(name, "nothing"),
+                    here=wanted.get(name, "nothing"),
                 )
         if len(self.values["groups"]) != groups:
             raise CheckpointError(
-                f"the state of step {self.step} in memory has {len(self.values['groups'])} groups of parameters in its "
-                f"optimizer, this optimizer {groups}"
+                "recovery.groups_differ",
+                "the state of step {step} in memory has {held} groups of parameters in its optimizer, this optimizer "
+                "{here}",
+                step=self.step,
+                held=len(self.values["groups"]),
+                here=groups,
             )
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:

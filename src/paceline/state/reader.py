@@ -89,7 +89,12 @@ class TensorPieces(Mapping[str, Tensor]):
                         filled += prod(shape)
         if filled != layout.numel:
             raise CheckpointError(
-                f"{self.where}: {layout.numel - filled:,} of {layout.numel:,} elements wanted of {name} are in no piece"
+                "checkpoint.elements_missing",
+                "{where}: {missing:,} of {elements:,} elements wanted of {name} are in no piece",
+                where=self.where,
+                missing=layout.numel - filled,
+                elements=layout.numel,
+                name=name,
             )
 
     def _stored(self, piece: TensorPiece) -> Tensor:
@@ -100,7 +105,9 @@ class TensorPieces(Mapping[str, Tensor]):
                 self._opened[piece.shard] = safe_open(path, framework="pt")
             stored: Tensor = self._opened[piece.shard].get_tensor(piece.key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+            raise CheckpointError(
+                "checkpoint.unreadable", "{path} cannot be read: {error}", path=path, error=error
+            ) from error
         return stored
 
     @property
@@ -229,7 +236,10 @@ def load_latest(
     if reasons:
         listed = "\n".join(f"  {reason}" for reason in reasons)
         raise CheckpointError(
-            f"no checkpoint in {folder} is whole:\n{listed}\nRestore one from a copy, or start a new run."
+            "checkpoint.none_whole",
+            "no checkpoint in {folder} is whole:\n{reasons}\nRestore one from a copy, or start a new run.",
+            folder=folder,
+            reasons=listed,
         )
     return None
 
@@ -263,10 +273,23 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     there = f"Saved are the steps {', '.join(map(str, found))}."
     if which.isdecimal():
         if int(which) not in found:
-            raise RunError(f"{folder} has no checkpoint of step {which}. {there}")
+            raise RunError(
+                "checkpoint.step_missing",
+                "{folder} has no checkpoint of step {step}. {there}",
+                folder=folder,
+                step=which,
+                there=there,
+            )
         return load(found[int(which)], rank=0, world=1)
     if which not in (NEWEST, BEST):
-        raise RunError(f'there is no checkpoint "{which}": say {NEWEST}, {BEST} or the number of a step. {there}')
+        raise RunError(
+            "checkpoint.name_unknown",
+            'there is no checkpoint "{which}": say {newest}, {best} or the number of a step. {there}',
+            which=which,
+            newest=NEWEST,
+            best=BEST,
+            there=there,
+        )
 
     def warn(event: str, facts: dict[str, Any]) -> None:
         warnings.warn(f"{facts['reason']}. An older one is taken instead.", stacklevel=5)
@@ -274,16 +297,30 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     loaded = load_latest(folder, rank=0, world=1, report=warn)
     if loaded is None:
         what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
-        raise RunError(f"{run_or_folder} {what}. Name a run directory, or a folder of checkpoints.")
+        raise RunError(
+            "export.not_a_run",
+            "{path} {what}. Name a run directory, or a folder of checkpoints.",
+            path=run_or_folder,
+            what=what,
+        )
     if which == NEWEST or (step := best_step(loaded.values)) == loaded.step:
         return loaded
     if step is None:
         raise RunError(
-            f"{run_or_folder} has no best checkpoint: the job has no `checkpoint: {{best: METRIC}}`, or nothing was "
-            f"measured yet. {there}"
+            "checkpoint.no_best",
+            "{path} has no best checkpoint: the job has no `checkpoint: {{best: METRIC}}`, or nothing was measured "
+            "yet. {there}",
+            path=run_or_folder,
+            there=there,
         )
     if step not in found:
-        raise RunError(f"the checkpoint of step {step}, the best of {run_or_folder}, could not be written. {there}")
+        raise RunError(
+            "checkpoint.best_not_written",
+            "the checkpoint of step {step}, the best of {path}, could not be written. {there}",
+            step=step,
+            path=run_or_folder,
+            there=there,
+        )
     return load(found[step], rank=0, world=1)
 
 
@@ -300,7 +337,9 @@ def _share(manifest: Manifest, rank: int, world: int) -> list[int]:
 
 def _checked(path: Path, manifest: Manifest, share: Sequence[int], coordinate: MeshCoordinate) -> Loaded:
     if wrong := next(_contradictions(manifest), None):
-        raise CheckpointError(f"{path / MANIFEST} contradicts itself: {wrong}")
+        raise CheckpointError(
+            "checkpoint.contradictory", "{path} contradicts itself: {wrong}", path=path / MANIFEST, wrong=wrong
+        )
     expected: dict[int, dict[str, tuple[str, list[int]]]] = {
         rank: {name: (entry.dtype, entry.shape) for name, entry in manifest.shards[rank].own.items()} for rank in share
     }
@@ -360,28 +399,48 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
     try:
         size = path.stat().st_size
         if size != entry.bytes:
-            raise CheckpointError(f"{path} has {size:,} bytes instead of {entry.bytes:,}: truncated or altered")
+            raise CheckpointError(
+                "checkpoint.size_differs",
+                "{path} has {size:,} bytes instead of {expected:,}: truncated or altered",
+                path=path,
+                size=size,
+                expected=entry.bytes,
+            )
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
             raise CheckpointError(
-                f"{path} was altered or damaged: it does not have the SHA-256 that the manifest names"
+                "checkpoint.altered",
+                "{path} was altered or damaged: it does not have the SHA-256 that the manifest names",
+                path=path,
             )
         with safe_open(path, framework="pt") as opened:
             if missing := expected.keys() - set(opened.keys()):
                 raise CheckpointError(
-                    f"{path.parent / MANIFEST} names {sorted(missing)[0]}, which {path.name} does not hold"
+                    "checkpoint.tensor_missing",
+                    "{path} names {name}, which {shard} does not hold",
+                    path=path.parent / MANIFEST,
+                    name=sorted(missing)[0],
+                    shard=path.name,
                 )
             for key, said in expected.items():
                 stored = opened.get_slice(key)
                 if (stored.get_dtype(), stored.get_shape()) != said:
                     raise CheckpointError(
-                        f"{path}: {key} is {stored.get_dtype()} {stored.get_shape()}, but the manifest says {said}"
+                        "checkpoint.tensor_differs",
+                        "{path}: {name} is {dtype} {shape}, but the manifest says {expected}",
+                        path=path,
+                        name=key,
+                        dtype=stored.get_dtype(),
+                        shape=stored.get_shape(),
+                        expected=said,
                     )
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
+        raise CheckpointError("checkpoint.file_missing", "{path} is missing", path=path) from error
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(
+            "checkpoint.unreadable", "{path} cannot be read: {error}", path=path, error=error
+        ) from error
 
 
 def _overlap(begin: Sequence[int], shape: Sequence[int], piece: TensorPiece) -> tuple[list[int], list[int]] | None:

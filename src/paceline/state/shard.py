@@ -90,7 +90,9 @@ class Shard:
         """
         if twice := shared.keys() & own.keys():
             raise CheckpointError(
-                f"{', '.join(sorted(twice))}: named both as shared and as a rank's own; each name stands for one tensor"
+                "checkpoint.named_twice",
+                "{names}: named both as shared and as a rank's own; each name stands for one tensor",
+                names=sorted(twice),
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
         self._header, offsets, self._bytes = _header({name: describe(name, tensor) for name, tensor in tensors.items()})
@@ -210,8 +212,11 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
     if tensor.layout != torch.strided or tensor.dtype not in CODES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         raise CheckpointError(
-            f"{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: "
-            f"{', '.join(map(str, CODES))}."
+            "checkpoint.tensor_unsupported",
+            "{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: {codes}.",
+            name=name,
+            kind=kind,
+            codes=list(CODES),
         )
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape)}
 
@@ -308,7 +313,9 @@ class ShardContents:
                 key = key_of(name, box, described[name]["shape"])
                 if key in pieces:
                     raise CheckpointError(
-                        f"{key}: both the name of a tensor and that of a piece of another. Rename the parameter"
+                        "checkpoint.name_collision",
+                        "{name}: both the name of a tensor and that of a piece of another. Rename the parameter",
+                        name=key,
                     )
                 written[key] = name, box
                 pieces[key] = own if box.shape == own.shape else box.of(own.detach())
@@ -383,14 +390,25 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
             full = merged.setdefault(name, TensorEntry(dtype=entry.dtype, shape=entry.shape, pieces=[]))
             if (full.dtype, full.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} {entry.shape} on rank {rank} and {full.dtype} {full.shape} on a rank "
-                    "before it. All ranks should train one model"
+                    "checkpoint.ranks_differ",
+                    "{name} is {dtype} {shape} on rank {rank} and {full_dtype} {full_shape} on a rank before it. All "
+                    "ranks should train one model",
+                    name=name,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    rank=rank,
+                    full_dtype=full.dtype,
+                    full_shape=full.shape,
                 )
             full.pieces += [piece for piece in entry.pieces if not _written_whole(full, piece)]
     for name, entry in merged.items():
         if wrong := uncovered(entry.shape, entry.pieces):
             raise CheckpointError(
-                f"the ranks' pieces of {name} do not make up the tensor of shape {entry.shape}: {wrong}"
+                "checkpoint.shards_incomplete",
+                "the ranks' pieces of {name} do not make up the tensor of shape {shape}: {wrong}",
+                name=name,
+                shape=entry.shape,
+                wrong=wrong,
             )
     return merged
 

@@ -224,7 +224,9 @@ class Checkpointer:
             self._thread = None
             for _ in self._work:
                 if generation_is_over():
-                    raise GenerationOver("the checkpoint under way lacks the part of a lost rank")
+                    raise GenerationOver(
+                        "checkpoint.rank_lost", "the checkpoint under way lacks the part of a lost rank"
+                    )
         self._copying = False
 
     def _claim_folder(self) -> None:
@@ -237,7 +239,9 @@ class Checkpointer:
                 shutil.rmtree(left)
         except OSError as error:
             text = f"no checkpoint can be written in {self.folder}: {error.strerror or error}"
-            raise CheckpointError(f"{text}. Make it writable, or name another run directory.") from error
+            raise CheckpointError(
+                "checkpoint.folder_unusable", "{reason}. Make it writable, or name another run directory.", reason=text
+            ) from error
 
     # The writing
 
@@ -284,7 +288,13 @@ class Checkpointer:
             reason = self._give_up(partial, entry.bytes, error)
             before = [path.name for _, path in checkpoints(self.folder)]
             kept = f"Saved before and untouched: {', '.join(before)}." if before else "There is none before it."
-            self._error = CheckpointError(f"the checkpoint of step {manifest.step} was not written: {reason}. {kept}")
+            self._error = CheckpointError(
+                "checkpoint.not_written",
+                "the checkpoint of step {step} was not written: {reason}. {kept}",
+                step=manifest.step,
+                reason=reason,
+                kept=kept,
+            )
             self._error.__cause__ = error
         finally:
             self._copied.set()
@@ -301,7 +311,12 @@ class Checkpointer:
         for rank, receipt in enumerate(receipts):
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
                 raise CheckpointError(
-                    f"{shard_name(rank)} has {size:,} bytes of the {receipt.shard.bytes:,} that rank {rank} wrote"
+                    "checkpoint.shard_short",
+                    "{shard} has {size:,} bytes of the {expected:,} that rank {rank} wrote",
+                    shard=shard_name(rank),
+                    size=size,
+                    expected=receipt.shard.bytes,
+                    rank=rank,
                 )
         manifest.shards = [receipt.shard for receipt in receipts]
         manifest.tensors = merge(receipts)
@@ -328,7 +343,12 @@ class Checkpointer:
             for rank in missing:
                 content = read_json(partial / receipt_name(rank))
                 if content is not None and "error" in content:
-                    raise CheckpointError(f"rank {rank} could not write its part: {content['error']}")
+                    raise CheckpointError(
+                        "checkpoint.shard_not_written",
+                        "rank {rank} could not write its part: {error}",
+                        rank=rank,
+                        error=content["error"],
+                    )
                 if content is not None:
                     receipts[rank] = Receipt.model_validate(content)
             if len(receipts) == self.world:
@@ -342,8 +362,12 @@ class Checkpointer:
             if time.monotonic() - since > deadline_s:
                 names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CheckpointError(
-                    f"{names} of {self.world} delivered nothing for {deadline_s:g} s. See what held them up, "
-                    "or raise deadline_s"
+                    "checkpoint.timeout",
+                    "{ranks} of {world} delivered nothing for {deadline_s:g} s. See what held them up, or raise "
+                    "deadline_s",
+                    ranks=names,
+                    world=self.world,
+                    deadline_s=deadline_s,
                 )
             time.sleep(_LOOK_EVERY_S if not self._hurry.is_set() else _LOOK_EVERY_S / 10)
             yield

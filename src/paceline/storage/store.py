@@ -81,7 +81,12 @@ class Store:
             # A new instance: nothing is remembered of what was listed before.
             self._files: Any = filesystem(self.protocol, skip_instance_cache=True, **_options(self.protocol))
         except (ImportError, ValueError) as error:
-            raise StorageError(f"{self.url} cannot be used: {_missing_package(self.protocol, error)}") from error
+            raise StorageError(
+                "storage.package_missing",
+                "{url} cannot be used: {reason}",
+                url=self.url,
+                reason=_missing_package(self.protocol, error),
+            ) from error
         self._asynchronous = isinstance(self._files, AsyncFileSystem)
         self._root = str(self._files._strip_protocol(self.url)).rstrip("/")
 
@@ -119,7 +124,14 @@ class Store:
         if about is None:
             return None
         if about.size > limit:
-            raise StorageError(f"{self.url}/{name} has {about.size:,} bytes; at most {limit:,} are expected")
+            raise StorageError(
+                "storage.too_large",
+                "{url}/{name} has {size:,} bytes; at most {limit:,} are expected",
+                url=self.url,
+                name=name,
+                size=about.size,
+                limit=limit,
+            )
         return bytes(self._call("cat_file", self._path(name))) if about.size else b""
 
     def create(self, name: str, content: bytes) -> bool:
@@ -182,7 +194,7 @@ class Store:
         shown = f"{self.url}/{name}".rstrip("/")
         about = self.about(name)
         if about is None:
-            raise StorageError(f"{shown}: no such object", absent=True)
+            raise StorageError("storage.object_absent", "{url}: no such object", url=shown, absent=True)
         digest = hashlib.sha256()
         with create_private(into) as file:
             for start in range(0, about.size, PART_BYTES):
@@ -193,10 +205,16 @@ class Store:
             written = file.tell()
         if written != about.size or self.about(name) != about:
             into.unlink()
-            raise StorageError(f"{shown} changed while it was fetched. Try again.", may_pass=True)
+            raise StorageError(
+                "storage.object_changed", "{url} changed while it was fetched. Try again.", url=shown, may_pass=True
+            )
         if sha256 not in (None, digest.hexdigest()):
             into.unlink()
-            raise StorageError(f"{shown} was altered: it does not have the SHA-256 that is written beside it")
+            raise StorageError(
+                "storage.altered",
+                "{url} was altered: it does not have the SHA-256 that is written beside it",
+                url=shown,
+            )
         return about
 
     def _part(self, name: str, start: int, end: int) -> bytes:
@@ -243,8 +261,13 @@ class Store:
                     if future.done():
                         raise
                     if time.monotonic() - max(began, self.progress_at) > self.stall_s:
-                        text = f"{self.url}: nothing has moved for {self.stall_s:g} s"
-                        raise StorageError(text, may_pass=True) from None
+                        raise StorageError(
+                            "storage.stalled",
+                            "{url}: nothing was transferred for {stall_s:g} s",
+                            url=self.url,
+                            stall_s=self.stall_s,
+                            may_pass=True,
+                        ) from None
         finally:
             future.cancel()
 
@@ -254,20 +277,39 @@ class Store:
         code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
         first = _first_line(error)
         if "Credential" in type(error).__name__:
-            return StorageError(f"{shown}: no credentials. Looked for {credentials_of(self.protocol)}.", denied=True)
+            return StorageError(
+                "storage.no_credentials",
+                "{url}: no credentials. Looked for {credentials}.",
+                url=shown,
+                credentials=credentials_of(self.protocol),
+                denied=True,
+            )
         if isinstance(error, PermissionError):
             return StorageError(
-                f"{shown}: refused ({first}). The credentials come from {credentials_of(self.protocol)}; they need the "
-                "right to list, read and write there.",
+                "storage.denied",
+                "{url}: refused ({reason}). The credentials come from {credentials}; they need the right to list, "
+                "read and write there.",
+                url=shown,
+                reason=first,
+                credentials=credentials_of(self.protocol),
                 denied=True,
             )
         if isinstance(error, FileNotFoundError):
-            return StorageError(f"{shown}: not there ({first})", absent=True)
+            return StorageError(
+                "storage.not_there", "{url}: not there ({reason})", url=shown, reason=first, absent=True
+            )
         if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict"):
-            return StorageError(f"{shown}: there already", exists=True)
+            return StorageError("storage.exists", "{url}: there already", url=shown, exists=True)
         if isinstance(error, NotImplementedError):
-            return StorageError(f"{shown}: {self.protocol}:// cannot be written to or listed")
-        return StorageError(f"{shown} cannot be reached: {first}", may_pass=True)
+            return StorageError(
+                "storage.read_only",
+                "{url}: {protocol}:// cannot be written to or listed",
+                url=shown,
+                protocol=self.protocol,
+            )
+        return StorageError(
+            "storage.unreachable", "{url} cannot be reached: {reason}", url=shown, reason=first, may_pass=True
+        )
 
 
 class _Moved(Callback):
@@ -343,8 +385,11 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
             os.utime(home / version)
     except OSError as error:
         raise StorageError(
-            f"{store.url} cannot be kept in {cache_folder() / 'data'}: {error.strerror or error}. Name another place "
-            "with XDG_CACHE_HOME."
+            "storage.cache_unusable",
+            "{url} cannot be kept in {folder}: {reason}. Name another place with XDG_CACHE_HOME.",
+            url=store.url,
+            folder=cache_folder() / "data",
+            reason=error.strerror or error,
         ) from error
     return home / version / _leaf(store.url)
 
@@ -372,7 +417,11 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
         with suppress(OSError):
             os.utime(place.parent)
     if of_run not in (None, version_of(place)):
-        raise StorageError(f"{url} is not what the run began with: it was changed. Start the run again.")
+        raise StorageError(
+            "storage.changed_since_start",
+            "{url} is not what the run began with: it was changed. Start the run again.",
+            url=url,
+        )
     return place
 
 
@@ -393,10 +442,12 @@ def _contents(store: Store) -> dict[str, Entry]:
     about = store.about()
     found = {"": about} if about is not None else store.list()
     if not found:
-        raise StorageError(f"{store.url}: no such file or folder", absent=True)
+        raise StorageError("storage.absent", "{url}: no such file or folder", url=store.url, absent=True)
     for name in found:
         if name and not all(part.isprintable() and part not in ("", ".", "..") for part in name.split("/")):
-            raise StorageError(f"{store.url}: {name!r} cannot be the name of a file here")
+            raise StorageError(
+                "storage.name_unusable", "{url}: {name!r} cannot be the name of a file here", url=store.url, name=name
+            )
     return found
 
 
@@ -418,8 +469,13 @@ def _fetch(
     free = shutil.disk_usage(home).free
     if _bytes(contents) > free + sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()):
         raise StorageError(
-            f"{store.url} has {_bytes(contents) / 1e6:,.0f} MB, and {home} has room for {free / 1e6:,.0f} MB. Name "
-            "another place with XDG_CACHE_HOME."
+            "storage.no_room",
+            "{url} has {size_mb:,.0f} MB, and {home} has room for {free_mb:,.0f} MB. Name another place with "
+            "XDG_CACHE_HOME.",
+            url=store.url,
+            size_mb=_bytes(contents) / 1000000.0,
+            home=home,
+            free_mb=free / 1000000.0,
         )
     progress = _Progress(store.url, _bytes(contents), say, alive)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -445,7 +501,13 @@ def _fetch_one(store: Store, name: str, into: Path, entry: Entry, progress: _Pro
     part.unlink(missing_ok=True)
     if store.fetch(name, part, progress.moved) != entry:
         part.unlink()
-        raise StorageError(f"{store.url}/{name} changed while it was fetched. Try again.", may_pass=True)
+        raise StorageError(
+            "storage.changed",
+            "{url}/{name} changed while it was fetched. Try again.",
+            url=store.url,
+            name=name,
+            may_pass=True,
+        )
     part.rename(into)
 
 
@@ -481,7 +543,11 @@ def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]
                 told = True
                 say(f"another process of this host fetches {store.url}; waiting for it")
             if time.time() - os.fstat(fd).st_mtime > 2 * STALL_S:
-                raise StorageError(f"another process of this host holds {file}, and fetches nothing. End it.")
+                raise StorageError(
+                    "storage.locked",
+                    "another process of this host holds {file}, and fetches nothing. End it.",
+                    file=file,
+                )
             time.sleep(0.2)
         os.utime(fd)
         yield lambda: os.utime(fd)

@@ -32,26 +32,41 @@ def checked_url(text: str) -> str:
     """
     match = _URL.match(text)
     if match is None:
-        raise StorageError(f"{text!r} is not a URL; write s3://bucket/name or file:///folder/name")
+        raise StorageError(
+            "storage.not_a_url", "{text!r} is not a URL; write s3://bucket/name or file:///folder/name", text=text
+        )
     protocol, rest = match[1].lower(), match[2].rstrip("/")
     shown = without_secrets(text)
     if "@" in rest.partition("/")[0]:
         raise StorageError(
-            f"{shown}: the URL names a user, and URLs are written into records. Leave it out, and put "
-            f"{credentials_of(protocol)} in place."
+            "storage.url_with_user",
+            "{url}: the URL names a user, and URLs are written into records. Leave it out, and put {credentials} in "
+            "place.",
+            url=shown,
+            credentials=credentials_of(protocol),
         )
     if "?" in rest or "#" in rest:
         raise StorageError(
-            f"{shown.partition('?')[0]}: a URL with ? or # may hold a secret, and URLs are written into records. Name "
-            f"the object alone, and put {credentials_of(protocol)} in place."
+            "storage.url_with_secret",
+            "{url}: a URL with ? or # may hold a secret, and URLs are written into records. Name the object alone, "
+            "and put {credentials} in place.",
+            url=shown.partition("?")[0],
+            credentials=credentials_of(protocol),
         )
     if not rest.isprintable() or "::" in rest or ".." in rest.split("/"):
-        raise StorageError(f"{shown!r}: a URL here is printable, without :: and without .. in its path")
+        raise StorageError(
+            "storage.url_invalid", "{url!r}: a URL here is printable, without :: and without .. in its path", url=shown
+        )
     if protocol in _OF_ONE_PROCESS:
-        raise StorageError(f"{shown}: {protocol}:// is seen by one process alone, and ranks are several. Use file:///…")
+        raise StorageError(
+            "storage.protocol_of_one_process",
+            "{url}: {protocol}:// is seen by one process alone, and ranks are several. Use file:///…",
+            url=shown,
+            protocol=protocol,
+        )
     if not rest or (protocol in _WITHOUT_BUCKET) != rest.startswith("/"):
         whole = f"{protocol}:///folder/name" if protocol in _WITHOUT_BUCKET else f"{protocol}://bucket/name"
-        raise StorageError(f"{shown} is not whole; write {whole}")
+        raise StorageError("storage.url_incomplete", "{url} is not whole; write {whole}", url=shown, whole=whole)
     _must_exist(protocol, shown)
     return f"{protocol}://{rest}"
 
@@ -92,4 +107,10 @@ def _must_exist(protocol: str, shown: str) -> None:
 
     known = available_protocols()
     if protocol not in known:
-        raise StorageError(f'{shown}: no protocol "{protocol}". {nearest(protocol, known)}')
+        raise StorageError(
+            "storage.protocol_unknown",
+            '{url}: no protocol "{protocol}". {hint}',
+            url=shown,
+            protocol=protocol,
+            hint=nearest(protocol, known),
+        )

@@ -228,8 +228,9 @@ class AllReduce(SyncRule):
             return
         if bucket.pending is not None:
             raise SyncError(
+                "ranks.second_gradient",
                 "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint "
-                "does that); use torch.utils.checkpoint with use_reentrant=False"
+                "does that); use torch.utils.checkpoint with use_reentrant=False",
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.backward.last:

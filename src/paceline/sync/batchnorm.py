@@ -101,15 +101,20 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
     cls = type(layer)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         raise PlanError(
-            f'batch_norm: sync: "{name}" is a {cls.__name__} that has not seen its first batch, so its size '
-            "is not known. "
-            "Give the number of channels, or run one batch through the model before."
+            "plan.batch_norm_lazy",
+            'batch_norm: sync: "{name}" is a {class_name} that has not seen its first batch, so its size is not '
+            "known. Give the number of channels, or run one batch through the model before.",
+            name=name,
+            class_name=cls.__name__,
         )
     if isinstance(layer, SyncBatchNorm) and cls.forward is not SyncBatchNorm.forward:
         raise PlanError(
-            f'batch_norm: sync: "{name}" is a {cls.__name__}, which extends torch\'s SyncBatchNorm, and that '
-            "computes on GPUs only. "
-            "Use the class that extends BatchNorm in the model; batch_norm: sync makes its statistics global."
+            "plan.batch_norm_of_torch",
+            'batch_norm: sync: "{name}" is a {class_name}, which extends torch\'s SyncBatchNorm, and that computes on '
+            "GPUs only. Use the class that extends BatchNorm in the model; batch_norm: sync makes its statistics "
+            "global.",
+            name=name,
+            class_name=cls.__name__,
         )
 
 
@@ -125,9 +130,10 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
     if not mode.used:
         layer = getattr(getattr(forward, "__self__", None), "__class__", None)
         raise PlanError(
-            f"batch_norm: sync: {getattr(layer, '__name__', 'a layer')} extends BatchNorm and computes without "
-            "torch.nn.functional.batch_norm, so its statistics stay those of a replica. Call that function in its "
-            "forward, or use batch_norm: local."
+            "plan.batch_norm_own_code",
+            "batch_norm: sync: {class_name} extends BatchNorm and computes without torch.nn.functional.batch_norm, so "
+            "its statistics stay those of a replica. Call that function in its forward, or use batch_norm: local.",
+            class_name=getattr(layer, "__name__", "a layer"),
         )
     return output
 

@@ -160,9 +160,10 @@ class Replica:
 def not_by_the_engine() -> SyncError:
     """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
     return SyncError(
+        "loop.plain_backward",
         "loss.backward() makes the gradients of this rank's samples only, and the ranks would train independently. "
         "Write engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use "
-        "torch.autograd.grad"
+        "torch.autograd.grad",
     )
 
 
@@ -297,7 +298,13 @@ def build_rule(plan: Plan) -> SyncRule:
     try:
         rule: SyncRule = load_object(info.rule)(*first, **arguments)
     except (JobError, TypeError, ValueError) as error:
-        raise PlanError(f"sync={spec.name}: the rule {info.rule} cannot be made: {error}") from error
+        raise PlanError(
+            "plan.rule_not_made",
+            "sync={name}: the rule {rule} cannot be made: {error}",
+            name=spec.name,
+            rule=info.rule,
+            error=error,
+        ) from error
     return rule
 
 

@@ -72,7 +72,12 @@ def begin_of(body: bytes, attached_bytes: int) -> bytes:
         ChannelError: the message is too long.
     """
     if len(body) > LIMIT_BYTES:
-        raise ChannelError(f"a message has {len(body):,} bytes; at most {LIMIT_BYTES:,} are sent at once")
+        raise ChannelError(
+            "channel.message_too_large",
+            "a message has {size:,} bytes; at most {limit:,} are sent at once",
+            size=len(body),
+            limit=LIMIT_BYTES,
+        )
     if attached_bytes:
         return _LENGTH.pack(len(body) | _HAS_ATTACHED) + _ATTACHED.pack(attached_bytes) + body
     return _LENGTH.pack(len(body)) + body
@@ -143,9 +148,11 @@ class Incoming:
                 return None
             attached = _ATTACHED.unpack_from(held, begin - _ATTACHED.size)[0]
             if not 0 < attached <= self._limits.attached_bytes:
-                raise ChannelError(f"announced {attached:,} bytes beside a message")
+                raise ChannelError(
+                    "channel.attached_too_much", "announced {length:,} bytes beside a message", length=attached
+                )
         if length > self._limits.message_bytes:
-            raise ChannelError(f"announced {length:,} bytes")
+            raise ChannelError("channel.announced_too_much", "announced {length:,} bytes", length=length)
         end = begin + length
         if len(held) < end:
             return None
@@ -262,7 +269,12 @@ class Connection:
         while not self.flush():
             if not self.wait(select.POLLOUT, until):
                 self.close()
-                raise DeadlineError(f"{self.peer} took no message for {deadline_s:g} s, so the connection was closed")
+                raise DeadlineError(
+                    "channel.send_deadline",
+                    "{peer} took no message for {deadline_s:g} s, so the connection was closed",
+                    peer=self.peer,
+                    deadline_s=deadline_s,
+                )
 
     def receive(self, deadline_s: float) -> Any:
         """The next message.
@@ -275,7 +287,12 @@ class Connection:
         message = self.take() if self.holds_bytes else None
         while message is None:
             if not self.wait(select.POLLIN, until):
-                raise DeadlineError(f"{self.peer} sent nothing for {deadline_s:g} s")
+                raise DeadlineError(
+                    "channel.receive_deadline",
+                    "{peer} sent nothing for {deadline_s:g} s",
+                    peer=self.peer,
+                    deadline_s=deadline_s,
+                )
             message = self.take()
         return message
 
@@ -298,7 +315,9 @@ class Connection:
             self._outgoing.extend(_Outgoing(part, False) for part in attached if len(part))
         if not self.flush() and self._kept_bytes > _BACKLOG_LIMIT:
             self.close()
-            raise ChannelError(f"{self.peer} takes no messages, so the connection was closed")
+            raise ChannelError(
+                "channel.not_taken", "{peer} takes no messages, so the connection was closed", peer=self.peer
+            )
 
     def flush(self) -> bool:
         """Send what the kernel takes of the messages that wait. True if none does."""
@@ -306,7 +325,7 @@ class Connection:
             return True
         with self._lock:
             if self._lost:
-                raise ChannelError(f"the connection to {self.peer} is closed")
+                raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
             while self._outgoing:
                 piece = self._outgoing[0]
                 if not (sent := self._send(piece.data[:_SENT_AT_ONCE], piece.descriptor)):
@@ -344,7 +363,12 @@ class Connection:
             return self._decoder.decode(frame.body), frame.attached
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             self.close()
-            raise ChannelError(f"{self.peer} sent what is no message, so the connection was closed: {error}") from error
+            raise ChannelError(
+                "channel.not_a_message",
+                "{peer} sent what is no message, so the connection was closed: {error}",
+                peer=self.peer,
+                error=error,
+            ) from error
 
     def take_descriptor(self) -> int:
         """The next of the descriptors that came with messages; the caller closes it.
@@ -355,7 +379,9 @@ class Connection:
         try:
             return self._descriptors.popleft()
         except IndexError:
-            raise ChannelError(f"{self.peer} sent no descriptor where one was announced") from None
+            raise ChannelError(
+                "channel.descriptor_missing", "{peer} sent no descriptor where one was announced", peer=self.peer
+            ) from None
 
     def give_back(self, message: msgspec.Struct) -> None:
         """Have the next `take` or `receive` return a message once more, for somebody else."""
@@ -391,12 +417,14 @@ class Connection:
             return self._incoming.next()
         except ChannelError as error:
             self._end()
-            raise ChannelError(f"{self.peer} {error}, so the connection was closed") from None
+            raise ChannelError(
+                "channel.peer_error", "{peer} {error}, so the connection was closed", peer=self.peer, error=error
+            ) from None
 
     def _send(self, data: bytes | memoryview, descriptor: int | None = None) -> int:
         """Give the kernel what it takes at once, and return how much that is."""
         if self._lost:
-            raise ChannelError(f"the connection to {self.peer} is closed")
+            raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         try:
             if descriptor is None:
                 return self._link.send(data)
@@ -409,7 +437,7 @@ class Connection:
     def _read(self) -> bool:
         """Read some bytes; False if none are here."""
         if self._lost:
-            raise ChannelError(f"the connection to {self.peer} is closed")
+            raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         target = self._incoming.target()
         try:
             if self._most_descriptors:
@@ -427,7 +455,7 @@ class Connection:
             raise self._failed(error) from error
         if count == 0:
             self._end()
-            raise ChannelError(f"{self.peer} has closed the connection")
+            raise ChannelError("channel.closed_by_peer", "{peer} has closed the connection", peer=self.peer)
         return True
 
     def _read_with_descriptors(self, target: memoryview | None) -> int:
@@ -443,15 +471,21 @@ class Connection:
                 self._descriptors.extend(array.array("i", data[: len(data) - len(data) % _INT_BYTES]))
         if flags & _CUT or len(self._descriptors) > self._most_descriptors:
             self._end()
-            raise ChannelError(f"{self.peer} sent more descriptors than it may, so the connection was closed")
+            raise ChannelError(
+                "channel.too_many_descriptors",
+                "{peer} sent more descriptors than it may, so the connection was closed",
+                peer=self.peer,
+            )
         return count
 
     def _failed(self, error: OSError) -> ChannelError:
         """End the connection after an error. Returns what to raise."""
         self._end()
         if isinstance(error, ssl.SSLEOFError):  # without the word that TLS has for it, as by a process that was killed
-            return ChannelError(f"{self.peer} has closed the connection")
-        return ChannelError(f"the connection to {self.peer} is lost: {error.strerror or error}")
+            return ChannelError("channel.closed_by_peer", "{peer} has closed the connection", peer=self.peer)
+        return ChannelError(
+            "channel.lost", "the connection to {peer} is lost: {reason}", peer=self.peer, reason=error.strerror or error
+        )
 
     def _end(self) -> None:
         """Let nothing come or go any more. Its descriptor is closed by whoever owns it, and wakes who waits for it."""
@@ -512,14 +546,20 @@ def connect(
             return Connection(link, messages, name_of(where), limits)
         except ssl.SSLCertVerificationError:
             raise ChannelError(
-                f"{name_of(where)}: who answers there does not have this run's key ({key and key.fingerprint}). "
-                "Every host needs a copy of the same key file."
+                "channel.key_differs",
+                "{where}: who answers there does not have this run's key ({key}). Every host needs a copy of the same "
+                "key file.",
+                where=name_of(where),
+                key=key and key.fingerprint,
             ) from None
         except OSError as error:
             if left_s < pause_s or stopped():
                 raise DeadlineError(
-                    f"{name_of(where)}: nobody of this run answered within {deadline_s:g} s. Last: "
-                    f"{error.strerror or error}"
+                    "channel.connect_deadline",
+                    "{where}: nobody of this run answered within {deadline_s:g} s. Last: {reason}",
+                    where=name_of(where),
+                    deadline_s=deadline_s,
+                    reason=error.strerror or error,
                 ) from error
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
@@ -532,7 +572,12 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
         with short_path(path) as reached:
             link.connect(reached)
         if (user := user_of_peer(link)) != os.geteuid():
-            raise ChannelError(f"{path}: {user_name(user)} serves this socket, and not this run")
+            raise ChannelError(
+                "channel.socket_of_other_user",
+                "{path}: {user} serves this socket, and not this run",
+                path=path,
+                user=user_name(user),
+            )
         _expect_greeting(link)
     except BaseException:
         link.close()
@@ -542,7 +587,9 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
 
 def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: float) -> socket.socket:
     if key is None:
-        raise ChannelError(f"{name_of(where)}: without the run's key nothing is sent to other hosts")
+        raise ChannelError(
+            "channel.no_key", "{where}: without the run's key nothing is sent to other hosts", where=name_of(where)
+        )
     try:
         link: socket.socket = socket.create_connection(where, timeout=min(patience_s, _REACH_S))
     except TimeoutError as error:

@@ -139,7 +139,13 @@ def own_key() -> RunKey | None:
         try:
             return _parsed(os.pread(int(descriptor), _PEM_LIMIT, 0))
         except (OSError, ValueError) as error:
-            raise LaunchError(f"{KEY_FD}={descriptor} is no descriptor of the run's key: {error}") from error
+            raise LaunchError(
+                "key.descriptor_invalid",
+                "{variable}={descriptor} is no descriptor of the run's key: {error}",
+                variable=KEY_FD,
+                descriptor=descriptor,
+                error=error,
+            ) from error
     return read_key(Path(path)) if (path := os.environ.get(KEY_FILE)) else None
 
 
@@ -175,7 +181,12 @@ def write_key(key: RunKey, path: Path) -> None:
         with create_private(path) as file:
             file.write(key.to_pem())
     except OSError as error:
-        raise LaunchError(f"{path}: the run's key cannot be written: {error.strerror}. Name a new file.") from error
+        raise LaunchError(
+            "key.unwritable",
+            "{path}: the run's key cannot be written: {reason}. Name a new file.",
+            path=path,
+            reason=error.strerror,
+        ) from error
 
 
 def read_key(path: Path) -> RunKey:
@@ -188,17 +199,29 @@ def read_key(path: Path) -> RunKey:
         # a link is followed, as secrets of Kubernetes are links: whose file it is gets asked of what was opened
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise LaunchError(f"{path}: the run's key cannot be read: {error.strerror}. {_MAKE}") from error
+        raise LaunchError(
+            "key.unreadable",
+            "{path}: the run's key cannot be read: {reason}. {advice}",
+            path=path,
+            reason=error.strerror,
+            advice=_MAKE,
+        ) from error
     try:
         if problem := _not_private(os.fstat(descriptor)):
-            raise LaunchError(f"{path}: {problem}. Make a new key: it may be known to others. {_MAKE}")
+            raise LaunchError(
+                "key.exposed",
+                "{path}: {problem}. Make a new key: it may be known to others. {advice}",
+                path=path,
+                problem=problem,
+                advice=_MAKE,
+            )
         pem = os.read(descriptor, _PEM_LIMIT)
     finally:
         os.close(descriptor)
     try:
         return RunKey.from_pem(pem)
     except LaunchError as error:
-        raise LaunchError(f"{path}: {error}") from None
+        raise LaunchError("key.file_invalid", "{path}: {error}", path=path, error=error) from None
 
 
 def _not_private(about: os.stat_result) -> str | None:
@@ -228,7 +251,7 @@ _MAKE = "`paceline key` makes one, for every host a copy."
 
 
 def _no_key() -> LaunchError:
-    return LaunchError(f"this is no key of a run of paceline's. {_MAKE}")
+    return LaunchError("key.invalid", "this is no key of a run of paceline's. {advice}", advice=_MAKE)
 
 
 _PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED

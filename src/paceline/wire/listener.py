@@ -68,7 +68,7 @@ class Listener:
         self._within_host = listening.family == socket.AF_UNIX
         if key is None and not self._within_host:
             listening.close()
-            raise ChannelError("without the run's key only a Unix socket is listened on")
+            raise ChannelError("channel.listen_without_key", "without the run's key only a Unix socket is listened on")
         self.address = self._own_path or _address_of(listening)
         self._served: dict[int, Connection] = {}
         self._loop, self._listening_fd = SocketLoop(), listening.fileno()
@@ -429,7 +429,11 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
         if isinstance(where, Path):
             about = where.parent.stat()
             if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-                raise ChannelError(f"{where.parent} is open to other users, so no socket is made there")
+                raise ChannelError(
+                    "channel.folder_open",
+                    "{where} is open to other users, so no socket is made there",
+                    where=where.parent,
+                )
             listener, place = socket.socket(socket.AF_UNIX), held.enter_context(short_path(where))
         else:
             family, kind, protocol, _, place = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
@@ -440,7 +444,12 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
-            raise ChannelError(f"{name_of(where)} cannot be listened on: {error.strerror}") from error
+            raise ChannelError(
+                "channel.cannot_listen",
+                "{where} cannot be listened on: {reason}",
+                where=name_of(where),
+                reason=error.strerror,
+            ) from error
     return listener
 
 

@@ -247,7 +247,9 @@ class StoreClient:
         except DeadlineError as error:
             if what not in ("get", "wait"):
                 raise
-            raise DeadlineError(self._who_is_missing(connection, request.keys, deadline_s)) from error
+            raise DeadlineError(
+                "store.deadline", "{reason}", reason=self._who_is_missing(connection, request.keys, deadline_s)
+            ) from error
         finally:
             with self._lock:
                 if connection.lost:
@@ -256,7 +258,7 @@ class StoreClient:
                 else:
                     self._idle.append(connection)
         if answer.problem is not None:
-            raise ChannelError(answer.problem)
+            raise ChannelError("store.refused", "{reason}", reason=answer.problem)
         return answer
 
     def _who_is_missing(self, connection: Connection, keys: list[str], deadline_s: float) -> str:

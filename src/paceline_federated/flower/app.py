@@ -162,9 +162,13 @@ def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
         )
         (folder / "pyproject.toml").write_text(project)
     except FileExistsError as error:
-        raise RunError(f"{package} is there already: name another folder") from error
+        raise RunError(
+            "federate.package_exists", "{package} is there already: name another folder", package=package
+        ) from error
     except OSError as error:
-        raise RunError(f"{folder} cannot be written: {error}") from error
+        raise RunError(
+            "federate.folder_unwritable", "{folder} cannot be written: {error}", folder=folder, error=error
+        ) from error
     return _named(job)
 
 
@@ -192,7 +196,11 @@ class SuperLink:
         environment = dict(os.environ)
         if ":" not in self.name:
             if self.root_certificates is not None or self.insecure:
-                raise JobError(f"{self.name} is a connection of Flower's configuration, which says how it is secured")
+                raise JobError(
+                    "federate.connection_unsecured",
+                    "{name} is a connection of Flower's configuration, which says how it is secured",
+                    name=self.name,
+                )
             yield self.name, environment
             return
         with tempfile.TemporaryDirectory(prefix="paceline-flower-") as home:
@@ -213,7 +221,10 @@ def run_app(folder: Path, superlink: SuperLink) -> None:
     """
     flwr = shutil.which("flwr", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if flwr is None:
-        raise RunError("the command flwr is not found: install Flower beside paceline (pip install 'flwr>=1.42')")
+        raise RunError(
+            "federate.flwr_missing",
+            "the command flwr is not found: install Flower beside paceline (pip install 'flwr>=1.42')",
+        )
     with superlink.connection() as (name, environment):
 
         def asked(*words: str) -> dict[str, Any]:
@@ -223,14 +234,27 @@ def run_app(folder: Path, superlink: SuperLink) -> None:
             except ValueError:
                 answer = {"error-message": (done.stderr or done.stdout).strip()}
             if not answer.get("success"):
-                raise RunError(f"flwr {words[0]} {superlink.name}: {answer.get('error-message', answer)}")
+                raise RunError(
+                    "federate.flwr_failed",
+                    "flwr {command} {superlink}: {error}",
+                    command=words[0],
+                    superlink=superlink.name,
+                    error=answer.get("error-message", answer),
+                )
             return answer
 
         number = str(asked("run", str(folder), name)["run-id"])
         subprocess.run([flwr, "log", number, name, "--stream"], env=environment)
         run = asked("list", name, "--run-id", number)["runs"][0]
         if run["status"] != "finished:completed":
-            raise RunError(f"run {number} on {superlink.name} ended as {run['status']}: {run['status-details']}")
+            raise RunError(
+                "federate.run_failed",
+                "run {run} on {superlink} ended as {status}: {details}",
+                run=number,
+                superlink=superlink.name,
+                status=run["status"],
+                details=run["status-details"],
+            )
 
 
 def _named(job: Job) -> list[str]:

@@ -55,7 +55,9 @@ class Clients:
         state = ClientState(_tensors(context, _RULE), _tensors(context, _PERSONAL))
         update = self.training.train(task, number, samples, state)
         if not update.steps:
-            raise FederateError(f"client {number} has no batch to train on")
+            raise FederateError(
+                "federate.client_without_batch", "client {client} has no batch to train on", client=number
+            )
         if state.rule:
             context.state[_RULE] = ArrayRecord(state.rule)
         if state.personal:
@@ -74,8 +76,10 @@ class Clients:
         number, _, own = self._samples(context)
         if not len(own):  # type: ignore[arg-type]
             raise FederateError(
-                f"client {number} keeps no samples apart to be measured on: set federate.held_out in the job, or "
-                "fraction_evaluate=0 in the strategy"
+                "federate.client_without_held_out",
+                "client {client} keeps no samples apart to be measured on: set federate.held_out in the job, or "
+                "fraction_evaluate=0 in the strategy",
+                client=number,
             )
         state = ClientState(personal=_tensors(context, _PERSONAL))
         metrics = self.measure.validation(weights_of(content[ARRAYS], self.training.layout), own, state)
@@ -94,8 +98,10 @@ class Clients:
         sent = content[SENT].to_torch_state_dict() if SENT in content else {}
         if sent.keys() != self.training.rule.sends().keys():
             raise FederateError(
-                f"federate.rule {self.spec.rule} needs more from its server than weights: take "
-                "paceline_federated.flower.server.JobStrategy there"
+                "federate.strategy_needed",
+                "federate.rule {rule} needs more from its server than weights: take "
+                "paceline_federated.flower.server.JobStrategy there",
+                rule=self.spec.rule,
             )
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
 
@@ -128,10 +134,18 @@ class Clients:
         ]
         largest = max(float(tensor.abs().max()) for tensor in vector[:-1]) * weight / most
         if weight > most:
-            raise FederateError(f"client {number} has {weight} samples: set federate.secure.max_weight to as many")
+            raise FederateError(
+                "federate.max_weight",
+                "client {client} has {samples} samples: set federate.secure.max_weight to as many",
+                client=number,
+                samples=weight,
+            )
         if not largest <= secure.clipping_range:
             raise FederateError(
-                f"a number of the update of client {number} is {largest:g}, beyond federate.secure.clipping_range"
+                "federate.beyond_clipping_range",
+                "a number of the update of client {client} is {largest:g}, beyond federate.secure.clipping_range",
+                client=number,
+                largest=largest,
             )
         arrays = [tensor.detach().numpy() for tensor in vector]
         return fitres_to_recorddict(FitRes(Status(Code.OK, ""), ndarrays_to_parameters(arrays), weight, {}), False)
@@ -141,18 +155,30 @@ class Clients:
         config = context.node_config
         if PARTITION not in config:
             raise FederateError(
-                f'a node is a client by its number: start it with --node-config "{PARTITION}=0", and with '
-                f'{DATA}="/path" where its samples are its own'
+                "federate.node_without_number",
+                'a node is a client by its number: start it with --node-config "{partition}=0", and with '
+                '{data}="/path" where its samples are its own',
+                partition=PARTITION,
+                data=DATA,
             )
         number = int(config[PARTITION])
         whole, rows = self._parts(str(config[DATA])) if DATA in config else self._parts(None)
         parts, nodes = self.spec.clients if DATA in config else len(rows), int(config.get(PARTITIONS, len(rows)))
         if DATA not in config and nodes != parts:
             raise FederateError(
-                f"the job has {parts} clients, and Flower {nodes} nodes: start {parts} (num-supernodes)"
+                "federate.nodes_differ",
+                "the job has {clients} clients, and Flower {nodes} nodes: start {clients} (num-supernodes)",
+                clients=parts,
+                nodes=nodes,
             )
         if not 0 <= number < parts:
-            raise FederateError(f"{PARTITION} is {number}, and the job has clients 0 to {parts - 1}")
+            raise FederateError(
+                "federate.number_out_of_range",
+                "{partition} is {number}, and the job has clients 0 to {largest}",
+                partition=PARTITION,
+                number=number,
+                largest=parts - 1,
+            )
         mine = rows[0] if DATA in config else rows[number]
         own, rest = kept_apart(len(mine), self.spec.held_out, self.job.seed, number)
         return number, Selection(whole, mine[rest]), Selection(whole, mine[own])
@@ -175,10 +201,20 @@ def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
     """
     tensors = record.to_torch_state_dict()
     if missing := [name for name in layout.names if name not in tensors]:
-        raise FederateError(f"the weights have no {', '.join(missing[:5])}: they are of another model")
+        raise FederateError(
+            "federate.weights_missing",
+            "the weights have no {missing}: they are of another model",
+            missing=list(missing[:5]),
+        )
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         if tuple(tensors[name].shape) != shape:
-            raise FederateError(f"{name} has the shape {tuple(tensors[name].shape)}, and this model's is {shape}")
+            raise FederateError(
+                "federate.weights_shape",
+                "{name} has the shape {received}, and this model's is {expected}",
+                name=name,
+                received=tuple(tensors[name].shape),
+                expected=shape,
+            )
     flat = torch.cat([tensors[name].reshape(-1).to(layout.dtype) for name in layout.names])
     must_fit(flat, layout)
     return flat
@@ -191,9 +227,14 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
         FederateError: the weights are such.
     """
     if flat.shape != (layout.numel,):
-        raise FederateError(f"the weights are {flat.numel()} numbers, and this model has {layout.numel}")
+        raise FederateError(
+            "federate.weights_count",
+            "the weights are {received} numbers, and this model has {expected}",
+            received=flat.numel(),
+            expected=layout.numel,
+        )
     if not bool(flat.isfinite().all()):
-        raise FederateError("the weights hold NaN or Inf")
+        raise FederateError("federate.weights_not_finite", "the weights hold NaN or Inf")
 
 
 def weight_of(spec: FederateSpec, samples: int) -> int:
@@ -230,7 +271,7 @@ def own_samples(job: Job, data: Path) -> Dataset[Any]:
         spec = Arrays(kind="arrays", path=data.resolve())
     built = spec.model_copy(update={"held_out": 0.0}).build(input_shape=job.model.input_shape(), seed=job.seed)
     if not len(built.train):  # type: ignore[arg-type]
-        raise DataError(f"{data}: there are no samples in it")
+        raise DataError("federate.data_empty", "{path}: there are no samples in it", path=data)
     return built.train
 
 

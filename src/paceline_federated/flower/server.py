@@ -287,18 +287,28 @@ class JobStrategy(Strategy):
         task, layout = self._task, self.training.layout
         assert task is not None, "a round is under way"
         if reply.has_error():
-            raise FederateError(f"the client says: {reply.error.reason}")
+            raise FederateError("federate.client_refused", "the client says: {reason}", reason=reply.error.reason)
         content = reply.content
         if ARRAYS not in content or METRICS not in content:
-            raise FederateError("this is no update")
+            raise FederateError("federate.not_an_update", "this is no update")
         weights, metrics = weights_of(content[ARRAYS], layout), content[METRICS]
         samples, steps, loss = (metrics.get(key, 0) for key in (EXAMPLES, "steps", "loss"))
         if not isinstance(samples, int) or not isinstance(steps, int) or not 0 < samples <= self._samples[number]:
-            raise FederateError(f"{samples} samples, where this client said {self._samples[number]}")
+            raise FederateError(
+                "federate.samples_differ",
+                "{samples} samples, where this client said {before}",
+                samples=samples,
+                before=self._samples[number],
+            )
         returned = content[RETURNED].to_torch_state_dict() if RETURNED in content else {}
         returned = {name: tensor.to(layout.dtype) for name, tensor in returned.items()}
         if returned.keys() != self._returned.keys():
-            raise FederateError(f"rule {self.spec.rule} needs other tensors of its clients than {list(returned)}")
+            raise FederateError(
+                "federate.other_tensors",
+                "rule {rule} needs other tensors of its clients than {returned}",
+                rule=self.spec.rule,
+                returned=list(returned),
+            )
         delta = weights - task.weights
         return Update(number, task.round, task.version, delta, returned, samples, steps, float(loss))
 
@@ -319,7 +329,13 @@ class JobStrategy(Strategy):
                     self._begin()
                 return
             if time.monotonic() > until:
-                raise DeadlineError(f"{len(self._numbers)} of {least} clients are there after {_PATIENCE_S:.0f} s")
+                raise DeadlineError(
+                    "federate.too_few_nodes",
+                    "{there} of {needed} clients are there after {waited_s:.0f} s",
+                    there=len(self._numbers),
+                    needed=least,
+                    waited_s=_PATIENCE_S,
+                )
             time.sleep(_LOOK_S)
 
     def _possible(self, least: int) -> int:
@@ -332,11 +348,20 @@ class JobStrategy(Strategy):
             if _is_missing(reply):
                 continue
             if reply.has_error():
-                raise FederateError(f"node {reply.metadata.src_node_id}: {reply.error.reason}")
+                raise FederateError(
+                    "federate.node_failed",
+                    "node {node}: {reason}",
+                    node=reply.metadata.src_node_id,
+                    reason=reply.error.reason,
+                )
             node, metrics = reply.metadata.src_node_id, reply.content[METRICS]
             number = int(metrics[NUMBER])
             if number in self._numbers.values():
-                raise FederateError(f"two nodes are client {number}: give each a partition-id of its own")
+                raise FederateError(
+                    "federate.two_nodes",
+                    "two nodes are client {client}: give each a partition-id of its own",
+                    client=number,
+                )
             self._numbers[node], self._samples[number] = number, int(metrics[EXAMPLES])
 
     def _measures(self, server_round: int) -> bool:

@@ -328,7 +328,13 @@ def _move(pid: int, group: Path) -> None:
         (group / "cgroup.procs").write_text(str(pid))
     except OSError as error:  # it has just ended
         remove_group(group)
-        raise ClusterError(f"process {pid} cannot be moved to the control group {group}: {error}") from error
+        raise ClusterError(
+            "chaos.not_moved",
+            "process {pid} cannot be moved to the control group {group}: {error}",
+            pid=pid,
+            group=group,
+            error=error,
+        ) from error
 
 
 def memory_groups() -> Path:
@@ -341,7 +347,10 @@ def memory_groups() -> Path:
         limits = (top / "memory.limit_in_bytes").exists() or "memory" in _read(top / "cgroup.subtree_control").split()
         if limits and os.access(top, os.W_OK):
             return top
-    raise ClusterError("no control group with a limit of memory can be made under /sys/fs/cgroup; it takes root")
+    raise ClusterError(
+        "chaos.no_memory_control_group",
+        "no control group with a limit of memory can be made under /sys/fs/cgroup; it takes root",
+    )
 
 
 def _group_of(pid: int, top: Path) -> Path:
@@ -444,7 +453,9 @@ def _mount(*words: str) -> None:
     done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(
-            f"no small file system can be made for the fault disk-full: {done.stderr.strip()}. Leave it out."
+            "chaos.no_file_system",
+            "no small file system can be made for the fault disk-full: {reason}. Leave it out.",
+            reason=done.stderr.strip(),
         )
 
 
@@ -457,7 +468,9 @@ def kinds_in(text: str) -> tuple[Kind, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in KINDS:
-            raise ClusterError(f"{name!r} is no kind of fault. {nearest(name, KINDS)}")
+            raise ClusterError(
+                "chaos.fault_unknown", "{name!r} is no kind of fault. {hint}", name=name, hint=nearest(name, KINDS)
+            )
     return tuple(kind for kind in KINDS if kind in names)
 
 
@@ -474,7 +487,9 @@ def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
     """
     reasons = [f"{kind}: {reason}" for kind in kinds if (reason := why_not(kind, hosts))]
     if reasons:
-        raise ClusterError("these faults cannot be made here:\n" + "\n".join(reasons))
+        raise ClusterError(
+            "chaos.faults_impossible", "these faults cannot be made here:\n{reasons}", reasons="\n".join(reasons)
+        )
 
 
 def why_not(kind: Kind, hosts: int) -> str | None:

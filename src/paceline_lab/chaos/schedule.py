@@ -98,10 +98,12 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             schedule = msgspec.json.decode(read_text(path, _FILE_LIMIT), type=cls)
         except OSError as error:
-            raise JobError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise JobError(
+                "file.unreadable", "{file} cannot be read: {reason}", file=path, reason=error.strerror or error
+            ) from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             text = f"{path} is no schedule of faults: {error}. Give a file that `paceline chaos` has written."
-            raise JobError(text) from error
+            raise JobError("chaos.schedule_invalid", "{reason}", reason=text) from error
         return schedule
 
 

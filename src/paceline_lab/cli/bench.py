@@ -175,7 +175,7 @@ def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
     if measured.failed:
         from paceline.errors import RunError
 
-        raise RunError(measured.failed)
+        raise RunError("bench.failed", "{reason}", reason=measured.failed)
 
 
 class _Asked(NamedTuple):

@@ -115,7 +115,14 @@ def explain_config(
     if given.seq is not None:
         found = replace(found, dimensions={**found.dimensions, "seq": given.seq})
     if found.ranks is not None and found.ranks > cluster.devices:
-        raise PlanError(f"{file} is for {found.ranks:,} ranks, and {cluster.name} has {cluster.devices:,} devices")
+        raise PlanError(
+            "config.other_size",
+            "{file} is for {ranks:,} ranks, and {cluster} has {devices:,} devices",
+            file=file,
+            ranks=found.ranks,
+            cluster=cluster.name,
+            devices=cluster.devices,
+        )
     name = "".join(c if c.isalnum() or c in "._-" else "-" for c in file.stem) or "job"
     what = planned(found, cluster.devices, name, dimensions_of)
     with Console(stderr=True).status("searching a better plan"):
@@ -139,14 +146,18 @@ def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
         from paceline.job.job import Job
 
         if (found := Job.load(Path(name)).model.transformer) is None:
-            raise PlanError(f"{name}: its model has no dimensions (model: {{transformer: …}})")
+            raise PlanError(
+                "config.no_dimensions", "{name}: its model has no dimensions (model: {{transformer: …}})", name=name
+            )
         return found
     from paceline.job.known import must_find_model
 
     try:
         return dict(must_find_model(name).dimensions)
     except ValueError as error:
-        raise PlanError(f"{error} Or name a job with dimensions: --model job.yaml") from None
+        raise PlanError(
+            "config.model_unknown", "{error} Or name a job with dimensions: --model job.yaml", error=error
+        ) from None
 
 
 def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, console: Console) -> None:
@@ -160,7 +171,9 @@ def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, co
     try:
         write_whole(out, written.text)
     except OSError as error:
-        raise PlanError(f"{out} cannot be written: {error.strerror or error}") from error
+        raise PlanError(
+            "file.unwritable", "{file} cannot be written: {reason}", file=out, reason=error.strerror or error
+        ) from error
     launch = f"; start it {written.launch}" if written.launch.startswith("on ") else f", {written.launch}"
     console.print(Text(f"wrote     {out} for {system}{launch if written.launch else ''}"))
 

@@ -62,9 +62,11 @@ def read(file: Path, text: str) -> Configuration:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise PlanError(f"{file} is not valid YAML: {error}") from None
+        raise PlanError("config.not_yaml", "{file} is not valid YAML: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
-        raise PlanError(f"{file}: an Accelerate configuration is a group of keys with values")
+        raise PlanError(
+            "config.accelerate_invalid", "{file}: an Accelerate configuration is a group of keys with values", file=file
+        )
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     kind = keys.text("distributed_type").upper() or "NO"
     kinds = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron}
@@ -138,7 +140,7 @@ def _deepspeed(keys: Keys, file: Path) -> Configuration:
         try:
             return deepspeed.of_values(json.loads(text_of(path)))
         except ValueError as error:
-            raise PlanError(f"{path} is not valid JSON: {error}") from None
+            raise PlanError("config.not_json", "{file} is not valid JSON: {error}", file=path, error=error) from None
     devices = {part: keys.text(f"offload_{part}_device") for part in ("optimizer", "param")}
     values = {
         "zero_optimization": {

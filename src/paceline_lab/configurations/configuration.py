@@ -128,9 +128,8 @@ def planned(
     try:
         job = Job.model_validate(values)
     except ValidationError as error:
-        raise PlanError(
-            f"the model of the configuration: {explain(error.errors(include_url=False), Job, name='job')}"
-        ) from None
+        problems = explain(error.errors(include_url=False), Job, name="job")
+        raise PlanError.of_problems([problem.at("the model of the configuration") for problem in problems]) from None
     return Planned(job, _plan(configuration, degrees, microbatches), tuple(notes), products)
 
 
@@ -138,7 +137,13 @@ def _positive(configuration: Configuration) -> None:
     for name in ("ranks", "replicas", "shard", "virtual", "microbatch", "microbatches", "global_batch", "steps"):
         value = getattr(configuration, name)
         if value is not None and value < 1 and not (name in ("replicas", "shard") and value == REST):
-            raise PlanError(f"{configuration.system}: {name.replace('_', ' ')} is at least 1, not {value}")
+            raise PlanError(
+                "config.degree_too_small",
+                "{system}: {name} is at least 1, not {value}",
+                system=configuration.system,
+                name=name.replace("_", " "),
+                value=value,
+            )
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
@@ -147,8 +152,14 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
     of_model = one.tp * one.pp * one.cp
     if ranks % of_model:
         raise PlanError(
-            f"{one.system}: tensor × pipeline × context = {one.tp} × {one.pp} × {one.cp} = {of_model} does not divide "
-            f"{ranks} ranks"
+            "config.degrees_do_not_divide",
+            "{system}: tensor × pipeline × context = {tp} × {pp} × {cp} = {product} does not divide {ranks} ranks",
+            system=one.system,
+            tp=one.tp,
+            pp=one.pp,
+            cp=one.cp,
+            product=of_model,
+            ranks=ranks,
         )
     data = ranks // of_model
     fixed = {"replicas": one.replicas, "shard": one.shard}
@@ -158,16 +169,27 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
     left = REST in fixed.values()
     if data % known or (not left and known != data):
         raise PlanError(
-            f"{one.system}: {ranks} ranks with tensor × pipeline × context = {of_model} leave {data} data-parallel "
-            f"ranks, and the configuration has {known}{' times what is left' if left else ''}"
+            "config.data_ranks_differ",
+            "{system}: {ranks} ranks with tensor × pipeline × context = {product} leave {data} data-parallel ranks, "
+            "and the configuration has {known}{more}",
+            system=one.system,
+            ranks=ranks,
+            product=of_model,
+            data=data,
+            known=known,
+            more=" times what is left" if left else "",
         )
     sizes = {key: data // known if degree == REST else degree for key, degree in fixed.items()}
     if one.ep > 1:
         of_experts = "shard" if sizes["shard"] % one.ep == 0 else "replicas"
         if sizes[of_experts] % one.ep:
             raise PlanError(
-                f"{one.system}: expert parallel = {one.ep} does not divide the {data} data-parallel ranks that its "
-                "experts are divided among"
+                "config.experts_do_not_divide",
+                "{system}: expert parallel = {ep} does not divide the {data} data-parallel ranks that its experts are "
+                "divided among",
+                system=one.system,
+                ep=one.ep,
+                data=data,
             )
         sizes[of_experts] //= one.ep
     return {"dp": sizes["replicas"], "fsdp": sizes["shard"], "tp": one.tp, "pp": one.pp, "cp": one.cp, "ep": one.ep}
@@ -177,7 +199,9 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
     micro, count, whole = configuration.microbatch, configuration.microbatches, configuration.global_batch
     if whole is None and (micro is None or count is None):
         raise PlanError(
-            f"the {configuration.system} configuration does not say the global batch: name --global-batch N"
+            "config.no_global_batch",
+            "the {system} configuration does not say the global batch: name --global-batch N",
+            system=configuration.system,
         )
     if whole is None:
         assert micro is not None
@@ -187,7 +211,13 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
         micro = max(1, whole // (data * (count or 1)))
     if whole % (data * micro) or (count is not None and data * micro * count != whole):
         stated = f"{data} data-parallel ranks × {micro}" + (f" × {count} microbatches" if count else "")
-        raise PlanError(f"{configuration.system}: a global batch of {whole} is not {stated} samples a microbatch")
+        raise PlanError(
+            "config.microbatch",
+            "{system}: a global batch of {global_batch} is not {factors} samples a microbatch",
+            system=configuration.system,
+            global_batch=whole,
+            factors=stated,
+        )
     return whole // (data * micro), whole
 
 
@@ -212,8 +242,11 @@ def _dimensions(
     missing = [key for key in ("layers", "hidden", "heads", "seq", "vocab") if key not in stated]
     if missing:
         raise PlanError(
-            f"the {configuration.system} configuration does not say {', '.join(missing)} of the model: name it, as in "
-            "--model llama-3.1-8b, or a job with dimensions, as in --model job.yaml"
+            "config.model_incomplete",
+            "the {system} configuration does not say {missing} of the model: name it, as in --model llama-3.1-8b, or "
+            "a job with dimensions, as in --model job.yaml",
+            system=configuration.system,
+            missing=list(missing),
         )
     return stated
 
@@ -255,7 +288,7 @@ def text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{file} cannot be read: {error}") from None
+        raise PlanError("config.unreadable", "{file} cannot be read: {error}", file=file, error=error) from None
 
 
 _DEEPEST = 20
@@ -305,9 +338,21 @@ class Keys:
         try:
             whole = float(str(value))
         except ValueError:
-            raise PlanError(f"{self.system}: {names[0]} should be a number, got {value!r}") from None
+            raise PlanError(
+                "config.not_a_number",
+                "{system}: {name} should be a number, got {value!r}",
+                system=self.system,
+                name=names[0],
+                value=value,
+            ) from None
         if not whole.is_integer():
-            raise PlanError(f"{self.system}: {names[0]} should be a whole number, got {value!r}")
+            raise PlanError(
+                "config.not_whole",
+                "{system}: {name} should be a whole number, got {value!r}",
+                system=self.system,
+                name=names[0],
+                value=value,
+            )
         return int(whole)
 
     def degree(self, *names: str) -> int:
@@ -318,7 +363,13 @@ class Keys:
         """
         value = self.number(*names)
         if value is not None and value < 1:
-            raise PlanError(f"{self.system}: {names[0]} is at least 1, not {value}")
+            raise PlanError(
+                "config.too_small",
+                "{system}: {name} is at least 1, not {value}",
+                system=self.system,
+                name=names[0],
+                value=value,
+            )
         return value or 1
 
     def real(self, name: str, default: float) -> float:
@@ -331,7 +382,13 @@ class Keys:
         try:
             return default if value is None else float(value)
         except (TypeError, ValueError):
-            raise PlanError(f"{self.system}: {name} should be a number, got {value!r}") from None
+            raise PlanError(
+                "config.not_a_number",
+                "{system}: {name} should be a number, got {value!r}",
+                system=self.system,
+                name=name,
+                value=value,
+            ) from None
 
     def flag(self, *names: str) -> bool:
         """True if it is given and not false.
@@ -344,7 +401,13 @@ class Keys:
             return bool(value)
         text = str(value).lower()
         if text not in (*_TRUE, *_FALSE):
-            raise PlanError(f"{self.system}: {names[0]} should be true or false, got {value!r}")
+            raise PlanError(
+                "config.not_boolean",
+                "{system}: {name} should be true or false, got {value!r}",
+                system=self.system,
+                name=names[0],
+                value=value,
+            )
         return text in _TRUE
 
     def text(self, *names: str) -> str:
@@ -382,7 +445,11 @@ def flattened(values: Any, above: str = "") -> dict[str, Any]:
     if not isinstance(values, Mapping):
         return {above: values}
     if above.count(".") > _DEEPEST:
-        raise PlanError(f"{above[:60]}…: groups within groups within groups; a configuration has a few levels")
+        raise PlanError(
+            "config.too_deep",
+            "{keys}…: groups within groups within groups; a configuration has a few levels",
+            keys=above[:60],
+        )
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flattened(value, f"{above}.{key}" if above else str(key))
@@ -433,7 +500,13 @@ def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> No
         "a share of the batch that is not whole": job.global_batch % parts != 0,
     }
     if cannot := [reason for reason, holds in {**reasons, **of_none}.items() if holds]:
-        raise PlanError(f"{system} cannot do what {plan} has: {'; '.join(cannot)}")
+        raise PlanError(
+            "config.cannot_express",
+            "{system} cannot do what {plan} has: {reasons}",
+            system=system,
+            plan=plan,
+            reasons="; ".join(cannot),
+        )
 
 
 def microbatch_of(plan: Plan, job: Job) -> int:

@@ -51,9 +51,11 @@ def read(file: Path, text: str) -> Configuration:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{file} is not valid JSON: {error}") from None
+        raise PlanError("config.not_json", "{file} is not valid JSON: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
-        raise PlanError(f"{file}: a DeepSpeed configuration is a group of keys with values")
+        raise PlanError(
+            "config.deepspeed_invalid", "{file}: a DeepSpeed configuration is a group of keys with values", file=file
+        )
     return of_values(values)
 
 

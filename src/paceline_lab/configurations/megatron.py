@@ -76,7 +76,7 @@ def read(file: Path, text: str) -> Configuration:
         try:
             values = flattened(yaml.safe_load(text) or {})
         except yaml.YAMLError as error:
-            raise PlanError(f"{file} is not valid YAML: {error}") from None
+            raise PlanError("config.not_yaml", "{file} is not valid YAML: {error}", file=file, error=error) from None
     else:
         values, notes = arguments(text)
     return configured(values, notes)

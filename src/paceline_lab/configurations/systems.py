@@ -15,7 +15,7 @@ import yaml
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.named import known
-from paceline.errors import PacelineError, PlanError
+from paceline.errors import InvalidValue, PacelineError, PlanError
 from paceline.files import read_text
 from paceline.job.job import Job
 from paceline.job.known import must_find_model
@@ -81,14 +81,16 @@ def system_of(file: Path, text: str) -> str:
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise PlanError(f"{file} is not valid YAML: {error}") from None
+            raise PlanError("config.not_yaml", "{file} is not valid YAML: {error}", file=file, error=error) from None
         keys = set(values) if isinstance(values, dict) else set()
         return "accelerate" if keys & {"distributed_type", "fsdp_config", "compute_environment"} else "megatron"
     if "--" in text:
         return "megatron"
     raise PlanError(
-        f"{file} is no configuration that is known: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
-        "(.json), torchtitan (.toml), or Accelerate (.yaml)"
+        "config.unknown_format",
+        "{file} is no configuration that is known: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
+        "(.json), torchtitan (.toml), or Accelerate (.yaml)",
+        file=file,
     )
 
 
@@ -124,7 +126,12 @@ def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Wri
         PlanError: the system is not known, or cannot do what the plan has; names everything.
     """
     if system not in SYSTEMS:
-        raise PlanError(f'"{system}" is no system that a plan can be written for. {nearest(system, SYSTEMS)}')
+        raise PlanError(
+            "config.system_unknown",
+            '"{system}" is no system that a plan can be written for. {hint}',
+            system=system,
+            hint=nearest(system, SYSTEMS),
+        )
     return SYSTEMS[system].write(plan, job, job.model.transformer, per_host)
 
 
@@ -369,14 +376,19 @@ def run_of_log(file: Path, cluster: Cluster | None) -> Row:
     try:
         text = _COLOUR.sub("", _PREFIX.sub("", read_text(file, _MOST_BYTES)))
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"it cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise PlanError(
+            "log.unreadable", "it cannot be read: {reason}", reason=getattr(error, "strerror", None) or error
+        ) from None
     of_megatron, of_torchtitan = _ITERATION.findall(text), _STEP.findall(text)
     if not of_megatron and not of_torchtitan:
         raise PlanError(
-            "it is no log of Megatron-LM (lines with elapsed time per iteration (ms)) or torchtitan (lines with tps)"
+            "log.unknown_format",
+            "it is no log of Megatron-LM (lines with elapsed time per iteration (ms)) or torchtitan (lines with tps)",
         )
     if cluster is None or not cluster.has_accelerators:
-        raise PlanError("a log does not name its machines: name them with --cluster, such as 8xH100-SXM")
+        raise PlanError(
+            "log.no_machines", "a log does not name its machines: name them with --cluster, such as 8xH100-SXM"
+        )
     if of_megatron:
         return _of_megatron(file, text, cluster)
     return _of_torchtitan(file, text, [float(tps.replace(",", "")) for tps in of_torchtitan], cluster)
@@ -402,8 +414,10 @@ def _megatron_configuration(file: Path, text: str) -> Configuration:
         if (beside := file.with_suffix(ending)).is_file():
             return read_configuration(beside)
     raise PlanError(
+        "log.no_arguments",
         "it has no arguments (Megatron-LM prints them first, between lines with dashes): keep them in the log, or put "
-        f"its script beside it as {file.with_suffix('.sh').name}"
+        "its script beside it as {script}",
+        script=file.with_suffix(".sh").name,
     )
 
 
@@ -426,7 +440,12 @@ def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Clust
         names = {gpu.name for host in cluster.hosts for gpu in host.gpus}
         named = {entry.name for name in names if (entry := known(name)) is not None}
         if ran_on.name not in named:
-            raise PlanError(f"it ran on {device[1]}, and --cluster has {', '.join(sorted(names))}")
+            raise PlanError(
+                "log.other_device",
+                "it ran on {device}, and --cluster has {devices}",
+                device=device[1],
+                devices=sorted(names),
+            )
     found = _torchtitan_configuration(file, text)
     if mesh := _MESH.search(text):
         ranks = 1
@@ -448,8 +467,10 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
     if beside.is_file() or len(others) == 1:
         return read_configuration(beside if beside.is_file() else others[0])
     raise PlanError(
-        f"it does not print its configuration: put its TOML file beside it as {beside.name}, or train with "
-        "--job.print_config"
+        "log.no_configuration",
+        "it does not print its configuration: put its TOML file beside it as {beside}, or train with "
+        "--job.print_config",
+        beside=beside.name,
     )
 
 
@@ -481,8 +502,8 @@ def _row(
 def _dimensions(name: str) -> dict[str, Any]:
     try:
         return dict(must_find_model(name).dimensions)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    except InvalidValue as error:
+        raise PlanError.of_error(error) from None
 
 
 def _typical(seconds: Sequence[float]) -> float:

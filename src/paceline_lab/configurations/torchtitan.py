@@ -59,7 +59,7 @@ def read(file: Path, text: str) -> Configuration:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{file} is not valid TOML: {error}") from None
+        raise PlanError("config.not_toml", "{file} is not valid TOML: {error}", file=file, error=error) from None
     return configured(values)
 
 

@@ -52,8 +52,10 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     settings = report.settings
     if not settings:
         raise RunError(
-            f"{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one "
-            "setting. Run its command again to go on."
+            "bench.nothing_measured",
+            "{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one setting. "
+            "Run its command again to go on.",
+            folder=folder,
         )
     with not_by_paceline(folder, "benchmark"):
         one = next((s for s in settings if s.devices == 1), None)

@@ -38,7 +38,12 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / DATA, json.dumps([simulation.to_json() for simulation in simulations], indent=1))
     except OSError as error:
-        raise RunError(f"{folder / DATA} cannot be written: {error.strerror or error}. Name a --out.") from error
+        raise RunError(
+            "bench.folder_unwritable",
+            "{folder} cannot be written: {reason}. Name a --out.",
+            folder=folder / DATA,
+            reason=error.strerror or error,
+        ) from error
     facts = {
         "command": command,
         "paceline": version("paceline"),

@@ -91,7 +91,9 @@ def bench(
             f"{benchmark.stopped_by} stopped the benchmark; {benchmark.path} keeps what was measured"
         )
     if report is None:
-        raise RunError("no run succeeded:\n" + "\n".join(benchmark.failures.values()))
+        raise RunError(
+            "bench.no_run_succeeded", "no run succeeded:\n{failures}", failures="\n".join(benchmark.failures.values())
+        )
     return report
 
 
@@ -120,15 +122,23 @@ class Benchmark:
     ) -> None:
         if is_rank():
             raise LaunchError(
+                "bench.under_torchrun",
                 "bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == "
-                "'__main__':`."
+                "'__main__':`.",
             )
         if repeat < 1:
-            raise RunError(f"repeat is how often each setting is run, at least 1, not {repeat}")
+            raise RunError(
+                "bench.repeat_invalid",
+                "repeat is how often each setting is run, at least 1, not {repeat}",
+                repeat=repeat,
+            )
         if steps is not None and steps <= WARM_UP_STEPS:
             raise RunError(
-                f"steps is at least {WARM_UP_STEPS + 1}, not {steps}: the first {WARM_UP_STEPS} of a run "
-                "are its warm-up"
+                "bench.too_few_steps",
+                "steps is at least {least}, not {steps}: the first {warm_up} of a run are its warm-up",
+                least=WARM_UP_STEPS + 1,
+                steps=steps,
+                warm_up=WARM_UP_STEPS,
             )
         self.job = job_of(job)
         self.job.model.must_be_at_hand()

@@ -172,7 +172,12 @@ class Report:
         try:
             return msgspec.convert(json.loads(read_text(file)), cls)
         except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
-            raise RunError(f"{file} cannot be read as a benchmark's report: {error}") from error
+            raise RunError(
+                "bench.report_unreadable",
+                "{file} cannot be read as a benchmark's report: {error}",
+                file=file,
+                error=error,
+            ) from error
 
 
 DEFAULT_STEPS = 60  # of a run that is not trained to a target
@@ -277,9 +282,12 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
         most = every if not plan_errors(job, on_devices(base, every, cluster), cluster=cluster) else base.ranks
         return sorted({1, most})
     if not devices:
-        raise PlanError("no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2")
+        raise PlanError(
+            "bench.no_devices",
+            "no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2",
+        )
     if wrong := [n for n in devices if n < 1]:
-        raise PlanError(f"a number of devices is at least 1, not {wrong[0]}")
+        raise PlanError("bench.devices_invalid", "a number of devices is at least 1, not {number}", number=wrong[0])
     return sorted({1, *devices})
 
 

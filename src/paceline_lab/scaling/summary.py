@@ -81,8 +81,13 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
     speed = Speed.of(steps)
     if speed is None:
         raise RunError(
-            f"the run of {setting.label} ended after {len(steps)} steps ({run.reason}), and the first {WARM_UP_STEPS} "
-            "are warm-up. Measure with --steps 60."
+            "bench.run_too_short",
+            "the run of {label} ended after {steps} steps ({reason}), and the first {warm_up} are warm-up. Measure "
+            "with --steps 60.",
+            label=setting.label,
+            steps=len(steps),
+            reason=run.reason,
+            warm_up=WARM_UP_STEPS,
         )
     reason = run.reason or ""
     energy = [joules for lines in per_rank if (joules := per_step(lines, "energy_joules")) is not None]
@@ -332,10 +337,18 @@ class BenchmarkDirectory:
             self.protocol: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
             occupied = self.protocol is None and path.exists() and (not path.is_dir() or any(path.iterdir()))
         except (OSError, ValueError) as error:
-            raise RunError(f"{file} cannot be read: {error}. Name another directory with --out.") from error
+            raise RunError(
+                "bench.unreadable",
+                "{file} cannot be read: {error}. Name another directory with --out.",
+                file=file,
+                error=error,
+            ) from error
         if occupied:
             raise RunError(
-                f"{path} is not a benchmark's directory: it has no {PROTOCOL}. Name a new or an empty one with --out."
+                "bench.not_a_benchmark",
+                "{path} is not a benchmark's directory: it has no {file}. Name a new or an empty one with --out.",
+                path=path,
+                file=PROTOCOL,
             )
 
     def begun_with(self) -> tuple[Plan, list[Trial], str] | None:
@@ -351,7 +364,10 @@ class BenchmarkDirectory:
             return Plan.parse(self.protocol["plan"]), tried, str(self.protocol["reason"])
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise RunError(
-                f"{self.path / PROTOCOL} is not of a benchmark ({error!r}). Name another directory with --out."
+                "bench.protocol_invalid",
+                "{path} is not of a benchmark ({error!r}). Name another directory with --out.",
+                path=self.path / PROTOCOL,
+                error=error,
             ) from error
 
     def begin(self, protocol: dict[str, Any]) -> None:
@@ -367,12 +383,18 @@ class BenchmarkDirectory:
                 write_whole(self.path / PROTOCOL, json.dumps(protocol, indent=1))
             except OSError as error:
                 raise RunError(
-                    f"the benchmark cannot be kept in {self.path}: {error.strerror}. Name a directory with --out."
+                    "bench.directory_unwritable",
+                    "the benchmark cannot be kept in {path}: {reason}. Name a directory with --out.",
+                    path=self.path,
+                    reason=error.strerror,
                 ) from error
             self.protocol = protocol
         elif found := list(differences(self.protocol, protocol)):
             raise RunError(
-                f"{self.path} belongs to another benchmark: {'; '.join(found)}. Name another directory with --out."
+                "bench.other_benchmark",
+                "{path} belongs to another benchmark: {differences}. Name another directory with --out.",
+                path=self.path,
+                differences="; ".join(found),
             )
 
     def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
@@ -384,7 +406,10 @@ class BenchmarkDirectory:
                 found[run.setting].append(run)
         except (KeyError, msgspec.ValidationError) as error:
             raise RunError(
-                f"{self.path / MEASURED} has a line that is not a run of this benchmark: {error!r}"
+                "bench.line_invalid",
+                "{path} has a line that is not a run of this benchmark: {error!r}",
+                path=self.path / MEASURED,
+                error=error,
             ) from error
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 

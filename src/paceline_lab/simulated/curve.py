@@ -147,7 +147,7 @@ def simulated_curve(
     found = _best(job, cluster, calibration, per_device)
     points = [point for _, point in found]
     if not any(point.fits for point in points):
-        raise PlanError(points[-1].why)
+        raise PlanError("bench.no_plan", "{reason}", reason=points[-1].why)
     base = next(point for point in points if point.fits)
     draw = _Draws(chances)
     return SimulatedCurve(

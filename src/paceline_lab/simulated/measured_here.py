@@ -65,7 +65,13 @@ class MeasuredHere:
             return None
         report = Report.load(folder / REPORT)
         if report.job != job.name:
-            raise RunError(f"{folder} has a benchmark of {report.job}, not of {job.name}. Name another one with --out.")
+            raise RunError(
+                "bench.of_other_job",
+                "{folder} has a benchmark of {found}, not of {job}. Name another one with --out.",
+                folder=folder,
+                found=report.job,
+                job=job.name,
+            )
         unused = cls(report, "", None)
         runs = tuple(folder / run for setting in report.settings for run in setting.runs if (folder / run).is_dir())
         try:

@@ -368,4 +368,4 @@ def _free_port() -> int:
             except (OSError, OverflowError):
                 continue
             return port
-    raise RunError(f"no {_PORTS} free ports in a row were found on loopback")
+    raise RunError("compare.no_ports", "no {ports} free ports in a row were found on loopback", ports=_PORTS)

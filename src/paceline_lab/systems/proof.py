@@ -121,13 +121,25 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
     """
     if job.global_batch % ranks:
         raise RunError(
-            f"global_batch {job.global_batch} cannot be dealt evenly to {count(ranks, 'rank')}, as the other systems "
-            f"need it: let it be {job.global_batch // ranks * ranks or ranks}"
+            "compare.batch_uneven",
+            "global_batch {global_batch} cannot be dealt evenly to {ranks}, as the other systems need it: let it be "
+            "{choice}",
+            global_batch=job.global_batch,
+            ranks=count(ranks, "rank"),
+            choice=job.global_batch // ranks * ranks or ranks,
         )
     if job.precision != "fp32":
-        raise RunError(f"systems are compared in fp32, and the job says precision: {job.precision}: leave it out")
+        raise RunError(
+            "compare.precision",
+            "systems are compared in fp32, and the job says precision: {precision}: leave it out",
+            precision=job.precision,
+        )
     if keys := job.beyond_plain_steps:
-        raise RunError(f"other systems do not follow {', '.join(keys)}: leave that out of the job to compare systems")
+        raise RunError(
+            "compare.job_keys_unsupported",
+            "other systems do not follow {keys}: leave that out of the job to compare systems",
+            keys=list(keys),
+        )
     stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
     return job.model_copy(update={**stop, "trackers": ()})
 
@@ -139,19 +151,30 @@ def grown(job: Job, ranks: int) -> Job:
         RunError: there is one rank, the data is too short, or the work would grow by another factor.
     """
     if ranks == 1:
-        raise RunError("weak scaling compares several ranks with one, and there is one rank here: leave --weak out")
+        raise RunError(
+            "compare.weak_of_one",
+            "weak scaling compares several ranks with one, and there is one rank here: leave --weak out",
+        )
     if job.loss.is_over_whole_batch:
         raise RunError(
-            f"the loss {job.loss.name} compares all samples of a batch with each other, so {ranks} times the batch is "
-            "more than as many times the work: leave --weak out"
+            "compare.weak_joint_loss",
+            "the loss {loss} compares all samples of a batch with each other, so {ranks} times the batch is more than "
+            "as many times the work: leave --weak out",
+            loss=job.loss.name,
+            ranks=ranks,
         )
     batch = ranks * job.global_batch
     train: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
     samples = len(train)
     if samples < batch:
         raise RunError(
-            f"with --weak each of {count(ranks, 'rank')} has a batch of {job.global_batch}, {batch} in all, and the "
-            f"training set has {samples} samples: give more data, or a smaller global_batch"
+            "compare.weak_too_few_samples",
+            "with --weak each of {ranks} has a batch of {global_batch}, {needed} in all, and the training set has "
+            "{samples} samples: give more data, or a smaller global_batch",
+            ranks=count(ranks, "rank"),
+            global_batch=job.global_batch,
+            needed=batch,
+            samples=samples,
         )
     return job.model_copy(update={"global_batch": batch})
 
@@ -165,8 +188,11 @@ def must_draw_nothing(job: Job) -> None:
     for name, module in job.model.build().named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise RunError(
-                f'"{name}" of the model drops out with p={module.p:g}, and every system draws on its own, so their '
-                "losses cannot be compared: set it to 0 in model.args"
+                "compare.dropout",
+                '"{name}" of the model drops out with p={p:g}, and every system draws on its own, so their losses '
+                "cannot be compared: set it to 0 in model.args",
+                name=name,
+                p=module.p,
             )
 
 
@@ -178,10 +204,16 @@ def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
     """
     if cluster.has_accelerators:
         raise RunError(
-            f"systems are compared on CPUs, and {cluster.describe()}: set {DEVICE_VARIABLE}=cpu to compare them there"
+            "compare.accelerators",
+            "systems are compared on CPUs, and {cluster}: set {variable}=cpu to compare them there",
+            cluster=cluster.describe(),
+            variable=DEVICE_VARIABLE,
         )
     if len(cluster.hosts) > 1 and cluster.emulate is None:
-        raise RunError("systems are compared on this machine, or on hosts that it emulates (--cluster): no other hosts")
+        raise RunError(
+            "compare.several_hosts",
+            "systems are compared on this machine, or on hosts that it emulates (--cluster): no other hosts",
+        )
 
 
 def normalises_apart(job: Job) -> bool:

@@ -95,7 +95,13 @@ def run(
     try:
         return Finished(system.steps(start), began, most)
     except (OSError, KeyError, ValueError) as error:
-        raise RunError(f"{system.title} left no record of its steps: {error}\n{_said(start.folder)}") from error
+        raise RunError(
+            "compare.no_record",
+            "{system} left no record of its steps: {error}\n{output}",
+            system=system.title,
+            error=error,
+            output=_said(start.folder),
+        ) from error
 
 
 def _wait(
@@ -112,7 +118,13 @@ def _wait(
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:
-            raise RunError(f"{system.title} failed with exit status {failed[0]}\n{_said(folder)}")
+            raise RunError(
+                "compare.failed",
+                "{system} failed with exit status {exit_status}\n{output}",
+                system=system.title,
+                exit_status=failed[0],
+                output=_said(folder),
+            )
         if all(serves or code == 0 for code, serves in codes):
             return most
         if stopped():
@@ -120,7 +132,9 @@ def _wait(
         if kill is not None:
             kill.due(began, partial(_marked, marked))
         if time.time() > until:
-            raise RunError(f"{system.title} hangs, and was killed\n{_said(folder)}")
+            raise RunError(
+                "compare.hung", "{system} hangs, and was killed\n{output}", system=system.title, output=_said(folder)
+            )
         if time.monotonic() > look:
             most, look = max(most, sum(map(_proportional_bytes, _marked(marked)))), time.monotonic() + _MEMORY_S
         time.sleep(_POLL_S)
@@ -252,8 +266,12 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
         cache = made_cache_folder("systems")
     except OSError as error:
         raise RunError(
-            f"{system.title} is not installed: its environment has no place, as {error.filename} cannot be used "
-            f"({error.strerror}). Set XDG_CACHE_HOME to a folder of yours."
+            "compare.no_environment",
+            "{system} is not installed: its environment has no place, as {folder} cannot be used ({reason}). Set "
+            "XDG_CACHE_HOME to a folder of yours.",
+            system=system.title,
+            folder=error.filename,
+            reason=error.strerror,
         ) from error
     folder = cache / f"{files[-1].stem}-{_key(files, apart=system.apart)}"
     python = folder / "bin" / "python"
@@ -275,13 +293,21 @@ def _key(files: list[Path], *, apart: bool) -> str:
 
 def _make(system: System, folder: Path, files: list[Path]) -> None:
     if shutil.disk_usage(folder.parent).free < _LEAST_ROOM:
-        raise RunError(f"{system.title} is not installed: less than 3 GiB are free at {folder.parent}")
+        raise RunError(
+            "compare.no_room",
+            "{system} is not installed: less than 3 GiB are free at {folder}",
+            system=system.title,
+            folder=folder.parent,
+        )
     try:
         venv.EnvBuilder(with_pip=True, symlinks=True).create(folder)
     except (OSError, subprocess.CalledProcessError) as error:
         raise RunError(
-            f"{system.title} is not installed: python cannot make a virtual environment ({error}). On Debian and "
-            "Ubuntu: apt install python3-venv"
+            "compare.no_venv",
+            "{system} is not installed: python cannot make a virtual environment ({error}). On Debian and Ubuntu: apt "
+            "install python3-venv",
+            system=system.title,
+            error=error,
         ) from error
     if not system.apart:
         inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
@@ -299,11 +325,22 @@ def _install(system: System, folder: Path, file: Path) -> None:
     try:
         done = subprocess.run([*pip, *options], env=environment, capture_output=True, text=True, timeout=_INSTALL_S)
     except subprocess.TimeoutExpired:
-        raise RunError(f"{system.title} is not installed: pip took more than {_INSTALL_S:.0f} s") from None
+        raise RunError(
+            "compare.install_timeout",
+            "{system} is not installed: pip took more than {deadline_s:.0f} s",
+            system=system.title,
+            deadline_s=_INSTALL_S,
+        ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         told = next(
             (line for line in reversed(lines) if "ERROR" in line or "error" in line), lines[-1] if lines else ""
         )
         write_whole(Path(f"{folder}.log"), done.stdout + done.stderr)
-        raise RunError(f"{system.title} is not installed: {told.strip()} (all of it: {folder}.log)")
+        raise RunError(
+            "compare.install_failed",
+            "{system} is not installed: {reason} (all of it: {folder}.log)",
+            system=system.title,
+            reason=told.strip(),
+            folder=folder,
+        )

@@ -52,8 +52,12 @@ class HeldObjects:
                     if held.name == name:
                         if held.recipe != recipe:
                             raise RemoteError(
-                                f'"{name}" was made here as {held.recipe}, and is asked for as {recipe}: give one of '
-                                "them another name"
+                                "remote.made_differently",
+                                '"{name}" was made here as {here}, and is asked for as {wanted}: give one of them '
+                                "another name",
+                                name=name,
+                                here=held.recipe,
+                                wanted=recipe,
                             )
                         held.holders[client] += 1
                         return number
@@ -67,7 +71,11 @@ class HeldObjects:
         """
         with self._lock:
             if number not in self._objects:
-                raise RemoteError(f"object {number} has ended: its last holder released it, or died")
+                raise RemoteError(
+                    "remote.object_ended",
+                    "object {object} has ended: its last holder released it, or died",
+                    object=number,
+                )
             self._objects[number].holders[client] += 1
 
     def get(self, client: str, number: str) -> Any:
@@ -80,8 +88,10 @@ class HeldObjects:
             held = self._objects.get(number)
             if held is None or client not in held.holders:
                 raise RemoteError(
-                    f"object {number} is not held by this client: it was released, or the client could not be "
-                    "reached for longer than the grace time"
+                    "remote.object_not_held",
+                    "object {object} is not held by this client: it was released, or the client could not be reached "
+                    "for longer than the grace time",
+                    object=number,
                 )
             return held.what
 
@@ -107,7 +117,9 @@ class HeldObjects:
         held.holders[client] += 1
         with self._lock:
             if len(self._objects) >= MOST_OBJECTS:
-                raise RemoteError(f"{MOST_OBJECTS:,} objects are held here; release some")
+                raise RemoteError(
+                    "remote.too_many_objects", "{limit:,} objects are held here; release some", limit=MOST_OBJECTS
+                )
             number = secrets.token_hex(8)
             self._objects[number] = held
             return number
@@ -145,7 +157,12 @@ class Answers:
             del self._kept[known]
         if number not in self._kept:
             if number < self._next or len(self._kept) >= MOST_ANSWERS:
-                raise RemoteError(f"call {number} came when call {self._next} was expected; it was not run")
+                raise RemoteError(
+                    "remote.call_out_of_order",
+                    "call {number} came when call {next} was expected; it was not run",
+                    number=number,
+                    next=self._next,
+                )
             self._next = number + 1
             try:
                 self._kept[number] = work(), None

@@ -49,7 +49,9 @@ def connect(
     """
     if name in _hosts:
         raise PacelineError(
-            f'this process has a connection named "{name}" already; close it first, or give another name'
+            "remote.name_taken",
+            'this process has a connection named "{name}" already; close it first, or give another name',
+            name=name,
         )
     host = Host(name, place_of(where), key or own_key(), deadline_s, client or f"pid {os.getpid()}")
     _hosts[name] = host
@@ -66,7 +68,12 @@ def host_of(name: str | Host) -> Host:
         return name
     if name not in _hosts:
         known = nearest(name, _hosts) if _hosts else "There is none yet."
-        raise PacelineError(f'no connection is named "{name}": call remote.connect("{name}", …) first. {known}')
+        raise PacelineError(
+            "remote.name_unknown",
+            'no connection is named "{name}": call remote.connect("{name}", …) first. {known}',
+            name=name,
+            known=known,
+        )
     return _hosts[name]
 
 
@@ -105,7 +112,9 @@ class Answer:
         """
         sent, self._sent = self._sent, None
         if sent is None:
-            raise PacelineError(f"{self._host.name}: the result of a call can be had once, and was")
+            raise PacelineError(
+                "remote.result_taken", "{host}: the result of a call can be had once, and was", host=self._host.name
+            )
         return self._host.wait(sent)
 
     def __del__(self) -> None:
@@ -170,11 +179,19 @@ class Host(Closing):
                         return pending.result(sent.deadline_s)
                 except DeadlineError as error:
                     raise DeadlineError(
-                        f"{sent.what} on {self.name} has not ended within {sent.deadline_s:g} s; it may still run"
+                        "remote.call_deadline",
+                        "{what} on {name} has not ended within {deadline_s:g} s; it may still run",
+                        what=sent.what,
+                        name=self.name,
+                        deadline_s=sent.deadline_s,
                     ) from error
                 except RemoteError as error:
                     raise RemoteError(
-                        f"{sent.what} on {self.name}: {error}",
+                        "remote.raised_on_host",
+                        "{what} on {name}: {error}",
+                        what=sent.what,
+                        name=self.name,
+                        error=error,
                         function=error.function,
                         kind=error.kind,
                         remote_traceback=error.remote_traceback,
@@ -201,16 +218,18 @@ class Host(Closing):
         if self._error is None:
             with suppress(ChannelError):
                 self._client.call("leave", deadline_s=_LEAVE_S)
-            self._error = ChannelError(f"the connection to {self.name} was closed")
+            self._error = ChannelError("remote.closed", "the connection to {name} was closed", name=self.name)
         self._client.close()
 
     def _must_be_open(self) -> None:
         if os.getpid() != self._process:
             raise PacelineError(
-                f"{self.name}: a forked process has no connection of its own: call remote.connect in it"
+                "remote.forked",
+                "{name}: a forked process has no connection of its own: call remote.connect in it",
+                name=self.name,
             )
         if self._error is not None:
-            raise ChannelError(str(self._error))
+            raise ChannelError("remote.host_failed", "{error}", error=self._error)
 
     def _send(self, sent: _Sent) -> None:
         lane = self._sent[sent.lane]
@@ -238,7 +257,7 @@ class Host(Closing):
         """Send what has no answer over a new connection, once for all threads."""
         with self._lock:
             if self._error is not None:
-                raise ChannelError(str(self._error))
+                raise ChannelError("remote.host_failed", "{error}", error=self._error)
             if self._connection != connection:
                 return
             self._client.close()
@@ -246,7 +265,9 @@ class Host(Closing):
                 self._client = self._connected(RECONNECT_S)
                 self._must_hold_what_it_held()
             except ChannelError as error:
-                self._error = ChannelError(f"the connection to {self.name} is lost: {error}")
+                self._error = ChannelError(
+                    "remote.lost", "the connection to {name} is lost: {error}", name=self.name, error=error
+                )
                 raise self._error from error
             for lane in list(self._sent.values()):
                 for number in sorted(lane):
@@ -255,10 +276,16 @@ class Host(Closing):
 
     def _must_hold_what_it_held(self) -> None:
         if self._client.service != self._service:
-            raise ChannelError(f"{self.name} was started again; what this process held there is lost")
+            raise ChannelError(
+                "remote.host_restarted",
+                "{name} was started again; what this process held there is lost",
+                name=self.name,
+            )
         if not self._client.known:
             raise ChannelError(
-                f"{self.name} had let go of what this process held there before it could be reached again"
+                "remote.grace_over",
+                "{name} had let go of what this process held there before it could be reached again",
+                name=self.name,
             )
 
     def _release_all(self) -> None:
@@ -326,7 +353,9 @@ class Reference:
             PacelineError: it was released.
         """
         if self._released:
-            raise PacelineError(f"{self.what} on {self.host.name} was released by this process")
+            raise PacelineError(
+                "remote.released", "{what} on {host} was released by this process", what=self.what, host=self.host.name
+            )
         return self.token
 
     def release(self) -> None:
@@ -410,12 +439,20 @@ def sent_to(host: Host, value: Any) -> Any:
         reference = leaf.reference if isinstance(leaf, HasReference) else leaf
         if isinstance(reference, Reference):
             if reference.host is not host:
-                raise PacelineError(f"{reference!r} cannot be an argument of a call to {host.name}")
+                raise PacelineError(
+                    "remote.argument_of_other_host",
+                    "{reference!r} cannot be an argument of a call to {host}",
+                    reference=reference,
+                    host=host.name,
+                )
             return Held(reference.number)
         if isinstance(leaf, nn.Module):
             raise PacelineError(
-                f"a {type(leaf).__name__} of this process cannot be an argument of a call to {host.name}: arguments "
-                "are tensors, numbers, strings, lists, dicts, data classes and remote objects"
+                "remote.argument_unsupported",
+                "a {class_name} of this process cannot be an argument of a call to {host}: arguments are tensors, "
+                "numbers, strings, lists, dicts, data classes and remote objects",
+                class_name=type(leaf).__name__,
+                host=host.name,
             )
         return leaf
 

@@ -155,7 +155,11 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
                 state |= piece
             if len(versions) <= 1:
                 return state
-        raise PacelineError(f"{self.reference!r} is stepped faster than its state can be read; pause its optimizers")
+        raise PacelineError(
+            "remote.state_moving",
+            "{reference!r} is stepped faster than its state can be read; pause its optimizers",
+            reference=self.reference,
+        )
 
     def _pieces(self, names: Iterable[str]) -> list[list[str]]:
         """Names in groups of limited bytes."""
@@ -173,23 +177,33 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         probe = torch.zeros(1)
         if fn(probe).dtype != probe.dtype:
             raise PacelineError(
-                f"{self.reference!r} cannot be converted from here: let its factory make it with that dtype, or run "
-                "it under autocast"
+                "remote.not_convertible",
+                "{reference!r} cannot be converted from here: let its factory make it with that dtype, or run it "
+                "under autocast",
+                reference=self.reference,
             )
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refuse: what is trained is decided where the module is."""
         raise PacelineError(
-            f"{self.reference!r}: which of its parameters are trained is decided by its factory, there. To leave it as "
-            "it is, make no optimizer for it"
+            "remote.requires_grad",
+            "{reference!r}: which of its parameters are trained is decided by its factory, there. To leave it as it "
+            "is, make no optimizer for it",
+            reference=self.reference,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise PacelineError(f"{self.reference!r} cannot be copied; make another one with remote.module")
+        raise PacelineError(
+            "remote.not_copyable",
+            "{reference!r} cannot be copied; make another one with remote.module",
+            reference=self.reference,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PacelineError(f"{self.reference!r} cannot be pickled; save its state_dict()")
+        raise PacelineError(
+            "remote.not_picklable", "{reference!r} cannot be pickled; save its state_dict()", reference=self.reference
+        )
 
 
 def _autocast(device: torch.device) -> str | None:
@@ -235,7 +249,11 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
         in_flight: how many are under way at most; each holds its activations.
     """
     if in_flight < 1:
-        raise PacelineError(f"in_flight={in_flight}: at least one microbatch is under way")
+        raise PacelineError(
+            "remote.in_flight_invalid",
+            "in_flight={in_flight}: at least one microbatch is under way",
+            in_flight=in_flight,
+        )
     grad = torch.is_grad_enabled()
 
     def run(batch: Any) -> T:
@@ -289,8 +307,10 @@ class _Remote(torch.autograd.Function):
         forward: ForwardPass = ctx.pass_
         if torch.is_grad_enabled():
             raise PacelineError(
-                f"{forward.module.what}: create_graph=True cannot go through a remote module, whose graph is in "
-                "another process. Compute what needs second derivatives on one side."
+                "remote.create_graph",
+                "{what}: create_graph=True cannot go through a remote module, whose graph is in another process. "
+                "Compute what needs second derivatives on one side.",
+                what=forward.module.what,
             )
         _ = ctx.saved_tensors  # raises torch's own error where a backward pass without retain_graph has run
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -332,11 +352,13 @@ def optimizer(
     """
     chosen = [modules] if isinstance(modules, RemoteModule) else list(modules)
     if not chosen:
-        raise PacelineError("an optimizer needs at least one remote module")
+        raise PacelineError("remote.no_modules", "an optimizer needs at least one remote module")
     if together < 1 or (together > 1 and name is None):
         raise PacelineError(
-            f"together={together}: it is the number of clients that step together, and with more than one all need "
-            'one name for the optimizer, e.g. name="tables"'
+            "remote.together_invalid",
+            "together={together}: it is the number of clients that step together, and with more than one all need one "
+            'name for the optimizer, e.g. name="tables"',
+            together=together,
         )
     path = make if isinstance(make, str) else path_of(make)
     parts = []
@@ -370,7 +392,9 @@ class RemoteOptimizer:
             DeadlineError: a host did not answer in time.
         """
         if not math.isfinite(scale):
-            raise PacelineError(f"step(scale={scale}): gradients are scaled by a finite number")
+            raise PacelineError(
+                "remote.scale_invalid", "step(scale={scale}): gradients are scaled by a finite number", scale=scale
+            )
         answers = []
         for part in self._parts:
             patience_s = deadline_s or part.host.deadline_s
@@ -403,7 +427,10 @@ class RemoteOptimizer:
         """
         if len(states) != len(self._parts):
             raise PacelineError(
-                f"this is the state over {len(states)} hosts, and the modules are on {len(self._parts)}"
+                "remote.state_of_other_hosts",
+                "this is the state over {saved} hosts, and the modules are on {here}",
+                saved=len(states),
+                here=len(self._parts),
             )
         for part, state in zip(self._parts, states, strict=True):
             part.ask("load", state).result()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import PacelineError, RemoteError
+from paceline.errors import InvalidValue, PacelineError, RemoteError
 from paceline.job.spec import import_path_of, load_object, resolve_import_path
 from paceline.text import nearest
 from paceline.wire.key import RunKey, own_key
@@ -57,7 +57,10 @@ def serve(
     """
     allowed = {path: load_object(resolved) for path, resolved in map(_path_of, what)}
     if not allowed:
-        raise PacelineError("there is nothing to serve: name what clients may use by its import path, pkg.mod:name")
+        raise PacelineError(
+            "remote.nothing_to_serve",
+            "there is nothing to serve: name what clients may use by its import path, pkg.mod:name",
+        )
     limits = limits or Limits(calls_at_once=max(1, threads // 2))
     return Serving(allowed, place_of(where), key or own_key(), threads, grace_s, limits)
 
@@ -133,7 +136,12 @@ class Serving(Closing):
                 what = factory(*self._received(caller, args), **self._received(caller, kwargs))
             if not isinstance(what, nn.Module):
                 if module:
-                    raise RemoteError(f"{path} made a {type(what).__name__}, and no nn.Module; use `remote.create`")
+                    raise RemoteError(
+                        "remote.factory_not_a_module",
+                        "{path} made a {class_name}, and no nn.Module; use `remote.create`",
+                        path=path,
+                        class_name=type(what).__name__,
+                    )
                 return what
             return ServedModule(what, None if seed is None else torch.Generator().manual_seed(seed))
 
@@ -167,7 +175,13 @@ class Serving(Closing):
         """Call a function of the `ServedModule` or `ServedOptimizer` itself."""
         what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule | ServedOptimizer) or function not in what.CALLED:
-            raise RemoteError(f"object {number} is a {type(what).__name__}, which has no {function!r}")
+            raise RemoteError(
+                "remote.no_attribute",
+                "object {object} is a {class_name}, which has no {function!r}",
+                object=number,
+                class_name=type(what).__name__,
+                function=function,
+            )
         return getattr(what, function)(caller, *self._received(caller, args))
 
     def optimizer(
@@ -177,8 +191,12 @@ class Serving(Closing):
         make = OPTIMIZERS.get(path) or self._named(path, OPTIMIZERS)
         if together > self._most_together:
             raise RemoteError(
-                f"together={together}, and the threads here are enough for {self._most_together} clients that wait for "
-                f"one another; serve with threads={together + 1} or more"
+                "remote.too_few_threads",
+                "together={together}, and the threads here are enough for {limit} clients that wait for one another; "
+                "serve with threads={threads} or more",
+                together=together,
+                limit=self._most_together,
+                threads=together + 1,
             )
         modules = [self._module(caller, number) for number in numbers]
         recipe = f"{path} {settings!r} over {', '.join(numbers)}, together={together}"
@@ -205,21 +223,36 @@ class Serving(Closing):
 
     def _named(self, path: str, more: Mapping[str, Any] = {}) -> Any:
         if path not in self._allowed:
-            raise RemoteError(f'"{path}" is not served here. {nearest(path, [*self._allowed, *more])}')
+            raise RemoteError(
+                "remote.not_served",
+                '"{path}" is not served here. {hint}',
+                path=path,
+                hint=nearest(path, [*self._allowed, *more]),
+            )
         return self._allowed[path]
 
     def _method(self, caller: Caller, number: str, name: str) -> Callable[..., Any]:
         what = self._held.get(caller.identity, number)
         what = what.module if isinstance(what, ServedModule) else what
         if name.startswith("_") or not inspect.isfunction(inspect.getattr_static(type(what), name, None)):
-            raise RemoteError(f"{name!r} is no public method of {type(what).__name__}")
+            raise RemoteError(
+                "remote.method_not_public",
+                "{name!r} is no public method of {class_name}",
+                name=name,
+                class_name=type(what).__name__,
+            )
         method: Callable[..., Any] = getattr(what, name)
         return method
 
     def _module(self, caller: Caller, number: str) -> ServedModule:
         what = self._held.get(caller.identity, number)
         if not isinstance(what, ServedModule):
-            raise RemoteError(f"object {number} is a {type(what).__name__}, and no module")
+            raise RemoteError(
+                "remote.not_a_module",
+                "object {object} is a {class_name}, and no module",
+                object=number,
+                class_name=type(what).__name__,
+            )
         return what
 
     def _received(self, caller: Caller, value: Any) -> Any:
@@ -252,5 +285,5 @@ def _path_of(what: str | Callable[..., Any]) -> tuple[str, str]:
     path = what if isinstance(what, str) else import_path_of(what)
     try:
         return path, resolve_import_path(path, None)
-    except ValueError as error:
-        raise PacelineError(str(error)) from error
+    except InvalidValue as error:
+        raise PacelineError.of_error(error) from error

@@ -103,8 +103,9 @@ class ServedModule:
         graph = self._graphs.get((caller.identity, number))
         if graph is None:
             raise RemoteError(
+                "remote.graph_freed",
                 "the graph of this forward pass has been freed: a backward pass without retain_graph has run through "
-                "it, or its client could not be reached for longer than the grace time"
+                "it, or its client could not be reached for longer than the grace time",
             )
         trained = graph.parameters if accumulate else []
         anchors = graph.anchors if accumulate else []
@@ -188,8 +189,10 @@ class ServedModule:
     def _keep(self, client: str, how: ForwardCall, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         if sum(1 for holder, _ in self._graphs if holder == client) >= MOST_GRAPHS:
             raise RemoteError(
-                f"{MOST_GRAPHS:,} forward passes of this client wait for their backward pass. Run those that need no "
-                "gradients under torch.no_grad()"
+                "remote.too_many_graphs",
+                "{limit:,} forward passes of this client wait for their backward pass. Run those that need no "
+                "gradients under torch.no_grad()",
+                limit=MOST_GRAPHS,
             )
         trained = [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
         anchors = [part.anchor for part in self.module.modules() if isinstance(part, HasAnchor)]
@@ -233,10 +236,16 @@ class ServedOptimizer:
         self.modules, self.together = modules, together
         parameters = [each for module in modules for each in module.module.parameters() if each.requires_grad]
         if not parameters:
-            raise RemoteError("these modules have no parameters to train: none has requires_grad")
+            raise RemoteError(
+                "remote.no_parameters", "these modules have no parameters to train: none has requires_grad"
+            )
         self.optimizer = make(parameters, **settings)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise RemoteError(f"it makes a {type(self.optimizer).__name__}, and no torch.optim.Optimizer")
+            raise RemoteError(
+                "remote.not_an_optimizer",
+                "it makes a {class_name}, and no torch.optim.Optimizer",
+                class_name=type(self.optimizer).__name__,
+            )
         for module in modules:
             module.optimizers.add(self)
         self._lock = threading.RLock()
@@ -261,7 +270,9 @@ class ServedOptimizer:
         with self._rounds:
             if client in self._arrived:
                 self._give_back(key, gradients)
-                raise RemoteError("this client has asked for this step already, in another thread or context")
+                raise RemoteError(
+                    "remote.step_repeated", "this client has asked for this step already, in another thread or context"
+                )
             self._arrived[client] = (caller.name, gradients, scale)
             mine = self._round
             if len(self._arrived) == self.together:
@@ -271,10 +282,14 @@ class ServedOptimizer:
                 del self._arrived[client]
                 self._give_back(key, gradients)
                 raise RemoteError(
-                    f"{self.together} clients step together, and within {deadline_s:g} s only these came: {here}"
+                    "remote.step_deadline",
+                    "{together} clients step together, and within {deadline_s:g} s only these came: {here}",
+                    together=self.together,
+                    deadline_s=deadline_s,
+                    here=here,
                 )
             if self._problem:
-                raise RemoteError(self._problem)
+                raise RemoteError("remote.step_failed", "{reason}", reason=self._problem)
 
     def set(self, caller: Caller, settings: Mapping[str, Any]) -> None:
         """Change settings of all groups, e.g. the learning rate."""
@@ -282,7 +297,12 @@ class ServedOptimizer:
             for group in self.optimizer.param_groups:
                 if unknown := [name for name in settings if name not in group or name == "params"]:
                     known = ", ".join(name for name in group if name != "params")
-                    raise RemoteError(f"the optimizer has no setting {unknown[0]!r}. Known: {known}")
+                    raise RemoteError(
+                        "remote.setting_unknown",
+                        "the optimizer has no setting {name!r}. Known: {known}",
+                        name=unknown[0],
+                        known=known,
+                    )
                 group.update(settings)
 
     def squared_norm(self, caller: Caller, context: str) -> float:

@@ -145,7 +145,13 @@ class ServerClient(Closing):
                     (at, line.ask("pull_rows", name, rows[at] - piece.first, -1, at_least, waits_s=MOST_WAIT_S))
                 )
         if sum(len(at) for at, _ in found) < len(rows):
-            raise ServerRefused(f"{self.name} named rows that {name} does not have; it has {self._specs[name].rows}")
+            raise ServerRefused(
+                "server.rows_unknown",
+                "{client} named rows that {tensor} does not have; it has {rows}",
+                client=self.name,
+                tensor=name,
+                rows=self._specs[name].rows,
+            )
         values = torch.empty((len(rows), *self._specs[name].shape[1:]), dtype=self._specs[name].torch_dtype)
         for at, asked in found:
             version, _, values[at] = asked.result()
@@ -192,7 +198,12 @@ class ServerClient(Closing):
         if into is not None:
             self._note(into)
         if unknown := gradients.keys() - self._specs.keys():
-            raise ServerRefused(f"{self.name} pushed {', '.join(sorted(unknown)[:8])}, which no server owns")
+            raise ServerRefused(
+                "server.tensors_unowned",
+                "{client} pushed {tensors}, which no server owns",
+                client=self.name,
+                tensors=list(sorted(unknown)[:8]),
+            )
         pushes = [self._push_for(part, gradients, ticket, delta) for part in range(len(self.lines))]
         actions: list[Action] = [msgspec.structs.replace(pushes[0], take=take, record=record), *pushes[1:]]
         try:
@@ -272,7 +283,12 @@ class ServerClient(Closing):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, by one client and at a boundary."""
         if len(state["parts"]) != len(self.lines):
-            raise ServerRefused(f"the state is of {len(state['parts'])} servers, and there are {len(self.lines)}")
+            raise ServerRefused(
+                "server.state_of_other_servers",
+                "the state is of {saved} servers, and there are {here}",
+                saved=len(state["parts"]),
+                here=len(self.lines),
+            )
         self._act([Load(part, state["batches"]) for part in state["parts"]])
         self._places.clear()
         self._tables.clear()
@@ -306,7 +322,12 @@ class ServerClient(Closing):
     def _note(self, into: Mapping[str, Tensor]) -> None:
         """Have everything pulled where tensors come that do not hold what was pulled last."""
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
-            raise ServerRefused(f"{self.name} pulled without a tensor for {', '.join(sorted(missing)[:8])}: name all")
+            raise ServerRefused(
+                "server.pull_incomplete",
+                "{client} pulled without a tensor for {missing}: name all",
+                client=self.name,
+                missing=list(sorted(missing)[:8]),
+            )
         if not all(_as_it_was(self._places.get(name), tensor) for name, tensor in into.items()):
             for line in self.lines:
                 line.since = -1
@@ -329,7 +350,12 @@ class ServerClient(Closing):
 
     def _pieces(self, name: str) -> list[tuple[Line, Slice]]:
         if name not in self._specs or not self._specs[name].sparse:
-            raise ServerRefused(f"{self.name} pulled rows of {name!r}, which has none: set sparse=True, or pull")
+            raise ServerRefused(
+                "server.rows_of_dense_pulled",
+                "{client} pulled rows of {tensor!r}, which has none: set sparse=True, or pull",
+                client=self.name,
+                tensor=name,
+            )
         return [(line, piece) for line in self.lines for piece in line.owned if piece.name == name]
 
     def _act_everywhere(self, action: Action) -> list[list[Any]]:
@@ -432,7 +458,7 @@ class Line:
             attempt_s = _CONNECT_S[0]
             while self._client is None:
                 if self._closed:
-                    raise ServerLost(f"{self.name} has closed its connections")
+                    raise ServerLost("server.closed", "{name} has closed its connections", name=self.name)
                 for text in list(self.addresses):
                     try:
                         if self._tried(text, attempt_s):
@@ -442,8 +468,10 @@ class Line:
                 else:
                     if time.monotonic() > until:
                         raise ServerLost(
-                            f"no process of the parameter server answers at {', '.join(self.addresses)}: "
-                            f"{problem or 'none of them is the primary'}"
+                            "server.lost",
+                            "no process of the parameter server answers at {addresses}: {problem}",
+                            addresses=list(self.addresses),
+                            problem=problem or "none of them is the primary",
                         )
                     with suppress(ChannelError):
                         if self._views and (view := self._views.read()):
@@ -475,7 +503,8 @@ class Line:
         try:
             status, value = client.call("hello", self._settings.fingerprint, self._settings.digest)
             if status == "refused":
-                raise ServerRefused(str(value))
+                code, text = value
+                raise ServerRefused.of_json({"code": code, "text": text})
             if status in ("ok", "elsewhere"):
                 self._learn(value)
             if status == "ok":
@@ -516,9 +545,17 @@ class Asked:
                 case "ok":
                     return value
                 case "refused":
-                    raise (NoMember if _NO_MEMBER in value else ServerRefused)(value)
+                    code, text = value
+                    kind = NoMember if code == "server.not_a_member" else ServerRefused
+                    raise kind.of_json({"code": code, "text": text})
                 case "waits" if time.monotonic() > self._waits_until:
-                    raise DeadlineError(f"{self.line.name} waited {self.line.patience_s:g} s: {value}")
+                    raise DeadlineError(
+                        "server.deadline",
+                        "{server} waited {patience_s:g} s: {reason}",
+                        server=self.line.name,
+                        patience_s=self.line.patience_s,
+                        reason=value,
+                    )
                 case "waits":
                     self._until = time.monotonic() + self.line.deadline_s  # the server has answered
                     time.sleep(_PAUSE_S)
@@ -548,11 +585,8 @@ class Asked:
             return self._pending.result()
         except ChannelError as error:
             if isinstance(error, DeadlineError) and time.monotonic() > self._until:
-                raise ServerLost(str(error)) from None
+                raise ServerLost("server.unreachable", "{error}", error=error) from None
             return "elsewhere", []
 
     def _attempt_s(self) -> float:
         return 2 * MOST_WAIT_S + (self._waits_s or 0.0) + nbytes(self._args) / SLOWEST_BYTES_PER_S
-
-
-_NO_MEMBER = "is no member of this server"

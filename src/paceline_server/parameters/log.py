@@ -173,7 +173,12 @@ class Log:
         with self.turn:
             self.must_be_primary()
             if self._backup and not self._backup.lost:
-                raise ServerRefused(f"{self._name} has a backup already, at {self._backup.address}")
+                raise ServerRefused(
+                    "server.backup_exists",
+                    "{name} has a backup already, at {address}",
+                    name=self._name,
+                    address=self._backup.address,
+                )
             assert self.view is not None
             backup = Backup(address, self._key, self.view.generation + 1, self._name)
             backup.install(self.index, self.machine.state())
@@ -187,7 +192,12 @@ class Log:
                 self.must_be_primary()
                 together = View(backup.generation, self._own, address)
                 if backup.lost or not self._views.replace(self.view, together):
-                    raise ChannelError(f"{address} is not the backup of generation {backup.generation}")
+                    raise ChannelError(
+                        "server.not_the_backup",
+                        "{address} is not the backup of generation {generation}",
+                        address=address,
+                        generation=backup.generation,
+                    )
                 self.view = together
                 return backup.generation
         except (ChannelError, RemoteError) as error:
@@ -195,7 +205,7 @@ class Log:
             with self.turn:
                 if self._backup is backup:
                     self._backup = None
-            raise ServerRefused(str(error)) from None
+            raise ServerRefused("server.backup_failed", "{error}", error=error) from None
 
     def beat(self, caller: Caller, generation: int) -> bool:
         """Answer, a while later, whether this is the primary of a generation.
@@ -209,7 +219,12 @@ class Log:
         """Begin with the state of the primary."""
         with self.turn:
             if self.primary or (self.view and generation <= self.view.generation):
-                raise ServerRefused(f"{caller.name} sent the state of generation {generation}, which is over")
+                raise ServerRefused(
+                    "server.old_generation",
+                    "{caller} sent the state of generation {generation}, which is over",
+                    caller=caller.name,
+                    generation=generation,
+                )
             self.machine = self._new_machine()
             self.machine.load(state)
             self.index, self._installed = index, generation
@@ -218,7 +233,13 @@ class Log:
         """Apply an operation of the primary."""
         with self.turn:
             if self.primary or generation != self._installed or index != self.index + 1:
-                raise ServerRefused(f"{caller.name} sent operation {index} of generation {generation}: it is deposed")
+                raise ServerRefused(
+                    "server.deposed",
+                    "{caller} sent operation {index} of generation {generation}: it is deposed",
+                    caller=caller.name,
+                    index=index,
+                    generation=generation,
+                )
             name, identity, sequence, values = entry
             self.machine.apply(Operation(name, identity, sequence, read_action(values)))
             self.index += 1
@@ -287,7 +308,8 @@ class Log:
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S) as primary:
             status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)
             if status != "ok":
-                raise ServerRefused(str(generation))
+                code, text = generation
+                raise ServerRefused.of_json({"code": code, "text": text})
             while not self._closing and primary.call("beat", generation) == ["ok", True]:
                 pass
 
@@ -303,7 +325,12 @@ class Log:
             try:
                 ours = self._views.replace(self.view, alone)
             except ChannelError as error:
-                raise DeadlineError(f"{self._name} lost its backup, and nobody says who goes on: {error}") from None
+                raise DeadlineError(
+                    "server.primary_unknown",
+                    "{name} lost its backup, and nobody says who goes on: {error}",
+                    name=self._name,
+                    error=error,
+                ) from None
             self._backup = None
             if not ours:
                 self._installed = None
@@ -350,10 +377,12 @@ class Backup:
         with self._collecting:
             while self._confirmed < index:
                 if self.lost:
-                    raise ChannelError(f"the backup at {self.address} is lost")
+                    raise ChannelError("server.backup_lost", "the backup at {address} is lost", address=self.address)
                 at, pending = self._sent[0]
                 if pending.result()[0] != "ok":
-                    raise ChannelError(f"the backup at {self.address} takes no more operations")
+                    raise ChannelError(
+                        "server.backup_full", "the backup at {address} takes no more operations", address=self.address
+                    )
                 self._confirmed = at
                 self._sent.popleft()
 
@@ -400,7 +429,9 @@ class Views:
         try:
             return msgspec.json.decode(present, type=View)
         except msgspec.MsgspecError as error:
-            raise ChannelError(f"the store holds no view of a parameter server: {error}") from None
+            raise ChannelError(
+                "server.no_view", "the store holds no view of a parameter server: {error}", error=error
+            ) from None
 
     def replace(self, old: View | None, new: View) -> bool:
         """Replace the view, if it still is `old`; returns whether it was. Raises ChannelError."""
@@ -423,6 +454,6 @@ def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float
     """
     while isinstance(result := attempt(), str):
         if (left_s := until - time.monotonic()) <= 0:
-            raise DeadlineError(result)
+            raise DeadlineError("server.waited", "{reason}", reason=result)
         turn.wait(left_s)
     return result

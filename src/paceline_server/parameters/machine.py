@@ -61,13 +61,22 @@ class Machine:
             case Initialize(tensors):
                 must_fit(tensors, self.parameters.specs, operation.name)
                 if missing := self.parameters.specs.keys() - tensors.keys():
-                    raise ServerRefused(f"{operation.name} left out first values of {', '.join(sorted(missing)[:8])}")
+                    raise ServerRefused(
+                        "server.initialize_incomplete",
+                        "{operation} left out first values of {missing}",
+                        operation=operation.name,
+                        missing=list(sorted(missing)[:8]),
+                    )
             case Push() as push:
                 if push.ticket is not None and not push.dense and not push.rows:
                     return  # a piece without samples here, or one that was left out
                 must_fit(push.gradients(), self.parameters.specs, operation.name)
                 if push.dense.keys() & push.rows.keys():
-                    raise ServerRefused(f"{operation.name} pushed a tensor whole and by rows: push it once")
+                    raise ServerRefused(
+                        "server.pushed_twice",
+                        "{operation} pushed a tensor whole and by rows: push it once",
+                        operation=operation.name,
+                    )
 
     def known(self, operation: Operation) -> Reply | None:
         """The answer of an operation that was applied already.
@@ -93,9 +102,17 @@ class Machine:
             case Push():
                 self._check_push(name, action)
             case Take() | Open() if self.tickets is None:
-                raise ServerRefused(f"{name} asked for tickets, and this server deals none: set pieces in its settings")
+                raise ServerRefused(
+                    "server.no_tickets",
+                    "{name} asked for tickets, and this server deals none: set pieces in its settings",
+                    name=name,
+                )
             case Load() if self.tickets and self.tickets.holders:
-                raise ServerRefused(f"{name} loads a checkpoint while pushes are under way: do it at a boundary")
+                raise ServerRefused(
+                    "server.load_while_pushing",
+                    "{name} loads a checkpoint while pushes are under way: do it at a boundary",
+                    name=name,
+                )
 
     def waits(self, operation: Operation) -> str | None:
         """Reason why an operation must wait for others; None where it can be applied."""
@@ -175,14 +192,29 @@ class Machine:
     def _check_push(self, name: str, push: Push) -> None:
         version = self.parameters.version
         if not self.parameters.ready:
-            raise ServerRefused(f"{name} pushed before the parameters had values: one client calls initialize first")
+            raise ServerRefused(
+                "server.no_values",
+                "{client} pushed before the parameters had values: one client calls initialize first",
+                client=name,
+            )
         if push.read < 0:
-            raise ServerRefused(f"{name} pushed for version {push.read}, so it never pulled: pull first")
+            raise ServerRefused(
+                "server.never_pulled",
+                "{client} pushed for version {read}, so it never pulled: pull first",
+                client=name,
+                read=push.read,
+            )
         if push.read > version:
-            raise ServerRefused(f"{name} pushed for version {push.read}, and this server is at {version}")
+            raise ServerRefused(
+                "server.version_differs",
+                "{client} pushed for version {read}, and this server is at {version}",
+                client=name,
+                read=push.read,
+                version=version,
+            )
         if (push.ticket is None) != (self.tickets is None):
             told = "with a ticket, and this server deals none" if push.ticket else "without a ticket of this server"
-            raise ServerRefused(f"{name} pushed {told}")
+            raise ServerRefused("server.push_refused", "{client} pushed {what}", client=name, what=told)
 
     def _push(self, name: str, push: Push) -> Reply:
         client = self.clients.member(name)
@@ -344,7 +376,9 @@ def read_action(values: Any) -> Action:
         action: Action = msgspec.convert(values, Action)
         return action
     except (msgspec.ValidationError, TypeError) as error:
-        raise ServerRefused(f"a client asked for something that is no action of a server: {error}") from None
+        raise ServerRefused(
+            "server.not_an_action", "a client asked for something that is no action of a server: {error}", error=error
+        ) from None
 
 
 def nbytes(value: Any) -> int:
@@ -397,7 +431,11 @@ class Clients:
             return None
         if sequence < client.sequence:
             raise ServerRefused(
-                f"{client.name} repeated operation {sequence} after {client.sequence}: it was applied, or given up"
+                "server.operation_repeated",
+                "{client} repeated operation {sequence} after {newest}: it was applied, or given up",
+                client=client.name,
+                sequence=sequence,
+                newest=client.sequence,
             )
         return client.reply
 
@@ -408,15 +446,29 @@ class Clients:
     def must_be_free(self, name: str, identity: str) -> None:
         """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
         if identity in self._all and self._all[identity].replaced:
-            raise ServerRefused(f"another process has joined as {name} since, and has taken this one's place")
+            raise ServerRefused(
+                "server.replaced",
+                "another process has joined as {name} since, and has taken this one's place",
+                name=name,
+            )
         if len(self.members) >= self._most and name not in self.members:
-            raise ServerRefused(f"{name} joins as one too many: {self._most:,} members are allowed (most_members)")
+            raise ServerRefused(
+                "server.too_many_members",
+                "{name} joins as one too many: {limit:,} members are allowed (most_members)",
+                name=name,
+                limit=self._most,
+            )
 
     def must_be_member(self, name: str, identity: str) -> None:
         """Refuse a client that is none. Raises ServerRefused."""
         if self.members.get(name) != identity:
             gone = "was lost to the others, or has left" if identity in self._all else "has not joined"
-            raise ServerRefused(f"{name} is no member of this server: it {gone}. Call join first")
+            raise ServerRefused(
+                "server.not_a_member",
+                "{name} is no member of this server: it {why}. Call join first",
+                name=name,
+                why=gone,
+            )
 
     def member(self, name: str) -> Client:
         """The record of a member."""

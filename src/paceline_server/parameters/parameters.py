@@ -96,7 +96,8 @@ class Parameters:
         theirs = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
         if theirs != {name: spec.shape for name, spec in self.specs.items()}:
             raise ServerRefused(
-                "the state is of other tensors than this server owns; use the settings it was saved with"
+                "server.state_of_other_tensors",
+                "the state is of other tensors than this server owns; use the settings it was saved with",
             )
         self.initialize(state["tensors"])
         self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
@@ -207,22 +208,45 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
         ServerRefused: it says which tensor, and what is expected.
     """
     if not gradients:
-        raise ServerRefused(f"{client} pushed nothing: name at least one tensor")
+        raise ServerRefused("server.empty_push", "{client} pushed nothing: name at least one tensor", client=client)
     for name, gradient in gradients.items():
         spec = specs.get(name)
         if spec is None:
-            raise ServerRefused(f"{client} pushed {name!r}, which this server does not own; it owns {_some(specs)}")
+            raise ServerRefused(
+                "server.tensor_unowned",
+                "{client} pushed {tensor!r}, which this server does not own; it owns {owned}",
+                client=client,
+                tensor=name,
+                owned=_some(specs),
+            )
         values = gradient.values if isinstance(gradient, Rows) else gradient
         if isinstance(gradient, Rows):
             _rows_must_fit(gradient, spec, client)
         elif tuple(values.shape) != spec.shape:
-            raise ServerRefused(f"{client} pushed {name} with shape {tuple(values.shape)} instead of {spec.shape}")
+            raise ServerRefused(
+                "server.shape_differs",
+                "{client} pushed {tensor} with shape {shape} instead of {expected}",
+                client=client,
+                tensor=name,
+                shape=tuple(values.shape),
+                expected=spec.shape,
+            )
         if values.dtype != spec.torch_dtype:
-            raise ServerRefused(f"{client} pushed {name} as {values.dtype} instead of {spec.torch_dtype}")
+            raise ServerRefused(
+                "server.dtype_differs",
+                "{client} pushed {tensor} as {dtype} instead of {expected}",
+                client=client,
+                tensor=name,
+                dtype=values.dtype,
+                expected=spec.torch_dtype,
+            )
         if not is_finite(values):
             raise ServerRefused(
-                f"{client} pushed NaN or Inf in {name}: nothing of the push was applied. Look at its loss and its "
-                "data, and push no step whose gradient is not finite"
+                "server.push_not_finite",
+                "{client} pushed NaN or Inf in {tensor}: nothing of the push was applied. Look at its loss and its "
+                "data, and push no step whose gradient is not finite",
+                client=client,
+                tensor=name,
             )
 
 
@@ -236,10 +260,22 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
     """Refuse row numbers that are none. Raises ServerRefused."""
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ServerRefused(
-            f"{client} named rows of {spec.name} by {rows.dtype} of shape {tuple(rows.shape)}: use int64, 1-D"
+            "server.rows_type",
+            "{client} named rows of {tensor} by {dtype} of shape {shape}: use int64, 1-D",
+            client=client,
+            tensor=spec.name,
+            dtype=rows.dtype,
+            shape=tuple(rows.shape),
         )
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < spec.rows:
-        raise ServerRefused(f"{client} named row {int(rows.max())} of {spec.name}, which has {spec.rows} rows here")
+        raise ServerRefused(
+            "server.row_out_of_range",
+            "{client} named row {row} of {tensor}, which has {rows} rows here",
+            client=client,
+            row=int(rows.max()),
+            tensor=spec.name,
+            rows=spec.rows,
+        )
 
 
 def negated(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
@@ -262,12 +298,22 @@ def _summed_rows(part: Rows) -> Rows:
 
 def _rows_must_fit(gradient: Rows, spec: TensorSpec, client: str) -> None:
     if not spec.sparse:
-        raise ServerRefused(f"{client} pushed rows of {spec.name}, which is dense: push all of it, or set sparse=True")
+        raise ServerRefused(
+            "server.rows_of_dense_pushed",
+            "{client} pushed rows of {tensor}, which is dense: push all of it, or set sparse=True",
+            client=client,
+            tensor=spec.name,
+        )
     rows_must_be_owned(gradient.rows, spec, client)
     expected = (len(gradient.rows), *spec.shape[1:])
     if tuple(gradient.values.shape) != expected:
         raise ServerRefused(
-            f"{client} pushed rows of {spec.name} of shape {tuple(gradient.values.shape)}, not {expected}"
+            "server.rows_shape",
+            "{client} pushed rows of {tensor} of shape {shape}, not {expected}",
+            client=client,
+            tensor=spec.name,
+            shape=tuple(gradient.values.shape),
+            expected=expected,
         )
 
 

@@ -184,17 +184,25 @@ class ParameterServer(Closing):
             return ["waits", str(unknown)]
         with self._turn:
             self._traffic[caller.name]["refused"] += 1
-        return ["refused", str(error)]
+        return ["refused", [error.code, str(error)]]
 
     def _hello(self, caller: Caller, fingerprint: str, digest: str) -> list[str]:
         """Addresses of this server's processes, for a client of the same model and settings."""
         if fingerprint != self._settings.fingerprint:
             raise ServerRefused(
-                f"{caller.name} trains another model ({fingerprint[:16]}) than this server has "
-                f"({self._settings.fingerprint[:16]}): start both from the same job"
+                "server.other_model",
+                "{caller} trains another model ({fingerprint}) than this server has ({own}): start both from the same "
+                "job",
+                caller=caller.name,
+                fingerprint=fingerprint[:16],
+                own=self._settings.fingerprint[:16],
             )
         if digest != self._settings.digest:
-            raise ServerRefused(f"{caller.name} has other settings of the parameter server than the server itself")
+            raise ServerRefused(
+                "server.settings_differ",
+                "{caller} has other settings of the parameter server than the server itself",
+                caller=caller.name,
+            )
         with self._turn:
             self._log.must_be_primary()
         self._log.verify()
@@ -225,7 +233,9 @@ class ParameterServer(Closing):
         names, coded = action.coded
         specs = self._log.machine.parameters.specs
         if self._decode is None or not set(names) <= specs.keys() or len(set(names)) < len(names):
-            raise ServerRefused("a push has coded tensors that this server does not own, or codes none")
+            raise ServerRefused(
+                "server.coded_tensors_unowned", "a push has coded tensors that this server does not own, or codes none"
+            )
         sizes = [math.prod(specs[name].shape) for name in names]
         parts = self._decode(coded, sum(sizes)).split(sizes)
         dense = {
@@ -249,7 +259,13 @@ class ParameterServer(Closing):
             parameters = self._log.machine.parameters
             tensors = {name: parameters.snapshot(name) for name in parameters.changed_since(since)}
             if since > parameters.version:
-                raise ServerRefused(f"{caller.name} has seen version {since}; this server is at {parameters.version}")
+                raise ServerRefused(
+                    "server.version_ahead",
+                    "{caller} has seen version {seen}; this server is at {version}",
+                    caller=caller.name,
+                    seen=since,
+                    version=parameters.version,
+                )
             version, mark = parameters.version, self._log.mark()
             self._traffic[caller.name]["sent_bytes"] += sum(tensor.nbytes for tensor in tensors.values())
         self._log.confirm(mark)
@@ -261,7 +277,12 @@ class ParameterServer(Closing):
         """Version, numbers and values of sparse rows: those named, or all changed after `since`."""
         spec = self._log.machine.parameters.specs.get(name)
         if spec is None or not spec.sparse:
-            raise ServerRefused(f"{caller.name} pulled rows of {name!r}, which has none here: set sparse=True, or pull")
+            raise ServerRefused(
+                "server.rows_of_dense",
+                "{caller} pulled rows of {tensor!r}, which has none here: set sparse=True, or pull",
+                caller=caller.name,
+                tensor=name,
+            )
         if rows is not None:
             rows_must_be_owned(rows, spec, caller.name)
         with self._turn:
@@ -290,7 +311,7 @@ class ParameterServer(Closing):
         """
         if numel:
             if self._decode is None:
-                raise ServerRefused("a sum has coded tensors, and this server reads none")
+                raise ServerRefused("server.sum_coded", "a sum has coded tensors, and this server reads none")
             tensor = self._decode(tensor, numel)
         total = self._sums.add(Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
         with self._turn:
@@ -373,7 +394,10 @@ class Sums:
             if place not in self._under_way:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
-                        f"a sum over {members} clients, beside {len(self._under_way)} others, is too much"
+                        "server.too_many_sums",
+                        "a sum over {members} clients, beside {others} others, is too much",
+                        members=members,
+                        others=len(self._under_way),
                     )
                 self._under_way[place] = _Sum(members)
             held = self._under_way[place]
@@ -384,7 +408,11 @@ class Sums:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
-                        f"no tensor from clients {held.missing[:8]} for sum {place.number}.{place.bucket}"
+                        "server.sum_deadline",
+                        "no tensor from clients {missing} for sum {number}.{bucket}",
+                        missing=held.missing[:8],
+                        number=place.number,
+                        bucket=place.bucket,
                     )
                 self._turn.wait(left_s)
             assert held.total is not None
@@ -415,14 +443,25 @@ class _Sum:
     def take(self, index: int, members: int, tensor: Tensor) -> None:
         """Take the tensor of one client, whose memory is the sum's from here on. Once more is the same as once."""
         if members != self.members or not 0 <= index < members:
-            raise ServerRefused(f"client {index} of {members} gave a tensor for a sum over {self.members} clients")
+            raise ServerRefused(
+                "server.sum_members_differ",
+                "client {index} of {members} gave a tensor for a sum over {expected} clients",
+                index=index,
+                members=members,
+                expected=self.members,
+            )
         if index < self._next or index in self._waiting:
             return
         first = self.total if self.total is not None else next(iter(self._waiting.values()), tensor)
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ServerRefused(
-                f"client {index} gave {tuple(tensor.shape)} {tensor.dtype} for a sum of {tuple(first.shape)} "
-                f"{first.dtype}"
+                "server.sum_shapes_differ",
+                "client {client} gave {shape} {dtype} for a sum of {expected} {expected_dtype}",
+                client=index,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                expected=tuple(first.shape),
+                expected_dtype=first.dtype,
             )
         self._waiting[index] = tensor
         while (ready := self._waiting.pop(self._next, None)) is not None:

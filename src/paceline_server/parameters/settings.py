@@ -41,9 +41,19 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise ServerRefused(f"{self.name} is {self.dtype}; a server steps {', '.join(_DTYPES)}")
+            raise ServerRefused(
+                "server.dtype_unsupported",
+                "{name} is {dtype}; a server steps {dtypes}",
+                name=self.name,
+                dtype=self.dtype,
+                dtypes=list(_DTYPES),
+            )
         if not self.name or any(size < 0 for size in self.shape) or (self.sparse and not self.shape):
-            raise ServerRefused(f"a tensor needs a name and a shape, and rows where it is sparse; got {self}")
+            raise ServerRefused(
+                "server.tensor_invalid",
+                "a tensor needs a name and a shape, and rows where it is sparse; got {found}",
+                found=self,
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -88,7 +98,9 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for problem in self._problems():
-            raise ServerRefused(f"settings of the parameter server: {problem}")
+            raise ServerRefused(
+                "server.settings_invalid", "settings of the parameter server: {problem}", problem=problem
+            )
         self.optimizer_spec(), self.schedule_spec()
 
     def _problems(self) -> Iterator[str]:
@@ -153,7 +165,12 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
         for first, stop in _units(spec, servers, whole)
     ]
     if servers < 1 or servers > len(units):
-        raise ServerRefused(f"{servers} servers cannot share {len(units)} rows of tensors; use fewer")
+        raise ServerRefused(
+            "server.too_many_servers",
+            "{servers} servers cannot share {rows} rows of tensors; use fewer",
+            servers=servers,
+            rows=len(units),
+        )
     owned, at = [], 0
     for count in contiguous([cost for *_, cost in units], servers):
         owned.append(_joined([Slice(*unit[:3]) for unit in units[at : at + count]]))
@@ -181,4 +198,6 @@ def _read(kind: type[_Kind], keys: Mapping[str, Any]) -> _Kind:
     try:
         return kind.model_validate(dict(keys))
     except ValidationError as error:
-        raise ServerRefused(f"settings of the parameter server: {error}") from None
+        raise ServerRefused(
+            "server.settings_refused", "settings of the parameter server: {error}", error=error
+        ) from None

@@ -166,7 +166,7 @@ class ServerSum(OwnAllReduce):
             SyncError: a rank did not come, or a server is lost.
         """
         if op == "max":
-            raise SyncError("servers make sums and means, and no maxima")
+            raise SyncError("server.no_maxima", "servers make sums and means, and no maxima")
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
         self._summed([(part, None) for part in flat.tensor_split(self.servers)])
@@ -209,8 +209,16 @@ class ServerSum(OwnAllReduce):
             raise
         except (ChannelError, ServerLost, ServerRefused) as error:
             if generation_is_over():
-                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off") from error
-            raise SyncError(f"rank {self.group.rank}: sum {number} on the servers: {error}") from error
+                raise GenerationOver(
+                    "server.sum_interrupted", "rank {rank}: a sum on the servers was broken off", rank=self.group.rank
+                ) from error
+            raise SyncError(
+                "server.sum_failed",
+                "rank {rank}: sum {number} on the servers: {error}",
+                rank=self.group.rank,
+                number=number,
+                error=error,
+            ) from error
 
     def close(self) -> None:
         """Leave the servers, and end the one of this rank."""
@@ -233,7 +241,9 @@ class ServerSum(OwnAllReduce):
         while not task.done.wait(_LOOK_S):
             if generation_is_over():
                 self.client.close()
-                raise GenerationOver(f"rank {self.group.rank}: a sum on the servers was broken off")
+                raise GenerationOver(
+                    "server.sum_interrupted", "rank {rank}: a sum on the servers was broken off", rank=self.group.rank
+                )
         task.wait()
 
     def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
@@ -292,8 +302,9 @@ def _key_of(group: Group) -> RunKey | None:
         return None
     if (key := own_key()) is None:
         raise LaunchError(
+            "server.no_key",
             "sync=server between hosts needs the run's key, which this process was not given: start the hosts with "
-            "paceline train, or hand all of them a file that `paceline key` makes (PACELINE_KEY_FILE)"
+            "paceline train, or hand all of them a file that `paceline key` makes (PACELINE_KEY_FILE)",
         )
     return key
 
@@ -314,14 +325,19 @@ class Served(SyncRule):
         self._is_dry = replica.world.is_fake
         if not self._is_dry and replica.dp.size > 1:
             raise PlanError(
-                "under sync=server with a staleness, servers own the parameters and workers take pieces of the batches "
-                "as they can, which only paceline train does: sync=server, whose replicas take every step together"
+                "server.staleness_in_loop",
+                "under sync=server with a staleness, servers own the parameters and workers take pieces of the "
+                "batches as they can, which only paceline train does: sync=server, whose replicas take every step "
+                "together",
             )
         self.parameters = replica.trainable
 
     def step_optimizer(self, optimizer: Optimizer) -> None:
         if not self.has_servers and not self._is_dry:
-            raise PlanError("sync=server with a staleness trains with servers, which only paceline train starts")
+            raise PlanError(
+                "server.staleness_without_servers",
+                "sync=server with a staleness trains with servers, which only paceline train starts",
+            )
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         return Reduction(numbers_of(self.parameters), scalars)

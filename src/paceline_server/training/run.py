@@ -76,8 +76,10 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     settings = read(store.get(SETTINGS, _START_S))
     if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
         raise LaunchError(
-            f"server {part} was lost, and has no backup: --resume goes on from the newest checkpoint; backup=on in the "
-            "plan's sync keeps a second process for each server"
+            "server.lost_without_backup",
+            "server {server} was lost, and has no backup: --resume goes on from the newest checkpoint; backup=on in "
+            "the plan's sync keeps a second process for each server",
+            server=part,
         )
     with ExitStack() as held:
         key, where = _key_and_place(environment)

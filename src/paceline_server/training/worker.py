@@ -55,7 +55,11 @@ class Worker:
         rounds: Callable[[], Rounds],
     ) -> None:
         if not isinstance(engine.rule, Served):
-            raise PlanError(f"sync={engine.plan.sync} has no servers that own parameters: sync=server:staleness=inf")
+            raise PlanError(
+                "server.rule_without_servers",
+                "sync={sync} has no servers that own parameters: sync=server:staleness=inf",
+                sync=engine.plan.sync,
+            )
         self.engine, self.client, self.pieces, self.whole, self.rule = engine, client, pieces, whole, engine.rule
         self._rounds, self._alone = rounds, isinstance(self.rule, ServedDeltas)
         self.rule.has_servers = True

@@ -207,7 +207,7 @@ def test_a_failures_text_of_any_characters_arrives(word: str, times: int) -> Non
     meshes = Meshes()
     with meshes as (first, second):
         with first.loop.lock:
-            first.fail(SyncError(word * times))
+            first.fail(SyncError("test.planted", "{text}", text=word * times))
         meshes.wait_until(lambda: second.error is not None)
         said = str(second.error)
     assert (word * times).encode(errors="replace").decode().startswith(said)

@@ -19,7 +19,9 @@ class Busy(Scheduler):
     def state(self, submission: Any) -> State:
         self.asked += 1
         if self.asked % 2:
-            raise LaunchError("`squeue` failed with exit code 1: slurm_load_jobs error: Unexpected message received")
+            raise LaunchError(
+                "test.planted", "`squeue` failed with exit code 1: slurm_load_jobs error: Unexpected message received"
+            )
         return State("running")
 
 

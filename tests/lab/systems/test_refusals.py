@@ -114,7 +114,7 @@ def test_a_system_that_cannot_be_built_is_tried_once_for_all_its_ways(
 
     def fails(system: System, say: Callable[[str], object]) -> Path:
         tried.append(system.name)
-        raise RunError("the compiler fails")
+        raise RunError("test.planted", "the compiler fails")
 
     monkeypatch.setattr("paceline_lab.systems.compare.python_of", fails)
     compare = Compare(job(), None, ["horovod"], repeat=1, steps=12, out=tmp_path / "out", say=print)

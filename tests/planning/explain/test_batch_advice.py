@@ -30,7 +30,7 @@ def _steps_with_a_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def search(job: Job, cluster: Cluster, **_: Any) -> SearchResult:
         if job.global_batch > 100_000:
-            raise PlanError(f"a batch of {job.global_batch:,} fits nowhere")
+            raise PlanError("test.planted", "a batch of {global_batch:,} fits nowhere", global_batch=job.global_batch)
         return SearchResult((_with_throughput(job.global_batch),))
 
     monkeypatch.setattr("paceline.planning.explain.advice.search", search)

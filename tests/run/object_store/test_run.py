@@ -122,7 +122,7 @@ class TestMirror:
 
         def fails_three_times(store: Store, file: Path, name: str) -> None:
             if next(failures, None) is not None:
-                raise StorageError("s3://x cannot be reached: no route", may_pass=True)
+                raise StorageError("test.planted", "s3://x cannot be reached: no route", may_pass=True)
             original(store, file, name)
 
         monkeypatch.setattr(Store, "upload", fails_three_times)
@@ -136,7 +136,7 @@ class TestMirror:
         monkeypatch.setattr(upload, "_FIRST_PAUSE_S", 0.01)
 
         def fails(store: Store, file: Path, name: str) -> None:
-            raise StorageError("gone", may_pass=True)
+            raise StorageError("test.planted", "gone", may_pass=True)
 
         with monkeypatch.context() as patch:
             patch.setattr(Store, "upload", fails)

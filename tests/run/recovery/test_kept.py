@@ -65,7 +65,7 @@ def breaks_off(engine: RankEngine, place: str) -> None:
     """Have the next step end as if a rank were lost: when gradients are summed, or before the update."""
 
     def is_lost(*_: object, **__: object) -> Any:
-        raise GenerationOver("a rank is lost")
+        raise GenerationOver("test.planted", "a rank is lost")
 
     if place == "sums":
         engine.reduction.scale = is_lost  # type: ignore[method-assign]

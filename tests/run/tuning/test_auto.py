@@ -319,7 +319,9 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
-        raise LaunchError("rank 0 (host a, pid 3) raised: JobError: the model cannot be traced\n\nTraceback …")
+        raise LaunchError(
+            "test.planted", "rank 0 (host a, pid 3) raised: JobError: the model cannot be traced\n\nTraceback …"
+        )
 
     monkeypatch.setattr(auto, "forecast", fails)
     monkeypatch.setattr(auto, "measure", lambda job, cluster, found, tell: found)

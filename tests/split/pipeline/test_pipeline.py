@@ -187,7 +187,7 @@ def raises(what: str) -> None:
     fill(pipeline, whole_parts(skeleton), case.model())
 
     def loss(output: Any, part: Any, index: int) -> torch.Tensor:
-        raise DataError("label 11 is out of range")
+        raise DataError("test.planted", "label 11 is out of range")
 
     pipeline.forward_backward(vectors(0), 3 if what == "uneven" else 4, loss)
 

@@ -216,9 +216,13 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
             back = made.enter_context(_accepted(listener, bytes.fromhex(offers[0][1]), group.deadline_s))
         except OSError as error:
             raise SyncError(
-                f"rank {group.rank} cannot open a TCP connection from {listener.getsockname()[0]} to {address}: "
-                f"{error}. Every host must reach the others on all ports; PACELINE_ADDRESS names the address of a host "
-                "that the others are to use."
+                "ranks.no_connection",
+                "rank {rank} cannot open a TCP connection from {source} to {address}: {error}. Every host must reach "
+                "the others on all ports; PACELINE_ADDRESS names the address of a host that the others are to use.",
+                rank=group.rank,
+                source=listener.getsockname()[0],
+                address=address,
+                error=error,
             ) from error
         for connection in (onward, back):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

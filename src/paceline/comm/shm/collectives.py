@@ -175,8 +175,12 @@ class ShmCollectives(Collectives):
         for a, b in itertools.product(range(self.size), repeat=2):
             if sizes[a][b] != sizes[b][self.size + a]:
                 raise SyncError(
-                    f"all_to_all: rank {a} sends {sizes[a][b]} bytes to rank {b}, which expects "
-                    f"{sizes[b][self.size + a]}"
+                    "ranks.all_to_all_sizes",
+                    "all_to_all: rank {source} sends {sent} bytes to rank {target}, which expects {expected}",
+                    source=a,
+                    sent=sizes[a][b],
+                    target=b,
+                    expected=sizes[b][self.size + a],
                 )
         piece = CHUNK_BYTES // self.size
         for start in range(0, max(map(max, sizes)), piece):

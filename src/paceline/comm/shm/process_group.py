@@ -216,8 +216,9 @@ class ShmInbox:
         """
         if self._abandoned:
             raise SyncError(
-                f"this group cannot be used any more for messages from rank {self.peer.rank}, since a receive "
-                "from it failed"
+                "ranks.receive_failed_before",
+                "this group cannot be used any more for messages from rank {rank}, since a receive from it failed",
+                rank=self.peer.rank,
             )
         message = self._matching.ask(request.call, request)
         if message is not None:
@@ -289,8 +290,12 @@ def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
     assert message is not None
     if len(message.data) != len(target):
         raise SyncError(
-            f"rank {request.source} sent a message of {len(message.data)} bytes (tag {request.call}) for a tensor of "
-            f"{len(target)} bytes"
+            "ranks.message_size",
+            "rank {source} sent a message of {sent} bytes (tag {tag}) for a tensor of {expected} bytes",
+            source=request.source,
+            sent=len(message.data),
+            tag=request.call,
+            expected=len(target),
         )
     if message.data is not target:
         target.copy_(message.data)

@@ -94,7 +94,9 @@ def create(size: int, name: str) -> OwnedSegment:
             os.close(fd)
             raise
     except OSError as error:
-        raise ClusterError(f"shared memory of {size} bytes is refused: {error}") from error
+        raise ClusterError(
+            "memory.refused", "shared memory of {size} bytes is refused: {error}", size=size, error=error
+        ) from error
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.map[size:] = token
     return OwnedSegment(segment, Handle(os.getpid(), fd, size, token.hex()))
@@ -110,17 +112,26 @@ def attach(handle: Handle) -> Segment:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise ClusterError(f"shared memory of process {handle.pid} cannot be opened: {error}") from error
+        raise ClusterError(
+            "memory.not_opened", "shared memory of process {pid} cannot be opened: {error}", pid=handle.pid, error=error
+        ) from error
     try:
         if os.fstat(fd).st_size != handle.size + TOKEN_BYTES:
-            raise ClusterError(f"{path} is not the shared memory that was announced: its size differs")
+            raise ClusterError(
+                "memory.size_differs", "{path} is not the shared memory that was announced: its size differs", path=path
+            )
         segment = Segment(fd, handle.size)
     except OSError as error:
-        raise ClusterError(f"shared memory of process {handle.pid} cannot be mapped: {error}") from error
+        raise ClusterError(
+            "memory.not_mapped", "shared memory of process {pid} cannot be mapped: {error}", pid=handle.pid, error=error
+        ) from error
     finally:
         os.close(fd)
     if segment.map[handle.size :].hex() != handle.token:
         raise ClusterError(
-            f"{path} is not the shared memory that was announced: is process {handle.pid} of another container?"
+            "memory.other_container",
+            "{path} is not the shared memory that was announced: is process {pid} of another container?",
+            path=path,
+            pid=handle.pid,
         )
     return segment

@@ -337,7 +337,14 @@ class PeerLink:
             ours, theirs = (
                 "encrypts" if sealed else "has encrypt=off" for sealed in (self.member.sealed, other.sealed)
             )
-            raise SyncError(f"{self.own} {ours}, and {self.peer} {theirs}. Set it alike on every host")
+            raise SyncError(
+                "ranks.settings_differ",
+                "{own} {ours}, and {peer} {theirs}. Set it alike on every host",
+                own=self.own,
+                ours=ours,
+                peer=self.peer,
+                theirs=theirs,
+            )
 
     def _failed(self, error: OSError) -> None:
         self._end_attempt()

@@ -166,7 +166,9 @@ class LinkMesh(Breakage):
             listening = listen((own_address(), 0))
         except (ChannelError, OSError) as error:
             raise LaunchError(
-                f"{error}. PACELINE_ADDRESS names the address of this host that the others are to use."
+                "ranks.address_wrong",
+                "{error}. PACELINE_ADDRESS names the address of this host that the others are to use.",
+                error=error,
             ) from error
         address = listening.getsockname()[:2]
         with self.loop.lock:
@@ -234,7 +236,7 @@ class LinkMesh(Breakage):
         link.end(str(self.error))
 
     def _on_failure(self, text: str) -> None:
-        self.fail(SyncError(text))
+        self.fail(SyncError("ranks.connection_failed", "{reason}", reason=text))
 
 
 def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Membership:
@@ -254,8 +256,12 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
     if other := next((r for r in range(size) if given[r] != given[0]), None):
         first, second = (f"the run's key {name}" if name else "no key" for name in (given[0], given[other]))
         raise LaunchError(
-            f"rank 0 was given {first}, and rank {other} {second}. Every host of a run needs the same key: hand "
-            "the file of the first one to all (PACELINE_KEY_FILE)."
+            "key.hosts_differ",
+            "rank 0 was given {first}, and rank {other} {second}. Every host of a run needs the same key: hand the "
+            "file of the first one to all (PACELINE_KEY_FILE).",
+            first=first,
+            other=other,
+            second=second,
         )
     key = key or made or RunKey.from_pem(offers[0]["made"].encode())
     return Membership(bytes.fromhex(offers[0]["group"]), key, sealed)
@@ -266,9 +272,11 @@ def _must_be_reachable(own: RankAddress, places: Sequence[RankAddress]) -> None:
     if unreachable:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]
         raise LaunchError(
-            f"{alone} can be reached from its own host only, and the other ranks are elsewhere. Set "
-            "PACELINE_ADDRESS on that host to the "
-            "address that the others are to use, or MASTER_ADDR to one that is not an alias of loopback."
+            "ranks.loopback_only",
+            "{alone} can be reached from its own host only, and the other ranks are elsewhere. Set PACELINE_ADDRESS "
+            "on that host to the address that the others are to use, or MASTER_ADDR to one that is not an alias of "
+            "loopback.",
+            alone=alone,
         )
 
 

@@ -307,8 +307,12 @@ class ByteStream:
         """
         if not self.acknowledged <= has_received <= self.given:
             raise SyncError(
-                f"the other side claims to have received {has_received} bytes, of {self.given} sent and "
-                f"{self.acknowledged} acknowledged"
+                "ranks.bytes_inconsistent",
+                "the other side claims to have received {received} bytes, of {sent} sent and {acknowledged} "
+                "acknowledged",
+                received=has_received,
+                sent=self.given,
+                acknowledged=self.acknowledged,
             )
         self.detach()
         self._wire = wire

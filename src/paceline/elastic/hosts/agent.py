@@ -108,7 +108,12 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                             coordinator.released = message.released
                             return message.code
                         case messages.Refused():
-                            raise LaunchError(f"{who} was refused by host 0: {message.reason}")
+                            raise LaunchError(
+                                "hosts.refused",
+                                "{host} was refused by host 0: {reason}",
+                                host=who,
+                                reason=message.reason,
+                            )
                         case messages.Probe():
                             coordinator.send(messages.Echo())
                         case messages.Measure():

@@ -104,7 +104,12 @@ def receive(part: Put, folder: Path) -> None:
     try:
         _write(part, path)
     except OSError as error:
-        raise LaunchError(f"{path}, which another host has sent, cannot be written: {error.strerror}") from error
+        raise LaunchError(
+            "hosts.file_unwritable",
+            "{path}, which another host has sent, cannot be written: {reason}",
+            path=path,
+            reason=error.strerror,
+        ) from error
 
 
 def _write(part: Put, path: Path) -> None:
@@ -134,7 +139,11 @@ def place_in(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     path = folder.joinpath(*parts)
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or not _inside(path.parent, folder):
-        raise LaunchError(f"a host names the file {name!r:.200}, which lies outside of the run's folder")
+        raise LaunchError(
+            "hosts.file_outside_run",
+            "a host names the file {name!r:.200}, which lies outside of the run's folder",
+            name=name,
+        )
     return path
 
 
@@ -180,7 +189,12 @@ def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
         if (size := _size(wanted)) != arrived:
             arrived, since = size, time.monotonic()
         if time.monotonic() - since > deadline_s:
-            raise CheckpointError(f"nothing of {wanted.name} came from host 0 for {deadline_s:g} s")
+            raise CheckpointError(
+                "hosts.file_timeout",
+                "nothing of {wanted} came from host 0 for {deadline_s:g} s",
+                wanted=wanted.name,
+                deadline_s=deadline_s,
+            )
         time.sleep(_LOOK_EVERY_S)
 
 

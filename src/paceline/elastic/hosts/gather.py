@@ -60,7 +60,13 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     try:
         meeting = Meeting(address, place.port, key)
     except ChannelError as error:
-        raise LaunchError(f"host 0 ({place.name}) has to listen, but {error}. {_PORT}") from error
+        raise LaunchError(
+            "hosts.cannot_listen",
+            "host 0 ({host}) has to listen, but {error}. {advice}",
+            host=place.name,
+            error=error,
+            advice=_PORT,
+        ) from error
     with ExitStack() as unless_met:
         unless_met.callback(meeting.close)
         links = links_of(place, key, meeting)
@@ -125,7 +131,11 @@ def refuse(links: Iterable[Link], error: BaseException) -> None:
     """Tell hosts that have come why nothing begins, and leave them."""
     for link in links:
         reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
-        link.send(error.told if isinstance(error, GoesOnElsewhere) else Refused(reason, exit_code_of(error)))
+        link.send(
+            error.told
+            if isinstance(error, GoesOnElsewhere)
+            else Refused(reason, exit_code_of(error), getattr(error, "code", ""))
+        )
         link.connection.close()
 
 
@@ -146,8 +156,14 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
             coordinator = taken_in(place, key, connection, hosts_wait_s() + MESSAGE_S, standby)
         except (OSError, ChannelError) as error:
             raise LaunchError(
-                f"{who} was sent away by host 0 at {place.coordinator}:{place.port}: {error}. Has it the same key? "
-                f"This host's is {key.fingerprint}."
+                "hosts.rejected_key",
+                "{host} was sent away by host 0 at {coordinator}:{port}: {error}. Has it the same key? This host's is "
+                "{fingerprint}.",
+                host=who,
+                coordinator=place.coordinator,
+                port=place.port,
+                error=error,
+                fingerprint=key.fingerprint,
             ) from error
         unless_taken_in.pop_all()
     return coordinator
@@ -192,7 +208,16 @@ def taken_in(
         raise GoesOnElsewhere(answer)
     refusal = answer if isinstance(answer, Refused) else Refused("it speaks otherwise")
     who = f"host {place.name} (number {place.number})"
-    raise LaunchError(f"{who} was refused by host 0: {refusal.reason}", exit_code=refusal.code)
+    if refusal.error:
+        told = LaunchError.of_json({"code": refusal.error, "text": refusal.reason})
+        raise LaunchError.of_error(told, f"{who} was refused by host 0", exit_code=refusal.code)
+    raise LaunchError(
+        "hosts.refused",
+        "{host} was refused by host 0: {reason}",
+        host=who,
+        reason=refusal.reason,
+        exit_code=refusal.code,
+    )
 
 
 def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
@@ -222,10 +247,12 @@ def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
                     break
                 text = f"{who} does not reach host 0. {error}"
                 if (passed_s := time.monotonic() - began) > wait_s - 0.1:
-                    raise LaunchError(f"{text}. {_advice(place)}") from error
+                    raise LaunchError(
+                        "hosts.not_reached", "{text}. {advice}", text=text, advice=_advice(place)
+                    ) from error
                 _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
             except ChannelError as error:
-                raise LaunchError(f"{who} was sent away: {error}") from error
+                raise LaunchError("hosts.rejected", "{host} was sent away: {error}", host=who, error=error) from error
         raise GoesOnElsewhere(told[0])
 
 
@@ -249,7 +276,12 @@ def _await_all(
             if now - told >= _TELL_S or now - began > wait_s:
                 told, text = now, _missing(place, key, meeting, links, now - began)
                 if now - began > wait_s:
-                    raise LaunchError(f"{text}. Start it, or name fewer hosts; {WAIT} is how long to wait.") from None
+                    raise LaunchError(
+                        "hosts.missing",
+                        "{text}. Start it, or name fewer hosts; {variable} is how long to wait.",
+                        text=text,
+                        variable=WAIT,
+                    ) from None
                 _say(text)
             continue
         if connection is not None:
@@ -280,7 +312,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
             connection.close()
             raise GoesOnElsewhere(joining)
         if not isinstance(joining, Joining):
-            raise LaunchError("it did not say who it is")
+            raise LaunchError("hosts.unnamed", "it did not say who it is")
         host = Host.model_validate_json(joining.host)
     except GoesOnElsewhere:
         raise
@@ -296,7 +328,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
     if reason := _unfit(place, joining, links):
         connection.send(Refused(reason))
         connection.close()
-        raise LaunchError(reason)
+        raise LaunchError("hosts.unfit", "{reason}", reason=reason)
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
     link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
     link.probes_port = joining.probes_port % 2**16
@@ -374,7 +406,12 @@ def _resolved(place: HostPlace) -> str:
     try:
         return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise LaunchError(f"host 0 is named {place.coordinator}, which has no address: {error.strerror}.") from error
+        raise LaunchError(
+            "hosts.coordinator_unknown",
+            "host 0 is named {coordinator}, which has no address: {reason}.",
+            coordinator=place.coordinator,
+            reason=error.strerror,
+        ) from error
 
 
 def _different(names: list[str]) -> list[str]:
@@ -403,7 +440,13 @@ class GoesOnElsewhere(LaunchError):
     """The run that this host was started for goes on under another coordinator."""
 
     def __init__(self, told: Elsewhere) -> None:
-        super().__init__(f"the run goes on under host {told.names[0]}, at {told.address}:{told.port}")
+        super().__init__(
+            "hosts.continues_elsewhere",
+            "the run continues under host {host}, at {address}:{port}",
+            host=told.names[0],
+            address=told.address,
+            port=told.port,
+        )
         self.told = told
 
     def place_of(self, place: HostPlace) -> HostPlace:
@@ -418,7 +461,13 @@ class GoesOnElsewhere(LaunchError):
             if name in (place.name, f"{place.name}-{place.number}", f"host-{place.number}"):
                 there = replace(place, number=number, count=len(told.names), name=name)
                 return replace(there, coordinator=told.address, port=told.port)
-        raise LaunchError(f"{self}, and host {place.name} is none of its hosts: {', '.join(told.names)}.")
+        raise LaunchError(
+            "hosts.not_a_host",
+            "{error}, and host {host} is none of its hosts: {names}.",
+            error=self,
+            host=place.name,
+            names=list(told.names),
+        )
 
 
 @contextmanager
@@ -436,7 +485,7 @@ def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
     try:
         own, coordinator = _route(place)
         if own == coordinator:
-            raise ChannelError("host 0 listens there")
+            raise ChannelError("hosts.listens_there", "host 0 listens there")
         listener = Listener((own, place.port), key, Elsewhere, lambda _: None, on_message=note)
     except (OSError, ChannelError):
         yield told

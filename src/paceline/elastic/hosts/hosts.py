@@ -51,7 +51,9 @@ def hosts_wait_s() -> float:
     try:
         return float(text) if text else _WAIT_S
     except ValueError:
-        raise LaunchError(f"{WAIT}={text} is not a number of seconds") from None
+        raise LaunchError(
+            "hosts.wait_invalid", "{variable}={text} is not a number of seconds", variable=WAIT, text=text
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class Hosts:
         answers = [(link, link.answer(kind, deadline_s)) for link in links]
         for link, answer in answers:
             if answer is None:
-                raise LaunchError(f"{link.who} is lost: {link.lost}")
+                raise LaunchError("hosts.lost", "{host} is lost: {reason}", host=link.who, reason=link.lost)
         return [(link, answer) for link, answer in answers if answer is not None]
 
     def listener(
@@ -378,8 +380,11 @@ class RemoteRanks:
         """
         if self.spared and not begin.spares_hosts:
             raise LaunchError(
-                f"this run cannot begin without {', '.join(link.who for link in self.spared)}: only runs that "
-                f"recover in place ({NEEDS}) take in others later. Start all hosts."
+                "hosts.too_few",
+                "this run cannot begin without {missing}: only runs that recover in place ({needs}) take in others "
+                "later. Start all hosts.",
+                missing=[link.who for link in self.spared],
+                needs=NEEDS,
             )
         self._begin = self._whole(begin)
         token = self._show_token()
@@ -388,7 +393,7 @@ class RemoteRanks:
             self._prepare(link, token)
         for link in there:
             if not self._until(link, messages.Ready, _READY_S):
-                raise LaunchError(self._of_lost(link))
+                raise LaunchError("hosts.lost_at_start", "{reason}", reason=self._of_lost(link))
         self._preparing.clear()
         self._hide_token()
 

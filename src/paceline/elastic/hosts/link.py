@@ -426,7 +426,12 @@ def silence_limit_s() -> float:
     except ValueError:
         limit_s = 0.0
     if not 0.2 <= limit_s <= 3600:
-        raise LaunchError(f"{SILENCE}={text} is no number of seconds from 0.2 to 3600")
+        raise LaunchError(
+            "hosts.silence_invalid",
+            "{variable}={text} is no number of seconds from 0.2 to 3600",
+            variable=SILENCE,
+            text=text,
+        )
     return limit_s
 
 

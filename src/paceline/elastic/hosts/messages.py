@@ -158,10 +158,11 @@ class Welcome(Struct, tag=True, frozen=True):
 
 
 class Refused(Struct, tag=True, frozen=True):
-    """Reason why a host cannot take part, and its exit code."""
+    """Reason why a host cannot take part, with its exit code and error code."""
 
     reason: str
     code: int = 1
+    error: str = ""
 
 
 class Probe(Struct, tag=True, frozen=True):

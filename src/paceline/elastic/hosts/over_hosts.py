@@ -84,8 +84,11 @@ def must_agree(job: Job) -> None:
     if found:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise LaunchError(
-            f"{'; '.join(found[:_NAMED])}{more}. Ranks of all hosts need the code and data of host 0 "
-            f"({hosts.cluster.hosts[0].name}): copy them there."
+            "hosts.code_differs",
+            "{found}{more}. Ranks of all hosts need the code and data of host 0 ({host}): copy them there.",
+            found="; ".join(found[:_NAMED]),
+            more=more,
+            host=hosts.cluster.hosts[0].name,
         )
     hosts.agreed.append(look)
 
@@ -125,8 +128,13 @@ def _key(place: HostPlace) -> RunKey:
     file = default_key_file()
     if not file.exists():
         raise LaunchError(
-            f"{place.count} hosts meet under one key, and host {place.name} has none. `paceline key` makes one, in "
-            f"{file}: copy it to the same place on every host, or anywhere, and set {KEY_FILE} there."
+            "key.host_without",
+            "{count} hosts meet under one key, and host {host} has none. `paceline key` makes one, in {file}: copy it "
+            "to the same place on every host, or anywhere, and set {variable} there.",
+            count=place.count,
+            host=place.name,
+            file=file,
+            variable=KEY_FILE,
         )
     os.environ[KEY_FILE] = str(file)
     return read_key(file)
@@ -292,7 +300,12 @@ def _check(processes: Sequence[StartedRank]) -> None:
         if process.has_ended:
             record = ErrorRecord.read(process.record)
             why = record.message if record else "it was killed"
-            raise LaunchError(f"the host process of emulated host {process.number} has ended: {why}")
+            raise LaunchError(
+                "hosts.emulated_ended",
+                "the host process of emulated host {host} has ended: {reason}",
+                host=process.number,
+                reason=why,
+            )
 
 
 def _forget_ended(processes: list[StartedRank]) -> None:

@@ -90,7 +90,12 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     own = before.standby.address
     numbers = [number for number, host in enumerate(succession.hosts) if (host.address, host.port) == own]
     if not numbers:
-        raise LaunchError(f"{before.who} is lost, and host {place.name} was not yet one of this run's hosts")
+        raise LaunchError(
+            "hosts.lost_before_joining",
+            "{lost} is lost, and host {host} was not yet one of this run's hosts",
+            lost=before.who,
+            host=place.name,
+        )
     place = replace(place, number=numbers[0], count=len(succession.hosts))
     for number, host in enumerate(succession.hosts[1 : place.number], 1):
         if host.port and not host.lost:
@@ -285,9 +290,14 @@ def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinato
     if not is_quorum(len(there), count):
         found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
         raise LaunchError(
-            f"{before.who} is lost, and {len(there)} of {count} hosts have met: {found}. At least half of them "
-            "have to, or two parts of a network that was cut would train one run. It stops here. What was saved stays: "
-            "continue with --resume."
+            "hosts.too_few_met",
+            "{lost} is lost, and {met} of {count} hosts have met: {found}. At least half of them have to, or two "
+            "parts of a network that was cut would train one run. It stops here. What was saved stays: continue with "
+            "--resume.",
+            lost=before.who,
+            met=len(there),
+            count=count,
+            found=found,
         )
 
 
@@ -298,9 +308,13 @@ def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
     ):
         return
     raise LaunchError(
-        f"{before.who} is lost, and the run's directory {succession.run} with it: host {name} does not see it. When "
-        "that host is back, continue there with --resume. A run whose directory all hosts share, or which is kept at a "
-        "URL (--run s3://…), goes on without that host."
+        "hosts.directory_lost",
+        "{host} is lost, and the run's directory {run} with it: host {next} does not see it. When that host is back, "
+        "continue there with --resume. A run whose directory all hosts share, or which is kept at a URL (--run "
+        "s3://…), goes on without that host.",
+        host=before.who,
+        run=succession.run,
+        next=name,
     )
 
 
@@ -444,7 +458,7 @@ class Readmission:
             self.at_work = connection
             try:
                 if self._closing.is_set():
-                    raise ChannelError("the run has ended")
+                    raise ChannelError("hosts.run_ended", "the run has ended")
                 self._take(connection)
             except LaunchError as error:
                 _say(f"a host that came during the run was sent away: {error}")
@@ -499,7 +513,7 @@ class Readmission:
                 link.send(look)
                 answer = link.answer(Looked, _LOOKED_S)
                 if answer is None:
-                    raise LaunchError(f"{link.who} is lost: {link.lost}")
+                    raise LaunchError("hosts.lost", "{host} is lost: {reason}", host=link.who, reason=link.lost)
                 if reason := "; ".join(differences(look, link, answer)):
                     _refuse(link, reason)
             self.at_work = None
@@ -538,4 +552,4 @@ class Readmission:
 def _refuse(link: Link, reason: str) -> None:
     link.send(Refused(reason))
     link.connection.close()
-    raise LaunchError(reason)
+    raise LaunchError("hosts.return_refused", "{reason}", reason=reason)

@@ -19,5 +19,10 @@ SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ra
 def scheduler_named(name: str) -> Scheduler:
     """The scheduler of a name. Raises LaunchError where there is none."""
     if name not in SCHEDULERS:
-        raise LaunchError(f"--on {name[:40]}: no scheduler of that name. {nearest(name, SCHEDULERS)}")
+        raise LaunchError(
+            "submit.scheduler_unknown",
+            "--on {name}: no scheduler of that name. {hint}",
+            name=name[:40],
+            hint=nearest(name, SCHEDULERS),
+        )
     return SCHEDULERS[name]()

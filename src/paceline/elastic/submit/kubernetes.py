@@ -71,7 +71,11 @@ class Kubernetes(Scheduler):
             else "It has none of the other kinds."
         )
         raise LaunchError(
-            f"the cluster has no {wanted or 'job'} (no {KINDS[wanted or 'job']} in `kubectl api-versions`). {have}"
+            "submit.kind_unsupported",
+            "the cluster has no {wanted} (no {kinds} in `kubectl api-versions`). {have}",
+            wanted=wanted or "job",
+            kinds=KINDS[wanted or "job"],
+            have=have,
         )
 
     def submit(self, request: Request) -> str:
@@ -110,7 +114,12 @@ class Kubernetes(Scheduler):
 
 def _known(kind: str) -> str:
     if kind not in KINDS:
-        raise LaunchError(f"--scheduler-option kind={kind[:40]}: there are {', '.join(KINDS)}")
+        raise LaunchError(
+            "submit.kind_unknown",
+            "--scheduler-option kind={kind}: there are {kinds}",
+            kind=kind[:40],
+            kinds=list(KINDS),
+        )
     return kind
 
 
@@ -151,11 +160,17 @@ def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
         LaunchError: an option is missing, or the run's directory would be lost with its pod.
     """
     if "image" not in request.options:
-        raise LaunchError("say which image has paceline and your code: --scheduler-option image=REGISTRY/NAME:TAG")
+        raise LaunchError(
+            "submit.image_missing",
+            "say which image has paceline and your code: --scheduler-option image=REGISTRY/NAME:TAG",
+        )
     if not request.run_is_url and not ("claim" in request.options and request.run.startswith(f"{RUNS}/")):
         raise LaunchError(
-            f"--run {request.run}: a pod's own disk is lost with it. Name a store (--run s3://bucket/run), or a claim "
-            f"of a volume that all pods may write to (--scheduler-option claim=NAME --run {RUNS}/NAME)."
+            "submit.run_in_pod",
+            "--run {run}: a pod's own disk is lost with it. Name a store (--run s3://bucket/run), or a claim of a "
+            "volume that all pods may write to (--scheduler-option claim=NAME --run {runs}/NAME).",
+            run=request.run,
+            runs=RUNS,
         )
     secret = {
         "apiVersion": "v1",
@@ -312,7 +327,11 @@ def _user(request: Request) -> Manifest:
     if (text := request.options.get("user")) is None:
         return {}
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:11]) < 2**31):
-        raise LaunchError(f"--scheduler-option user={text[:40]}: the number of a user other than root, e.g. 1000")
+        raise LaunchError(
+            "submit.user_invalid",
+            "--scheduler-option user={text}: the number of a user other than root, e.g. 1000",
+            text=text[:40],
+        )
     number = int(text)
     ours = {"runAsUser": number, "runAsGroup": number, "fsGroup": number, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"securityContext": {"runAsNonRoot": True, **ours}}

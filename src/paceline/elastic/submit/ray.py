@@ -68,12 +68,19 @@ class Ray(Scheduler):
         for name in ("cpus", "gpus"):
             if (count := request.options.get(name)) is not None:
                 if not (count.isascii() and count.isdecimal()):
-                    raise LaunchError(f"--scheduler-option {name}={count[:40]}: a whole number")
+                    raise LaunchError(
+                        "submit.not_a_count",
+                        "--scheduler-option {name}={value}: a whole number",
+                        name=name,
+                        value=count[:40],
+                    )
                 driver += [f"--{name}", count]
         if (key := request.options.get("key")) is not None:
             if not key.startswith("/"):
                 raise LaunchError(
-                    f"--scheduler-option key={key[:80]}: the whole path of the file on every host, from / on"
+                    "submit.key_not_absolute",
+                    "--scheduler-option key={key}: the whole path of the file on every host, from / on",
+                    key=key[:80],
                 )
             driver += ["--key", key]
         environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_S), "RAY_DEDUP_LOGS": "0"}}
@@ -113,8 +120,9 @@ def _address(given: str | None) -> list[str]:
         return ["--address", given]
     if not any(os.environ.get(name) for name in _ADDRESS):
         raise LaunchError(
-            "say which Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline starts none; "
-            "`ray start --head` does."
+            "submit.ray_address_missing",
+            "say which Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline starts "
+            "none; `ray start --head` does.",
         )
     return []
 
@@ -164,7 +172,9 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
             return next((code for code in codes if code), 0)
         lost = ", ".join(str(number) for number, code in enumerate(codes) if code is None)
         _say(f"Ray has lost host {lost}; starting again from the newest checkpoint")
-    raise LaunchError(f"{_MOST_LOST} times a host was lost; the cluster's own logs may say why")
+    raise LaunchError(
+        "submit.hosts_lost", "{times} times a host was lost; the cluster's own logs may say why", times=_MOST_LOST
+    )
 
 
 @contextmanager
@@ -197,7 +207,9 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
         if stop.first:
             raise stopped_before(f"there were {what}", stop.first)
         if now - begun > _PLACED_S:
-            raise LaunchError(f"waited {now - begun:.0f} s for {what}")
+            raise LaunchError(
+                "submit.ray_timeout", "waited {waited_s:.0f} s for {what}", waited_s=now - begun, what=what
+            )
         if now - told > _TOLD_EVERY_S:
             told = now
             _say(f"waiting for {what}")

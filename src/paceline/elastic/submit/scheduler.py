@@ -127,14 +127,28 @@ def ask(
             env={**os.environ, **(environment or {})},
         )
     except FileNotFoundError:
-        raise LaunchError(f"the command {command[0]} is not on this machine. {advice}") from None
+        raise LaunchError(
+            "submit.command_missing",
+            "the command {command} is not on this machine. {advice}",
+            command=command[0],
+            advice=advice,
+        ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"`{shown}` did not answer in {ANSWER_S:.0f} s. Is the cluster reachable from here?"
+            "submit.timeout",
+            "`{command}` did not answer in {deadline_s:.0f} s. Is the cluster reachable from here?",
+            command=shown,
+            deadline_s=ANSWER_S,
         ) from None
     if ended.returncode:
         why = "\n".join((ended.stderr.strip() or ended.stdout.strip()).splitlines()[-8:])
-        raise LaunchError(f"`{shown}` failed with exit code {ended.returncode}: {printable(why)}")
+        raise LaunchError(
+            "submit.command_failed",
+            "`{command}` failed with exit code {exit_status}: {why}",
+            command=shown,
+            exit_status=ended.returncode,
+            why=printable(why),
+        )
     return ended.stdout
 
 
@@ -143,7 +157,12 @@ def show(command: list[str], advice: str) -> int:
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     except FileNotFoundError:
-        raise LaunchError(f"the command {command[0]} is not on this machine. {advice}") from None
+        raise LaunchError(
+            "submit.command_missing",
+            "the command {command} is not on this machine. {advice}",
+            command=command[0],
+            advice=advice,
+        ) from None
 
 
 MOST_HOSTS = 65_536
@@ -193,7 +212,12 @@ def name_for(job_name: str) -> str:
 def must_be_hosts(count: int) -> None:
     """Raise LaunchError where a number of hosts is none."""
     if not 1 <= count <= MOST_HOSTS:
-        raise LaunchError(f"--num-hosts {count}: a run is on 1 host to {MOST_HOSTS:,}")
+        raise LaunchError(
+            "submit.hosts_out_of_range",
+            "--num-hosts {count}: a run is on 1 host to {most:,}",
+            count=count,
+            most=MOST_HOSTS,
+        )
 
 
 def time_from(text: str) -> int:
@@ -203,10 +227,14 @@ def time_from(text: str) -> int:
         LaunchError: it is not such a time.
     """
     if not _TIME.fullmatch(text):
-        raise LaunchError(f'--time "{text[:40]}" is not a time such as 90m, 1h30m or 2d')
+        raise LaunchError(
+            "submit.time_invalid", '--time "{text}" is not a time such as 90m, 1h30m or 2d', text=text[:40]
+        )
     seconds = sum(int(count) * _UNITS_S[unit] for count, unit in re.findall(r"([0-9]+)([dhms])", text))
     if not 60 <= seconds <= 3_650 * _UNITS_S["d"]:
-        raise LaunchError(f"--time {text}: a limit is at least a minute and at most ten years")
+        raise LaunchError(
+            "submit.time_out_of_range", "--time {text}: a limit is at least a minute and at most ten years", text=text
+        )
     return seconds
 
 
@@ -221,16 +249,25 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not value:
-            raise LaunchError(f'--scheduler-option "{pair[:80]}" is not NAME=VALUE')
+            raise LaunchError(
+                "submit.option_malformed", '--scheduler-option "{option}" is not NAME=VALUE', option=pair[:80]
+            )
         if name not in known:
             raise LaunchError(
-                f'--scheduler-option {pair[:80]}: {scheduler} has no option "{name[:40]}". {nearest(name, known)}'
+                "submit.option_unknown",
+                '--scheduler-option {option}: {scheduler} has no option "{name}". {hint}',
+                option=pair[:80],
+                scheduler=scheduler,
+                name=name[:40],
+                hint=nearest(name, known),
             )
         if name in found:
-            raise LaunchError(f"--scheduler-option {name} is given twice")
+            raise LaunchError("submit.option_twice", "--scheduler-option {name} is given twice", name=name)
         if not value.isprintable():
             raise LaunchError(
-                f"--scheduler-option {name}: the value has a line break or another character that cannot be shown"
+                "submit.option_unprintable",
+                "--scheduler-option {name}: the value has a line break or another character that cannot be shown",
+                name=name,
             )
         found[name] = value
     return found
@@ -275,7 +312,10 @@ def folder() -> Path:
         private_folder(home / "submitted")
     except OSError as error:
         raise LaunchError(
-            f"{home / 'submitted'} cannot be used: {error.strerror}. Name another folder in PACELINE_HOME."
+            "submit.home_unusable",
+            "{home} cannot be used: {reason}. Name another folder in PACELINE_HOME.",
+            home=home / "submitted",
+            reason=error.strerror,
         ) from error
     return home / "submitted"
 
@@ -316,8 +356,13 @@ def find(name: str) -> Submission:
     found = [s for s in known if s.name == name] or [s for s in known if s.id == name]
     if len(found) > 1:
         names = ", ".join(s.name for s in found)
-        raise LaunchError(f"{name} is the number of several runs: {names}. Say the name of one.")
+        raise LaunchError(
+            "submit.run_ambiguous",
+            "{name} is the number of several runs: {names}. Say the name of one.",
+            name=name,
+            names=names,
+        )
     if not found:
         hint = nearest(name, [s.name for s in known]) if known else "Nothing was submitted from here."
-        raise LaunchError(f'no run "{name[:80]}" was submitted. {hint}')
+        raise LaunchError("submit.run_unknown", 'no run "{name}" was submitted. {hint}', name=name[:80], hint=hint)
     return found[0]

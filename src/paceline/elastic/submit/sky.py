@@ -57,7 +57,9 @@ class Sky(Scheduler):
     def text(self, request: Request) -> str:
         if not request.run_is_url:
             raise LaunchError(
-                f"--run {request.run}: a node's own disk is lost with it. Name a store: --run s3://bucket/run"
+                "submit.run_on_node",
+                "--run {run}: a node's own disk is lost with it. Name a store: --run s3://bucket/run",
+                run=request.run,
             )
         python = request.options.get("python", "python")
         command = [python, "-m", "paceline", *request.train_arguments("JOB")]
@@ -77,7 +79,7 @@ class Sky(Scheduler):
         if image := found.pop("image", None):
             found["image_id"] = image
         if (spot := found.pop("spot", "no")) not in ("yes", "no"):
-            raise LaunchError(f"--scheduler-option spot={spot}: yes or no")
+            raise LaunchError("submit.spot_invalid", "--scheduler-option spot={spot}: yes or no", spot=spot)
         return found | ({"use_spot": True} if spot == "yes" else {})
 
     def submit(self, request: Request) -> str:

@@ -93,7 +93,11 @@ class Slurm(Scheduler):
 
     def _lines(self, request: Request, place: Path) -> list[str]:
         if re.search(r"[\s'\"\\%]", str(place)):
-            raise LaunchError(f"{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path of plain letters.")
+            raise LaunchError(
+                "submit.slurm_log_path",
+                "{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path of plain letters.",
+                place=place,
+            )
         limit_s = request.time_s
         warning_s = _WARNING_S if limit_s is None else min(_WARNING_S, limit_s // 3)
         given = {
@@ -110,7 +114,12 @@ class Slurm(Scheduler):
             if (value := request.options.get(name)) is None:
                 continue
             if not _VALUE.fullmatch(value):
-                raise LaunchError(f'--scheduler-option {name}="{value[:80]}": Slurm takes no such value')
+                raise LaunchError(
+                    "submit.slurm_value",
+                    '--scheduler-option {name}="{value}": Slurm takes no such value',
+                    name=name,
+                    value=value[:80],
+                )
             given[name] = value
         flags = ["requeue"] if "cpus-per-task" in given else ["requeue", "exclusive"]
         return [f"#SBATCH --{name}={value}" for name, value in given.items()] + [f"#SBATCH --{flag}" for flag in flags]

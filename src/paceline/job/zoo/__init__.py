@@ -66,8 +66,10 @@ def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
 def _built_in(name: str) -> Callable[..., nn.Module]:
     if name not in _MODELS:
         raise JobError(
-            f'the zoo has no model "{name}". {nearest(name, _MODELS)} (A model of your own: pkg.mod:name or '
-            "file.py:name)"
+            "model.unknown",
+            'the zoo has no model "{name}". {hint} (A model of your own: pkg.mod:name or file.py:name)',
+            name=name,
+            hint=nearest(name, _MODELS),
         )
     return _MODELS[name]
 
@@ -76,12 +78,20 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     factory = load_object(path)
     if isinstance(factory, nn.Module) or not callable(factory):
         raise JobError(
-            f"{path} is a {type(factory).__name__}; name a function or class that makes the model from the job's seed"
+            "model.not_a_factory",
+            "{path} is a {class_name}; name a function or class that makes the model from the job's seed",
+            path=path,
+            class_name=type(factory).__name__,
         )
     check_call(path, factory, **args)
     model = factory(**args)
     if not isinstance(model, nn.Module):
-        raise JobError(f"{path} returned {_described(model)}; a model is a torch.nn.Module")
+        raise JobError(
+            "model.not_a_module",
+            "{path} returned {found}; a model is a torch.nn.Module",
+            path=path,
+            found=_described(model),
+        )
     return model
 
 

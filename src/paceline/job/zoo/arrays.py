@@ -42,7 +42,13 @@ def reading(path: Path, expected: str) -> Iterator[None]:
         yield
     except OSError as error:
         place = Path(os.fsdecode(error.filename or path)).absolute()
-        raise DataError(f"{place}: {error.strerror or error}. Expected: {expected}") from error
+        raise DataError(
+            "data.unreadable",
+            "{place}: {reason}. Expected: {expected}",
+            place=place,
+            reason=error.strerror or error,
+            expected=expected,
+        ) from error
 
 
 def folder_entries(folder: Path) -> list[Path]:
@@ -82,7 +88,10 @@ def optional_package(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f"this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'"
+            "data.package_missing",
+            "this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'",
+            package=package,
+            error=error,
         ) from error
 
 
@@ -117,7 +126,12 @@ def _read(path: Path, names: list[str]) -> dict[str, Array]:
         return _read_npz(path, names)
     if path.suffix == ".parquet":
         return _read_parquet(path, names)
-    raise DataError(f"{path.absolute()}: this kind of file is not read. Expected: {_EXPECTED}")
+    raise DataError(
+        "data.file_kind",
+        "{file}: this kind of file is not read. Expected: {expected}",
+        file=path.absolute(),
+        expected=_EXPECTED,
+    )
 
 
 def _read_npy(folder: Path, names: list[str]) -> dict[str, Array]:
@@ -153,7 +167,7 @@ def _decoding(file: Path) -> Iterator[None]:
         yield
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # pyarrow's errors are ValueErrors
         what = f"cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
-        raise DataError(f"{file.absolute()}: {what}") from error
+        raise DataError("data.file_invalid", "{file}: {reason}", file=file.absolute(), reason=what) from error
 
 
 def _parquet_column(file: Path, name: str, column: Any) -> Array:
@@ -167,14 +181,24 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
         other = np.flatnonzero(lengths != length)
         if len(other):
             raise DataError(
-                f"{file.absolute()}: row {other[0]} of column {name!r} has {lengths[other[0]]} values and row 0 has "
-                f"{length}; all rows of a column need equally many"
+                "data.lengths_differ",
+                "{file}: row {row} of column {name!r} has {found} values and row 0 has {expected}; all rows of a "
+                "column need equally many",
+                file=file.absolute(),
+                row=other[0],
+                name=name,
+                found=lengths[other[0]],
+                expected=length,
             )
         column = compute.list_flatten(column)
         _check_no_gaps(file, name, column, compute, length)
     if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
         raise DataError(
-            f"{file.absolute()}: column {name!r} is of type {kind}; only numbers and lists of them are read: encode it"
+            "data.column_type",
+            "{file}: column {name!r} is of type {type}; only numbers and lists of them are read: encode it",
+            file=file.absolute(),
+            name=name,
+            type=kind,
         )
     values: Array = column.to_numpy()
     return values.reshape(-1, length) if length else values
@@ -189,7 +213,11 @@ def _inputs(path: Path, arrays: dict[str, Array]) -> Array:
     for name, array in arrays.items():
         if array.ndim > 2:
             raise DataError(
-                f"{path.absolute()}: {name!r} has shape {array.shape}; of several inputs each is (rows,) or (rows, n)"
+                "data.input_shape",
+                "{file}: {name!r} has shape {shape}; of several inputs each is (rows,) or (rows, n)",
+                file=path.absolute(),
+                name=name,
+                shape=array.shape,
             )
         columns.append(_finite_floats(path, name, array).reshape(len(array), -1))
     return np.hstack(columns)
@@ -202,8 +230,13 @@ def _target(path: Path, name: str, array: Array) -> Array:
     if labels.ndim == 1 and labels.min() < 0:
         row = int(np.argmax(labels < 0))
         raise DataError(
-            f"{path.absolute()}: row {row} of {name!r} is {array[row]}; whole numbers are classes, counted from 0. "
-            "Store the target as floats if it is a quantity to predict"
+            "data.class_negative",
+            "{file}: row {row} of {name!r} is {value}; whole numbers are classes, counted from 0. Store the target as "
+            "floats if it is a quantity to predict",
+            file=path.absolute(),
+            row=row,
+            name=name,
+            value=array[row],
         )
     return labels
 
@@ -218,7 +251,14 @@ def _finite_floats(path: Path, name: str, array: Array) -> Array:
     original = array.reshape(len(values), -1)[row, position]
     place = f"row {row} of column {name!r}" + (f" (value {position} of that row)" if flat.shape[1] > 1 else "")
     advice = "float32 cannot hold it: scale the column" if np.isfinite(original) else "remove or fill such rows"
-    raise DataError(f"{path.absolute()}: {place} is {original}; {advice}")
+    raise DataError(
+        "data.not_finite",
+        "{file}: {place} is {value}; {advice}",
+        file=path.absolute(),
+        place=place,
+        value=original,
+        advice=advice,
+    )
 
 
 def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
@@ -226,22 +266,41 @@ def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
     for name in wanted:
         if name not in known:
             raise DataError(
-                f'{path.absolute()}: nothing in it is named "{name}" (data.inputs, data.target). {nearest(name, known)}'
+                "data.column_missing",
+                '{file}: nothing in it is named "{name}" (data.inputs, data.target). {hint}',
+                file=path.absolute(),
+                name=name,
+                hint=nearest(name, known),
             )
 
 
 def _check_numbers(path: Path, name: str, array: Array) -> None:
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{path.absolute()}: {name!r} is of type {array.dtype}; only real numbers are read: encode it")
+        raise DataError(
+            "data.array_type",
+            "{file}: {name!r} is of type {dtype}; only real numbers are read: encode it",
+            file=path.absolute(),
+            name=name,
+            dtype=array.dtype,
+        )
     if array.ndim == 0 or array.size == 0:
-        raise DataError(f"{path.absolute()}: {name!r} holds no samples (shape {array.shape})")
+        raise DataError(
+            "data.no_samples",
+            "{file}: {name!r} holds no samples (shape {shape})",
+            file=path.absolute(),
+            name=name,
+            shape=array.shape,
+        )
 
 
 def _check_rows(path: Path, arrays: dict[str, Array]) -> None:
     if len({len(array) for array in arrays.values()}) > 1:
         rows = ", ".join(f"{name} has {len(array)}" for name, array in arrays.items())
         raise DataError(
-            f"{path.absolute()}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many"
+            "data.rows_differ",
+            "{file}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many",
+            file=path.absolute(),
+            rows=rows,
         )
 
 
@@ -249,7 +308,11 @@ def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_
     if column.null_count:
         row = compute.index(compute.is_null(column), True).as_py() // values_per_row
         raise DataError(
-            f"{file.absolute()}: row {row} of column {name!r} has no value (null); remove or fill such rows"
+            "data.null",
+            "{file}: row {row} of column {name!r} has no value (null); remove or fill such rows",
+            file=file.absolute(),
+            row=row,
+            name=name,
         )
 
 
@@ -277,8 +340,12 @@ def build_text(spec: Text, seed: int) -> DataSets:
     available = (corpus.size - overlap) // spec.context
     if available < 1:
         raise DataError(
-            f"{_named(spec)}: {corpus.size} bytes of text; one sample of context {spec.context} needs "
-            f"{spec.context + overlap}"
+            "data.text_too_short",
+            "{file}: {size} bytes of text; one sample of context {context} needs {needed}",
+            file=_named(spec),
+            size=corpus.size,
+            context=spec.context,
+            needed=spec.context + overlap,
         )
     samples = min(available, spec.limit or available)
     kept = held_out_samples(samples, spec.held_out)
@@ -289,8 +356,11 @@ def build_text(spec: Text, seed: int) -> DataSets:
     cut = end - kept * spec.context - overlap
     if cut < spec.context + overlap:
         raise DataError(
-            f"{_named(spec)}: {end} bytes of text are too few for a training and a validation sample; add text "
-            "or set held_out: 0"
+            "data.text_too_short_for_validation",
+            "{file}: {size} bytes of text are too few for a training and a validation sample; add text or set "
+            "held_out: 0",
+            file=_named(spec),
+            size=end,
         )
     return DataSets(Windows(corpus, 0, cut, spec, seed), Windows(corpus, cut, end, spec, seed))
 
@@ -407,7 +477,10 @@ def _files(spec: Text) -> list[Path]:
         found = [Path(file) for file in files_below(path, spec.suffixes)] if path.is_dir() else [path]
         if not found:
             raise DataError(
-                f"{path.absolute()}: no {' '.join(spec.suffixes)} file in this folder; name others by data.suffixes"
+                "data.no_files",
+                "{folder}: no {suffixes} file in this folder; name others by data.suffixes",
+                folder=path.absolute(),
+                suffixes=" ".join(spec.suffixes),
             )
         files += found
     return files

@@ -42,7 +42,11 @@ def _collated(dataset: Any, key: str, path: str | None) -> Any:
     found = load_object(path)
     if not callable(found):
         raise JobError(
-            f"data.{key}: {path} is a {type(found).__name__}; name a function that makes a batch of a list of samples"
+            "data.not_a_collate",
+            "data.{key}: {path} is a {class_name}; name a function that makes a batch of a list of samples",
+            key=key,
+            path=path,
+            class_name=type(found).__name__,
         )
     return Collated(dataset, found)
 
@@ -81,7 +85,14 @@ def _call(spec: Custom, factory: str) -> Dataset[Any]:
         dataset = make(**spec.args)
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in spec.args.items())
-        raise DataError(f"data {factory}({given}) raised {type(error).__name__}: {error}") from error
+        raise DataError(
+            "data.factory_raised",
+            "data {factory}({given}) raised {kind}: {error}",
+            factory=factory,
+            given=given,
+            kind=type(error).__name__,
+            error=error,
+        ) from error
     _check_map_style(dataset, factory, any_sample=spec.collate is not None)
     return dataset  # type: ignore[no-any-return]  # checked by what it can do, not by its class
 
@@ -90,28 +101,46 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise DataError(
-            f"data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs "
+            "data.iterable_factory",
+            "data {factory} is an IterableDataset ({kind}). Dealing each sample to one replica, once per epoch, needs "
             "a length and access by index: give it __len__ and __getitem__ (a torch.utils.data.Dataset), for example "
-            "over files listed before"
+            "over files listed before",
+            factory=factory,
+            kind=kind,
         )
     lacking = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if lacking:
         raise DataError(
-            f"data {factory} made a {kind} without {' and '.join(lacking)}; return a torch.utils.data.Dataset "
-            "that has both"
+            "data.not_a_dataset",
+            "data {factory} made a {kind} without {missing}; return a torch.utils.data.Dataset that has both",
+            factory=factory,
+            kind=kind,
+            missing=" and ".join(lacking),
         )
     if len(dataset) == 0:
-        raise DataError(f"data {factory} made an empty {kind}: its length is 0")
+        raise DataError(
+            "data.dataset_empty", "data {factory} made an empty {kind}: its length is 0", factory=factory, kind=kind
+        )
     try:
         sample = apart(dataset)[0]
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        raise DataError(f"data {factory}: the first sample ({kind}[0]) raised {what}") from error
+        raise DataError(
+            "data.first_sample_raised",
+            "data {factory}: the first sample ({kind}[0]) raised {what}",
+            factory=factory,
+            kind=kind,
+            what=what,
+        ) from error
     if not any_sample and not isinstance(sample, dict) and not (isinstance(sample, tuple) and len(sample) >= 2):
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
         raise DataError(
-            f"data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name "
-            "a `collate` function"
+            "data.sample_form",
+            "data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name a "
+            "`collate` function",
+            factory=factory,
+            kind=kind,
+            found=found,
         )
 
 
@@ -126,10 +155,15 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
     shape = spec.shape or input_shape
     if not shape:
         raise DataError(
-            "the model names no input shape; give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab"
+            "data.shape_unknown",
+            "the model names no input shape; give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab",
         )
     if spec.vocab and len(shape) != 1:
-        raise DataError(f"synthetic tokens have the shape [sequence length]; data.shape is {list(shape)}")
+        raise DataError(
+            "data.shape_of_tokens",
+            "synthetic tokens have the shape [sequence length]; data.shape is {shape!s}",
+            shape=list(shape),
+        )
     samples = min(spec.samples, spec.limit or spec.samples)
     kept = held_out_samples(samples, spec.held_out)
     inputs, target = _bank(spec, shape, samples, seed)

@@ -60,9 +60,14 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
         tasks = _AUTO_CLASSES.items()
         fitting = [t for t, auto in tasks if type(config) in getattr(_transformers(), auto)._model_mapping]
         if task in fitting:
-            raise JobError(f"{file}: {_first_line(error)}") from error
+            raise JobError("model.not_built", "{file}: {error}", file=file, error=_first_line(error)) from error
         raise JobError(
-            f"{file}: a {config.model_type} is not made for {task}. Tasks that it has: {', '.join(fitting) or 'none'}"
+            "model.task_unsupported",
+            "{file}: a {model_type} is not made for {task}. Tasks that it has: {fitting}",
+            file=file,
+            model_type=config.model_type,
+            task=task,
+            fitting=", ".join(fitting) or "none",
         ) from None
     return model
 
@@ -123,8 +128,11 @@ def bert(
     """
     if hidden % heads:
         raise JobError(
-            f"model bert: hidden ({hidden}) should be a multiple of heads ({heads}), such as "
-            f"{heads * max(1, round(hidden / heads))}"
+            "model.hidden_not_multiple",
+            "model bert: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+            hidden=hidden,
+            heads=heads,
+            fitting=heads * max(1, round(hidden / heads)),
         )
     transformers = _transformers()
     config = transformers.BertConfig(
@@ -145,25 +153,43 @@ def bert(
 def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     values = _read_json(file)
     if refused := [*_asks_for_code(values), *_asks_for_code(args)]:
-        raise JobError("\n".join(f"{file}: {text}" for text in dict.fromkeys(refused)))
+        raise JobError(
+            "model.asks_for_code", "{reasons}", reasons="\n".join(f"{file}: {text}" for text in dict.fromkeys(refused))
+        )
     values.pop("auto_map", None)  # names code of others for this kind; transformers' own is taken
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
-        raise JobError(f'{file} has no "model_type", so it is not a Hugging Face model configuration')
+        raise JobError(
+            "model.no_model_type",
+            '{file} has no "model_type", so it is not a Hugging Face model configuration',
+            file=file,
+        )
     try:
         known = transformers.AutoConfig.for_model(kind)
     except ValueError:
-        raise JobError(f'{file}: transformers {transformers.__version__} has no model_type "{kind}"') from None
+        raise JobError(
+            "model.type_unknown",
+            '{file}: transformers {version} has no model_type "{model_type}"',
+            file=file,
+            version=transformers.__version__,
+            model_type=kind,
+        ) from None
     keys = {*known.to_dict(), *known.attribute_map, "num_labels"}  # num_labels is a property
     if unknown := [key for key in args if key not in keys]:
         texts = (f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in unknown)
-        raise JobError("\n".join(f"model args for {file}: {text}" for text in texts))
+        raise JobError(
+            "model.configuration_key_unknown",
+            "{problems}",
+            problems="\n".join(f"model args for {file}: {text}" for text in texts),
+        )
     overridden = _overridden(values, args, known.attribute_map)
     try:
         config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **overridden)
     except Exception as error:  # each kind of configuration has its own for values that it refuses
-        raise JobError(f"{file}: {' '.join(str(error).split())}") from error
+        raise JobError(
+            "model.configuration_refused", "{file}: {error}", file=file, error=" ".join(str(error).split())
+        ) from error
     return config
 
 
@@ -212,12 +238,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise JobError(f"{file} cannot be read: {error.strerror}") from None
+        raise JobError("file.unreadable", "{file} cannot be read: {reason}", file=file, reason=error.strerror) from None
     except ValueError as error:  # no JSON, or no UTF-8
-        raise JobError(f"{file} is not JSON: {error}") from None
+        raise JobError("model.configuration_not_json", "{file} is not JSON: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
         kind = type(values).__name__
-        raise JobError(f"{file} is not a Hugging Face model configuration: it holds a {kind}, not keys with values")
+        raise JobError(
+            "model.configuration_invalid",
+            "{file} is not a Hugging Face model configuration: it holds a {kind}, not keys with values",
+            file=file,
+            kind=kind,
+        )
     return values
 
 
@@ -225,7 +256,11 @@ def _transformers() -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        raise JobError(f"this model needs the transformers library: pip install 'paceline[hf]' ({error})") from None
+        raise JobError(
+            "model.transformers_missing",
+            "this model needs the transformers library: pip install 'paceline[hf]' ({error})",
+            error=error,
+        ) from None
     transformers.logging.set_verbosity_error()  # its remarks on token ids and weights concern pretrained models
     return transformers
 
@@ -260,8 +295,10 @@ class SimCLR(nn.Module):
         super().__init__()
         if encoder == "cifar_cnn" and image_size not in (None, 32):
             raise JobError(
-                f"model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}; leave "
-                "image_size out, or use resnet50"
+                "model.image_size",
+                "model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}; leave image_size out, "
+                "or use resnet50",
+                image_size=image_size,
             )
         features = CIFAR_FEATURES if encoder == "cifar_cnn" else ResNetEncoder.features
         self.encoder = cifar_convolutions() if encoder == "cifar_cnn" else ResNetEncoder()

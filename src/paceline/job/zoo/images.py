@@ -85,7 +85,12 @@ def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int)
         names = {entry.name: entry for entry in folder_entries(spec.path)}
         batches = [entry for name, entry in names.items() if name.startswith("data_batch_") and name.endswith(".bin")]
         if not batches:
-            raise DataError(f"{spec.path.absolute()}: no data_batch_*.bin in this folder. Expected: {_CIFAR_FILES}")
+            raise DataError(
+                "data.no_cifar_files",
+                "{folder}: no data_batch_*.bin in this folder. Expected: {expected}",
+                folder=spec.path.absolute(),
+                expected=_CIFAR_FILES,
+            )
         train = _cifar_samples(batches, shape)
         if "test_batch.bin" not in names or not spec.held_out:
             return split(train, spec, seed)
@@ -97,7 +102,10 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
     """Image files, decoded when they are asked for; the classes are the sorted folders."""
     wanted = spec.shape or input_shape
     if wanted is None:
-        raise DataError("images differ in size and the model names no input shape; give data.shape, e.g. [3, 224, 224]")
+        raise DataError(
+            "data.image_sizes_differ",
+            "images differ in size and the model names no input shape; give data.shape, e.g. [3, 224, 224]",
+        )
     shape = _photo_shape("images", wanted)
     optional_package("PIL", "Pillow")
     train = ImageFolder(spec.path, shape)
@@ -156,7 +164,10 @@ def _resize(images: Tensor, size: tuple[int, int]) -> Tensor:
 def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     if len(shape) != 3:
         raise DataError(
-            f"{kind} are images (channels, height, width), and {list(shape)} is asked for; ask for e.g. [1, 28, 28]"
+            "data.image_shape",
+            "{kind} are images (channels, height, width), and {shape!s} is asked for; ask for e.g. [1, 28, 28]",
+            kind=kind,
+            shape=list(shape),
         )
     return shape
 
@@ -164,7 +175,12 @@ def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
 def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     wanted = _image_shape(kind, shape)
     if wanted[0] not in (1, 3):
-        raise DataError(f"{kind} have 1 channel (grey) or 3 (colour), and {wanted[0]} are asked for")
+        raise DataError(
+            "data.image_channels",
+            "{kind} have 1 channel (grey) or 3 (colour), and {wanted} are asked for",
+            kind=kind,
+            wanted=wanted[0],
+        )
     return wanted
 
 
@@ -182,17 +198,29 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
     whole, rest = divmod(len(content), _CIFAR_RECORD_BYTES)
     if rest or not whole:
         raise DataError(
-            f"{file.absolute()}: record {whole}, which begins at byte offset {whole * _CIFAR_RECORD_BYTES}, has {rest} "
-            f"bytes; a record has {_CIFAR_RECORD_BYTES}. The file holds {len(content)} bytes and is cut off, empty, or "
-            "no CIFAR-10 binary file: fetch it again"
+            "data.cifar_record_short",
+            "{file}: record {record}, which begins at byte offset {offset}, has {size} bytes; a record has "
+            "{expected}. The file holds {bytes} bytes and is cut off, empty, or no CIFAR-10 binary file: fetch it "
+            "again",
+            file=file.absolute(),
+            record=whole,
+            offset=whole * _CIFAR_RECORD_BYTES,
+            size=rest,
+            expected=_CIFAR_RECORD_BYTES,
+            bytes=len(content),
         )
     records = content.reshape(whole, _CIFAR_RECORD_BYTES)
     wrong = np.flatnonzero(records[:, 0] > 9)
     if len(wrong):
         record = int(wrong[0])
         raise DataError(
-            f"{file.absolute()}: record {record}, at byte offset {record * _CIFAR_RECORD_BYTES}, has label "
-            f"{records[record, 0]}; CIFAR-10's labels are 0..9. The file is damaged, or is of CIFAR-100: fetch it again"
+            "data.cifar_label",
+            "{file}: record {record}, at byte offset {offset}, has label {label}; CIFAR-10's labels are 0..9. The "
+            "file is damaged, or is of CIFAR-100: fetch it again",
+            file=file.absolute(),
+            record=record,
+            offset=record * _CIFAR_RECORD_BYTES,
+            label=records[record, 0],
         )
     return records
 
@@ -205,16 +233,27 @@ def _grey(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str, ...] | None) -> None:
     if not files:
-        raise DataError(f"{folder.absolute()}: no class folders in it. Expected: {_CLASS_FOLDERS}")
+        raise DataError(
+            "data.no_class_folders",
+            "{folder}: no class folders in it. Expected: {expected}",
+            folder=folder.absolute(),
+            expected=_CLASS_FOLDERS,
+        )
     for name, of_class in files.items():
         if not of_class:
             raise DataError(
-                f"{(folder / name).absolute()}: no {' '.join(_IMAGE_SUFFIXES)} file of this class; add some or "
-                "remove the folder"
+                "data.class_empty",
+                "{folder}: no {suffixes} file of this class; add some or remove the folder",
+                folder=(folder / name).absolute(),
+                suffixes=" ".join(_IMAGE_SUFFIXES),
             )
         if classes is not None and name not in classes:
             raise DataError(
-                f"{(folder / name).absolute()}: class {name!r} is not among the training classes: {', '.join(classes)}"
+                "data.class_unknown",
+                "{folder}: class {name!r} is not among the training classes: {classes}",
+                folder=(folder / name).absolute(),
+                name=name,
+                classes=list(classes),
             )
 
 
@@ -231,7 +270,7 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
     except Exception as error:  # Pillow raises many kinds, by format
         reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
-        raise DataError(f"{Path(file).absolute()}: {reason}") from error
+        raise DataError("data.file_unusable", "{file}: {reason}", file=Path(file).absolute(), reason=reason) from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 

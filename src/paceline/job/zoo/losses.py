@@ -46,8 +46,10 @@ def build_loss(spec: LossSpec) -> Loss:
         return _users_loss(f"torch.nn:{spec.name}", spec.args)
     if spec.name not in _LOSSES:
         raise JobError(
-            f'there is no loss "{spec.name}". {nearest(spec.name, [*_LOSSES, *torch_losses()])} (A loss of your own: '
-            "pkg.mod:name or file.py:name)"
+            "loss.unknown",
+            'there is no loss "{name}". {hint} (A loss of your own: pkg.mod:name or file.py:name)',
+            name=spec.name,
+            hint=nearest(spec.name, [*_LOSSES, *torch_losses()]),
         )
     built_in = _LOSSES[spec.name]
     return built_in(**checked_args(f"loss {spec.name}", built_in, spec.args))
@@ -169,16 +171,23 @@ class BinaryCrossEntropy(Elementwise):
             place = outside.nonzero()[0].tolist()
             at = f"sample {samples[place[0]]}" if samples is not None and place else f"at {place}"
             raise DataError(
-                f"loss bce needs targets from 0 to 1, found {target[tuple(place)].item():g} {where} ({at}). For "
-                "regression use the loss mse or mae"
+                "loss.target_out_of_range",
+                "loss bce needs targets from 0 to 1, found {target:g} {where} ({at}). For regression use the loss mse "
+                "or mae",
+                target=target[tuple(place)].item(),
+                where=where,
+                at=at,
             )
 
 
 def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: str = "mean") -> Tensor:
     if pos_weight.dim() and pos_weight.shape != values.shape[-1:]:
         raise JobError(
-            f"loss bce: pos_weight has {len(pos_weight)} numbers, but the model returned {described(values)}: give one "
-            "number, or one for each output of a sample"
+            "loss.pos_weight_length",
+            "loss bce: pos_weight has {pos_weight} numbers, but the model returned {outputs}: give one number, or one "
+            "for each output of a sample",
+            pos_weight=len(pos_weight),
+            outputs=described(values),
         )
     weight = pos_weight.to(values.device, values.dtype)
     return F.binary_cross_entropy_with_logits(values, target, pos_weight=weight, reduction=reduction)
@@ -272,8 +281,10 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     views = logits_of(output)
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
-            f"contrastive needs two views of each sample, (n, 2, d), but the model returned {described(views)}; "
-            "the zoo's simclr makes them"
+            "loss.not_two_views",
+            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}; the zoo's simclr "
+            "makes them",
+            output=described(views),
         )
     flat = views.flatten(0, 1)
     similarity = (flat @ flat.T).fill_diagonal_(float("-inf"))
@@ -291,21 +302,32 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
             loss = loss(**args)
         except Exception as error:
             what = f"{type(error).__name__}: {error}{_tensors(args)}"
-            explained = JobError(f"loss {path} cannot be made of its args: {what}")
+            explained = JobError(
+                "loss.args_invalid", "loss {path} cannot be made of its args: {reason}", path=path, reason=what
+            )
             explained.from_users_code = not path.startswith("torch.")
             raise explained from error
         args = {}
     if not callable(loss):
         raise JobError(
-            f"{path} is a {type(loss).__name__} and cannot be called; a loss is called as loss(output, target)"
+            "loss.not_callable",
+            "{path} is a {class_name} and cannot be called; a loss is called as loss(output, target)",
+            path=path,
+            class_name=type(loss).__name__,
         )
     check_call(path, loss.forward if isinstance(loss, nn.Module) else loss, "output", "target", **args)
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise JobError(
-            f"loss {path} has parameters to train, which no optimizer of a job gets: make them a part of the model"
+            "loss.with_parameters",
+            "loss {path} has parameters to train, which no optimizer of a job gets: make them a part of the model",
+            path=path,
         )
     if getattr(loss, "reduction", None) == "none" or args.get("reduction") == "none":
-        raise JobError(f"loss {path}: reduction none gives a number for each sample, and training needs one: take mean")
+        raise JobError(
+            "loss.reduction_none",
+            "loss {path}: reduction none gives a number for each sample, and training needs one: take mean",
+            path=path,
+        )
     if type(loss) in (*_ELEMENTWISE, *_OF_CLASSES):
         return TorchLoss(loss)
     # the wrapper has the attributes, too
@@ -332,11 +354,16 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
-            f"the model returned logits {described(logits)} for labels {described(labels)}; there should be one "
-            "label per sample"
+            "loss.samples_differ",
+            "the model returned logits {logits} for labels {labels}; there should be one label per sample",
+            logits=described(logits),
+            labels=described(labels),
         )
     if weight is not None and len(weight) != logits.shape[1]:
         raise JobError(
-            f"loss cross_entropy: weight has {len(weight)} numbers, but the model has {logits.shape[1]} classes"
+            "loss.weight_length",
+            "loss cross_entropy: weight has {weight} numbers, but the model has {classes} classes",
+            weight=len(weight),
+            classes=logits.shape[1],
         )
     check_labels(labels, logits.shape[1], "in a batch")

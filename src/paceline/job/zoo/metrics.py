@@ -39,8 +39,11 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
         return _users_metric(name, args, loss)
     if name not in _METRICS:
         raise JobError(
-            f'there is no metric "{name}". {nearest(name, _METRICS)} (A metric of your own or of torchmetrics: '
-            "pkg.mod:name or file.py:name)"
+            "metric.unknown",
+            'there is no metric "{name}". {hint} (A metric of your own or of torchmetrics: pkg.mod:name or '
+            "file.py:name)",
+            name=name,
+            hint=nearest(name, _METRICS),
         )
     build = _METRICS[name]
     if isinstance(build, type):
@@ -48,7 +51,12 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
         if isinstance(made, _OfClasses):
             made.kind = kind_of(loss)
     elif args:
-        raise JobError(f"metric {name} takes no arguments, but the job gives {', '.join(args)}")
+        raise JobError(
+            "metric.no_arguments",
+            "metric {name} takes no arguments, but the job gives {args}",
+            name=name,
+            args=list(args),
+        )
     else:
         made = BuiltIn(name, *build)
     return OfProbabilities(made) if name in _BY_SIDE_OF_0 and gives_probabilities(loss) else made
@@ -111,8 +119,11 @@ class _OfClasses:
         if target.shape == logits.shape and self.kind != "classes":
             if self.kind is None:
                 raise DataError(
-                    f"{self.name} cannot tell whether targets {described(target)} are one of several classes or "
-                    "several labels: give the class of each sample, or use the loss cross_entropy or bce"
+                    "metric.targets_ambiguous",
+                    "{name} cannot tell whether targets {targets} are one of several classes or several labels: give "
+                    "the class of each sample, or use the loss cross_entropy or bce",
+                    name=self.name,
+                    targets=described(target),
                 )
             return logits.flatten(0, -2), self._yes_or_no(target).flatten(0, -2), True
         if target.shape == logits.shape:
@@ -124,7 +135,11 @@ class _OfClasses:
 
     def _yes_or_no(self, target: Tensor) -> Tensor:
         if ((target != 0) & (target != 1)).any():
-            raise DataError(f"{self.name} needs targets of 0 and 1 where the model returns one number for each of them")
+            raise DataError(
+                "metric.targets_not_binary",
+                "{name} needs targets of 0 and 1 where the model returns one number for each of them",
+                name=self.name,
+            )
         return target.long()
 
 
@@ -170,8 +185,10 @@ class F1(_OfClasses):
         if average == "binary":
             if not two:
                 raise JobError(
-                    f"metric f1: average binary is for two classes, and there are {len(hits)}: take macro, micro or "
-                    "weighted"
+                    "metric.f1_binary",
+                    "metric f1: average binary is for two classes, and there are {classes}: take macro, micro or "
+                    "weighted",
+                    classes=len(hits),
                 )
             hits, wrong, missed = hits[1:], wrong[1:], missed[1:]
         if average == "micro":
@@ -264,9 +281,11 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         sums = target.double().sum(classes)
         if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
             raise DataError(
-                "accuracy compares classes, but a row of the targets adds up to "
-                f"{sums.flatten()[(sums - 1).abs().argmax()].item():g} instead of 1. If a sample may have several "
-                "labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or probabilities"
+                "metric.row_sum",
+                "accuracy compares classes, but a row of the targets adds up to {sum:g} instead of 1. If a sample may "
+                "have several labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or "
+                "probabilities",
+                sum=sums.flatten()[(sums - 1).abs().argmax()].item(),
             )
         right = logits.argmax(classes) == target.argmax(classes)
         return right.sum(), torch.tensor(right.numel())
@@ -289,8 +308,10 @@ def _must_be_probabilities(target: Tensor, name: str) -> None:
     outside = ~((target >= 0) & (target <= 1))
     if outside.any():
         raise DataError(
-            f"{name} needs targets from 0 to 1 here, found {target[outside][0].item():g}. For regression use the "
-            "metric mse or mae"
+            "metric.target_out_of_range",
+            "{name} needs targets from 0 to 1 here, found {target:g}. For regression use the metric mse or mae",
+            name=name,
+            target=target[outside][0].item(),
         )
 
 
@@ -299,8 +320,12 @@ def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tenso
     logits, labels = classes_on_dim_1(logits, target)
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
-            f"{name} needs one label for each sample; the model returned logits {list(logits.shape)}, and the labels "
-            f"are {list(labels.shape)}"
+            "metric.labels_differ",
+            "{name} needs one label for each sample; the model returned logits {logits!s}, and the labels are "
+            "{labels!s}",
+            name=name,
+            logits=list(logits.shape),
+            labels=list(labels.shape),
         )
     return logits, labels
 
@@ -356,15 +381,30 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
         factory = load_object(path)
     except JobError as error:
         if path.startswith("torchmetrics") and not find_spec("torchmetrics"):
-            raise JobError(f"metric {path} needs torchmetrics; run: pip install 'paceline[metrics]'") from error
+            raise JobError(
+                "metric.torchmetrics_missing",
+                "metric {path} needs torchmetrics; run: pip install 'paceline[metrics]'",
+                path=path,
+            ) from error
         raise
     if not callable(factory):
-        raise JobError(f"{path} is a {type(factory).__name__}; name a function or class that makes the metric")
+        raise JobError(
+            "metric.not_a_factory",
+            "{path} is a {class_name}; name a function or class that makes the metric",
+            path=path,
+            class_name=type(factory).__name__,
+        )
     check_call(path, factory, **args)
     try:
         metric: Any = factory(**args)
     except (TypeError, ValueError, RuntimeError) as error:
-        explained = JobError(f"metric {path} cannot be made of its args: {type(error).__name__}: {error}")
+        explained = JobError(
+            "metric.args_invalid",
+            "metric {path} cannot be made of its args: {kind}: {error}",
+            path=path,
+            kind=type(error).__name__,
+            error=error,
+        )
         explained.from_users_code = True
         raise explained from error
     if "torchmetrics" in sys.modules:
@@ -375,9 +415,11 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
     named = isinstance(getattr(metric, "name", None), str)
     if not (named and callable(metric) and callable(getattr(metric, "result", None))):
         raise JobError(
-            f"{path} returned a {type(metric).__name__}; a metric has a name, a call (output, target), and "
-            "result(total, count), or with gathers = True result(predictions, targets); or it is a Metric of "
-            "torchmetrics"
+            "metric.not_a_metric",
+            "{path} returned a {class_name}; a metric has a name, a call (output, target), and result(total, count), "
+            "or with gathers = True result(predictions, targets); or it is a Metric of torchmetrics",
+            path=path,
+            class_name=type(metric).__name__,
         )
     made: Metric = metric
     return made

@@ -40,7 +40,12 @@ class GPT(nn.Module):
         if hidden % heads:
             name, fitting = type(self).__name__.lower(), heads * max(1, round(hidden / heads))
             raise JobError(
-                f"model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}"
+                "model.hidden_not_multiple",
+                "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+                name=name,
+                hidden=hidden,
+                heads=heads,
+                fitting=fitting,
             )
         self.context = context
         self.tokens = nn.Embedding(vocab, hidden)
@@ -64,8 +69,11 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the model's context of {self.context}; give the "
-                f"model context: {length}"
+                "model.context_exceeded",
+                "a sequence of {length} tokens is longer than the model's context of {context}; give the model "
+                "context: {length}",
+                length=length,
+                context=self.context,
             )
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device)
@@ -189,7 +197,10 @@ class MoE(GPT):
     ) -> None:
         if top_k > experts:
             raise JobError(
-                f"model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}"
+                "model.top_k",
+                "model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}",
+                top_k=top_k,
+                experts=experts,
             )
         super().__init__(vocab=vocab, context=context, layers=layers, hidden=hidden, heads=heads, dropout=dropout)
         for block in self.blocks:

@@ -172,13 +172,19 @@ def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
-            f"optimizer {name} computes the loss several times in a step, by a closure, which a job does not have. Use "
-            "another optimizer, or write your own loop with paceline.setup, which takes closures"
+            "optimizer.needs_closure",
+            "optimizer {name} computes the loss several times in a step, by a closure, which a job does not have. Use "
+            "another optimizer, or write your own loop with paceline.setup, which takes closures",
+            name=name,
         )
 
 
 def _refused(error: Exception) -> JobError:
-    return error if isinstance(error, JobError) else JobError(f"the optimizer takes no step: {_first_line(error)}")
+    return (
+        error
+        if isinstance(error, JobError)
+        else JobError("optimizer.takes_no_step", "the optimizer takes no step: {error}", error=_first_line(error))
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -71,16 +71,20 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
         return values
     if kind is None or kind == "values" or _torchs(loss) in _SCORES:
         raise JobError(
-            f"how outputs become probabilities is not known for the loss {_name(loss)}: give it a function "
-            "`probabilities(output)`, e.g. lambda output: output.softmax(1)"
+            "metric.probabilities_unknown",
+            "how outputs become probabilities is not known for the loss {loss}: give it a function "
+            "`probabilities(output)`, e.g. lambda output: output.softmax(1)",
+            loss=_name(loss),
         )
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     if kind == "yes_no":
         return wide.sigmoid()
     if kind_of(loss) is None and not isinstance(loss, ModelsOwn) and _are_probabilities(wide):
         raise JobError(
-            f"the outputs for the loss {_name(loss)} look like probabilities already: give it a function "
-            "`probabilities(output)`, e.g. lambda output: output"
+            "metric.outputs_are_probabilities",
+            "the outputs for the loss {loss} look like probabilities already: give it a function "
+            "`probabilities(output)`, e.g. lambda output: output",
+            loss=_name(loss),
         )
     return wide.softmax(2 if wide.dim() == 3 else 1)
 
@@ -98,10 +102,14 @@ def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, 
     if kind == "yes_no" or (kind is None and target.shape == logits_of(output).shape):
         found, wanted = same_shape("the metric", probabilities(loss, output, "yes_no"), target)
         if ((wanted != 0) & (wanted != 1)).any():
-            raise DataError("metrics of yes or no need targets of 0 and 1")
+            raise DataError("metric.targets_of_yes_or_no", "metrics of yes or no need targets of 0 and 1")
         return found, wanted.long()
     if kind is None and target.is_floating_point():
-        raise DataError(f"targets {described(target)} are not labels of classes, which this metric compares")
+        raise DataError(
+            "metric.targets_not_labels",
+            "targets {targets} are not labels of classes, which this metric compares",
+            targets=described(target),
+        )
     found = probabilities(loss, output, kind or "classes")
     if target.shape == found.shape:  # one row of probabilities for each sample
         target = target.argmax(2 if found.dim() == 3 else 1)

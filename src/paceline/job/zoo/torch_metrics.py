@@ -60,7 +60,12 @@ class TorchMetric:
         found, labels = classified(self.loss, output, target)
         if self._binary and found.dim() == 2 and labels.dim() == 1:
             if found.shape[1] > 2:
-                raise JobError(f"metric {self.name} is for two classes, and the model has {found.shape[1]}")
+                raise JobError(
+                    "metric.two_classes",
+                    "metric {name} is for two classes, and the model has {classes}",
+                    name=self.name,
+                    classes=found.shape[1],
+                )
             found = found[:, -1]
         return found, labels
 
@@ -83,8 +88,10 @@ class TorchMetric:
             several = False
         if several or shaped is not None:
             raise JobError(
-                f"metric {self.name} has several values, and a job records one number: set its average, or name a "
-                "class of your own that returns one of them"
+                "metric.several_values",
+                "metric {name} has several values, and a job records one number: set its average, or name a class of "
+                "your own that returns one of them",
+                name=self.name,
             )
 
 
@@ -117,7 +124,13 @@ class States:
             with torch.autocast(device.type, enabled=False):
                 self.metric.update(predictions, targets)
         except (RuntimeError, TypeError, ValueError) as error:
-            explained = DataError(f"metric {self.name} refuses a batch: {type(error).__name__}: {error}")
+            explained = DataError(
+                "metric.batch_refused",
+                "metric {name} refuses a batch: {kind}: {error}",
+                name=self.name,
+                kind=type(error).__name__,
+                error=error,
+            )
             explained.from_users_code = True
             raise explained from error
 
@@ -139,8 +152,11 @@ class States:
         if not isinstance(value, Tensor | float | int) or (isinstance(value, Tensor) and value.numel() != 1):
             shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise JobError(
-                f"metric {self.name} has {shown} as its value, and a job records one number: set its average, or name "
-                "a class of your own that returns one of them"
+                "metric.value_not_a_number",
+                "metric {name} has {value} as its value, and a job records one number: set its average, or name a "
+                "class of your own that returns one of them",
+                name=self.name,
+                value=shown,
             )
         return float(value)
 

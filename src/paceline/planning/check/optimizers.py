@@ -37,13 +37,18 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     schedule = ScheduleSpec.model_validate_json(schedule_json)
     trained = [shape for shape in info.parameters if shape.trainable]
     if not trained:
-        raise JobError("the model has no parameters to train: freeze names all of them")
+        raise JobError("model.all_frozen", "the model has no parameters to train: freeze names all of them")
     for dims in dict.fromkeys(len(shape.sizes) for shape in trained):
         if why := optimizer.refusal(dims):
             first = next(shape for shape in trained if len(shape.sizes) == dims)
             raise JobError(
-                f"optimizer {optimizer.name} does not take {first.name} of shape {first.sizes}: {why}. Choose another "
-                "optimizer, or freeze such parameters"
+                "optimizer.shape_refused",
+                "optimizer {optimizer} does not take {parameter} of shape {shape}: {reason}. Choose another "
+                "optimizer, or freeze such parameters",
+                optimizer=optimizer.name,
+                parameter=first.name,
+                shape=first.sizes,
+                reason=why,
             )
     parameters = {shape.name: torch.nn.Parameter(torch.empty((1,) * len(shape.sizes))) for shape in trained}
     made = optimizer.build(parameters, names=info.names)

@@ -331,7 +331,11 @@ def devices(times: float) -> Change:
         resized = with_devices(case.cluster, times)
         if resized is None:
             known = "no link to another host is known; name a cluster to see (docs/how-to/choose_a_plan.md)"
-            raise ClusterError(known if _alike(case.cluster) else "the hosts are not alike")
+            raise ClusterError(
+                "explain.devices_unknown",
+                "{reason}",
+                reason=known if _alike(case.cluster) else "the hosts are not alike",
+            )
         return case._replace(cluster=resized, plans=())
 
     return change
@@ -343,7 +347,9 @@ def hosts_added(number: int) -> Change:
     def change(case: Case) -> Case:
         now = len(case.cluster.hosts)
         if now + number < 1:
-            raise ClusterError(f"{count(now, 'host')} cannot be {-number} fewer")
+            raise ClusterError(
+                "explain.hosts_negative", "{hosts} cannot be {number} fewer", hosts=count(now, "host"), number=-number
+            )
         return devices((now + number) / now)(case)
 
     return change

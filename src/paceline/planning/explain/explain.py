@@ -224,7 +224,13 @@ def explain(
     """
     if not found.best:
         reasons = "\n".join(f"{excluded.what}: {excluded.reason}" for excluded in found.excluded)
-        raise PlanError(f"no plan can run {job.name} on {cluster.name}" + (f":\n{reasons}" if reasons else ""))
+        raise PlanError(
+            "plan.none_can_run",
+            "no plan can run {job} on {cluster}{reasons}",
+            job=job.name,
+            cluster=cluster.name,
+            reasons=f":\n{reasons}" if reasons else "",
+        )
     best, case = found.best[0], Case(job, cluster, calibration)
     calibrated = None if isinstance(calibration, Adjustment) else calibration
     weights, weights_gain = weights_by_speed(case, best) if what_would_help else (None, 0.0)

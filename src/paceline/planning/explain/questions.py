@@ -164,7 +164,12 @@ def _precision(name: str) -> Change:
         device = case.plans[0][1].machines.device
         kind = name.removeprefix("mx").partition("-")[0]  # fp8 of mxfp8 and fp8-block
         if device.peak_flops.get(kind, 0.0) <= device.peak_flops.get("bf16", 0.0):
-            raise PlanError(f"{device.name} computes no faster in {name}, or not at all")
+            raise PlanError(
+                "explain.not_faster",
+                "{device} computes no faster in {precision}, or not at all",
+                device=device.name,
+                precision=name,
+            )
         return layouts(lambda layout: replace(layout, products=name))(case)  # type: ignore[arg-type]
 
     return change
@@ -202,7 +207,13 @@ def _cluster(text: str) -> Change:
             *(f"{times} the {what}" for times in ("twice", "half") for what in _SCALED),
         )
         meant = f' Did you mean "{near}"?' if (near := closest(text, known)) else ""
-        raise PlanError(f'what if "{text}": this is not understood.{meant} Ask for {_EXAMPLES}') from None
+        raise PlanError(
+            "explain.question_unknown",
+            'what if "{text}": this is not understood.{meant} Ask for {examples}',
+            text=text,
+            meant=meant,
+            examples=_EXAMPLES,
+        ) from None
 
     def change(case: Case) -> Case:
         price = case.cluster.price_per_hour if cluster.price_per_hour is None else cluster.price_per_hour

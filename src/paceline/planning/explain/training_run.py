@@ -38,7 +38,9 @@ def read_amount(text: str) -> float:
     match = _AMOUNT.fullmatch(text.strip())
     value = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()] if match else 0.0
     if not 0 < value < math.inf:
-        raise PlanError(f'"{text}" is not an amount such as 15T, 300B, 20M, 1.5e12 or 20,000')
+        raise PlanError(
+            "cost.amount_invalid", '"{text}" is not an amount such as 15T, 300B, 20M, 1.5e12 or 20,000', text=text
+        )
     return value
 
 
@@ -51,7 +53,7 @@ def read_duration(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     value = float(match[1]) * _DURATIONS[match[2].lower()] if match else 0.0
     if not value:
-        raise PlanError(f'"{text}" is not a duration such as 30d, 12h, 90min or 2w')
+        raise PlanError("cost.duration_invalid", '"{text}" is not a duration such as 30d, 12h, 90min or 2w', text=text)
     return value
 
 
@@ -88,16 +90,21 @@ def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
         PlanError: the goal is not one, no model reaches the loss, or nothing says when the job ends.
     """
     if sum(value is not None for value in goal) > 1:
-        raise PlanError("name one of --tokens, --samples and --loss, for each of them is an amount of training")
+        raise PlanError(
+            "cost.amounts_conflict",
+            "name one of --tokens, --samples and --loss, for each of them is an amount of training",
+        )
     of_step = job.global_batch * trace.tokens
     if goal.samples is not None:
         return Amount(math.ceil(goal.samples / job.global_batch), f"{large(goal.samples)} samples")
     if goal.tokens is None and goal.loss is None:
         if job.stop.steps is None:
-            raise PlanError("the job's stop rule names no steps: name --tokens, --samples or --loss")
+            raise PlanError(
+                "cost.amount_missing", "the job's stop rule names no steps: name --tokens, --samples or --loss"
+            )
         return Amount(job.stop.steps, f"the job's {count(job.stop.steps, 'step')}")
     if trace.tokens == 1:
-        raise PlanError(f"samples of {job.name} are not sequences of tokens: name --samples")
+        raise PlanError("cost.not_tokens", "samples of {job} are not sequences of tokens: name --samples", job=job.name)
     if goal.tokens is not None:
         return Amount(math.ceil(goal.tokens / of_step), f"{large(goal.tokens)} tokens")
     assert goal.loss is not None
@@ -106,7 +113,10 @@ def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
 
 def _to_loss(job: Job, trace: ModelTrace, loss: float, of_step: int) -> Amount:
     if any(block.experts for block in trace.blocks):
-        raise PlanError("the scaling laws were fitted to dense models, and this one is a mixture of experts: --tokens")
+        raise PlanError(
+            "cost.no_law_for_experts",
+            "the scaling laws were fitted to dense models, and this one is a mixture of experts: --tokens",
+        )
     parameters = trace.parameters
     tokens = BESIROGLU.tokens(parameters, loss)
     notes = [
@@ -249,7 +259,12 @@ def training_run(
         costs = costs_of(job, cluster, candidate, rate or _NEVER, slowdown)
         goodput = costs.goodput(interval_s(job, costs)) / slowdown
         if goodput < _LEAST_GOODPUT:
-            raise PlanError(f"{what}, {rate:g} interruptions a day on each host leave no time to train in")
+            raise PlanError(
+                "cost.no_time_left",
+                "{what}, {rate:g} interruptions a day on each host leave no time to train in",
+                what=what,
+                rate=rate,
+            )
         wall_s = steps_s / goodput
         energy = None if watts is None else watts / 1000 * wall_s / 3600
         grams = conditions.carbon_g_per_kwh
@@ -360,15 +375,27 @@ class ScalingLaw:
         """
         if loss <= self.floor:
             raise PlanError(
-                f"a loss of {loss:g} nats per token is not reached by any model: {self.name} ({self.source}) put the "
-                f"floor at {self.floor:g} on their data. Name a loss above it, or --tokens"
+                "cost.loss_below_floor",
+                "a loss of {loss:g} nats per token is not reached by any model: {law} ({source}) put the floor at "
+                "{floor:g} on their data. Name a loss above it, or --tokens",
+                loss=loss,
+                law=self.name,
+                source=self.source,
+                floor=self.floor,
             )
         if loss <= (least := self.floor_of(parameters)):
             enough = (self.a / (loss - self.floor)) ** (1 / self.alpha)
             raise PlanError(
-                f"a model of {large(parameters)} parameters does not reach a loss of {loss:g} nats per token on any "
-                f"number of tokens: its floor is {least:.3f} by {self.name} ({self.source}). A model needs more than "
-                f"{large(enough)} parameters for it"
+                "cost.loss_below_models_floor",
+                "a model of {parameters} parameters does not reach a loss of {loss:g} nats per token on any number of "
+                "tokens: its floor is {least:.3f} by {law} ({source}). A model needs more than {needed} parameters "
+                "for it",
+                parameters=large(parameters),
+                loss=loss,
+                least=least,
+                law=self.name,
+                source=self.source,
+                needed=large(enough),
             )
         return float((self.b / (loss - least)) ** (1 / self.beta))
 

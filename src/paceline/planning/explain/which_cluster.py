@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.cluster.named import read_name
-from paceline.errors import ClusterError, PacelineError, PlanError
+from paceline.errors import ClusterError, InvalidValue, PacelineError, PlanError
 from paceline.job.job import Job
 from paceline.job.spec import Spec
 from paceline.planning.explain.training_run import (
@@ -208,7 +208,9 @@ def which_cluster(
         refused += _told(offer, reasons)
     if not options:
         reasons_text = "\n".join(f"{machines}: {reason}" for machines, reason in refused)
-        raise PlanError(f"nothing on the list can run {job.name}:\n{reasons_text}")
+        raise PlanError(
+            "offers.none_can_run", "nothing on the list can run {job}:\n{reasons}", job=job.name, reasons=reasons_text
+        )
     return ClusterChoice(job, amount, offers, tuple(options), tuple(refused), budget, deadline_s)
 
 
@@ -279,13 +281,16 @@ class Offer(Spec):
         try:
             named = read_name(text)
         except ClusterError as error:
-            raise ValueError(str(error)) from None
+            raise InvalidValue.of_error(error) from None
         if named.hosts > 1:
-            raise ValueError(
-                f'"{text}" is {named.hosts} hosts: name one, and put the largest number of them in `hosts`'
+            raise InvalidValue(
+                "offers.several_hosts",
+                '"{text}" is {hosts} hosts: name one, and put the largest number of them in `hosts`',
+                text=text,
+                hosts=named.hosts,
             )
         if named.price_per_hour is not None:
-            raise ValueError(f'"{text}" has a price: put it in `price`')
+            raise InvalidValue("offers.with_price", '"{text}" has a price: put it in `price`', text=text)
         return text
 
     @property
@@ -326,7 +331,8 @@ def read_offers(file: Path) -> Offers:
     try:
         return Offers.model_validate(values)
     except ValidationError as error:
-        raise ClusterError(explain(error.errors(include_url=False), Offers, positions, name="list of offers")) from None
+        problems = explain(error.errors(include_url=False), Offers, positions, name="list of offers")
+        raise ClusterError.of_problems(problems) from None
 
 
 def _from_csv(file: Path) -> Offers:
@@ -334,20 +340,24 @@ def _from_csv(file: Path) -> Offers:
         with file.open(encoding="utf-8-sig", newline="") as text:
             rows = list(csv.DictReader(text, skipinitialspace=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ClusterError(f"{file} cannot be read as CSV: {error}") from None
+        raise ClusterError("offers.not_csv", "{file} cannot be read as CSV: {error}", file=file, error=error) from None
     offers = []
     for line, row in enumerate(rows, 2):
         if None in row:
             raise ClusterError(
-                f'{file}, line {line}: more values than columns; quote a name with a comma: "8xH100, 400gbit"'
+                "offers.too_many_values",
+                '{file}, line {line}: more values than columns; quote a name with a comma: "8xH100, 400gbit"',
+                file=file,
+                line=line,
             )
         values: dict[str, Any] = {key: value for key, value in row.items() if value not in (None, "")}
         try:
             offers.append(Offer.model_validate(values))
         except ValidationError as error:
-            raise ClusterError(
-                f"{file}, line {line}: {explain(error.errors(include_url=False), Offer, name='offer')}"
-            ) from None
+            problems = explain(error.errors(include_url=False), Offer, name="offer")
+            raise ClusterError.of_problems([problem.at(f"{file}, line {line}") for problem in problems]) from None
     if not offers:
-        raise ClusterError(f"{file} has no offer: a first line with cluster,price,hosts and a line for each")
+        raise ClusterError(
+            "offers.empty", "{file} has no offer: a first line with cluster,price,hosts and a line for each", file=file
+        )
     return Offers(offers=tuple(offers))

@@ -346,7 +346,11 @@ def _collated_sample(job: Job) -> Any:
         return {k: v[0] for k, v in batch.items()} if isinstance(batch, Mapping) else tuple(part[0] for part in batch)
     except Exception as error:
         raise DataError(
-            f"data.collate: {job.data.collate} raised {type(error).__name__} on the first sample: {error}"
+            "data.collate_raised_on_first",
+            "data.collate: {collate} raised {kind} on the first sample: {error}",
+            collate=job.data.collate,
+            kind=type(error).__name__,
+            error=error,
         ) from error
 
 

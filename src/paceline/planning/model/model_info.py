@@ -207,7 +207,11 @@ def without_memory(spec: ModelSpec) -> nn.Module:
         except Exception as error:
             name = spec.zoo or spec.factory or spec.hf
             raise JobError(
-                f"the model {name} could not be built to check the plan: {type(error).__name__}: {error}"
+                "model.not_built_for_check",
+                "the model {name} could not be built to check the plan: {kind}: {error}",
+                name=name,
+                kind=type(error).__name__,
+                error=error,
             ) from error
 
 
@@ -453,11 +457,13 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
         if forward.error is not None and found.numel <= MOST_REAL / max(1.0, tokens / 200):
             forward = _forward_with_values(job, autocast)
             if forward.error is not None:
-                raise JobError(_described(forward.error, forward)) from forward.error
+                raise JobError(
+                    "model.forward_failed", "{reason}", reason=_described(forward.error, forward)
+                ) from forward.error
     if forward.error is None:
         return forward.seen
     if not _needs_values(forward.error, forward):
-        raise JobError(_described(forward.error, forward)) from forward.error
+        raise JobError("model.forward_failed", "{reason}", reason=_described(forward.error, forward)) from forward.error
     why = (
         f"{forward.module_of(forward.error)} cannot be followed without the values of tensors "
         f"({type(forward.error).__name__})"

@@ -225,11 +225,23 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
     """The error of a search that found nothing."""
     job, cluster = space.job, space.cluster
     if not len(space.rows["tp"]):
-        return PlanError(_no_rows(space))
+        return PlanError("plan.no_division", "{reason}", reason=_no_rows(space))
     if missing := smallest_that_works(layout, job.global_batch):
-        return PlanError(f"{job.name} fits on {cluster.name} under no plan. {missing}")
+        return PlanError(
+            "plan.no_fit",
+            "{job} fits on {cluster} under no plan. {advice}",
+            job=job.name,
+            cluster=cluster.name,
+            advice=missing,
+        )
     refused = [f"{one.what}: {one.reason}" for one in rejections.excluded(space)]
-    return PlanError("\n".join([f"{job.name} cannot be trained on {cluster.name} under any plan.", *refused]))
+    return PlanError(
+        "plan.none_found",
+        "{job} cannot be trained on {cluster} under any plan.\n{reasons}",
+        job=job.name,
+        cluster=cluster.name,
+        reasons="\n".join(refused),
+    )
 
 
 def _uneven_batch(space: Space) -> Excluded | None:

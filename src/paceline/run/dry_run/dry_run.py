@@ -230,12 +230,18 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
     except BatchError:
         raise  # under every plan
     except DataError as error:
-        raise PlanError(f"plan {plan}: {error}") from error
+        raise PlanError("plan.dry_run_refused", "plan {plan}: {error}", plan=plan, error=error) from error
     except PacelineError:
         raise
     except Exception as error:
         what = next(iter(str(error).splitlines()), "")
-        raise PlanError(f"plan {plan}: this model cannot be divided so: {type(error).__name__}: {what}") from error
+        raise PlanError(
+            "plan.model_not_divisible",
+            "plan {plan}: this model cannot be divided so: {kind}: {error}",
+            plan=plan,
+            kind=type(error).__name__,
+            error=what,
+        ) from error
     return split
 
 
@@ -322,7 +328,12 @@ def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Modul
         if isinstance(error, _WITHOUT_VALUES):
             return f"{where} needs the values of tensors, not only their shapes ({type(error).__name__}: {what})"
         raise StepFailed(
-            f"a step of rank {engine.group.rank} fails in {where}: {type(error).__name__}: {what}"
+            "plan.step_failed",
+            "a step of rank {rank} fails in {where}: {kind}: {error}",
+            rank=engine.group.rank,
+            where=where,
+            kind=type(error).__name__,
+            error=what,
         ) from error
     return None
 

@@ -199,7 +199,10 @@ class Engine(RankEngine):
             self.replica.backward.only = None
             self.steps.computed(stepped, reduced=True)
         if not self.steps.with_gradients(stepped, own=False):
-            raise JobError("update has no gradient to step by: call engine.backward(loss) before it, in every update")
+            raise JobError(
+                "loop.no_gradient",
+                "update has no gradient to step by: call engine.backward(loss) before it, in every update",
+            )
         gradients = self.reduction.gradients = numbers_of(self.steps.parameters_of(stepped))
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.unscale(gradients)
@@ -240,8 +243,9 @@ class Engine(RankEngine):
         """
         if not self.has_loss:
             raise JobError(
+                "loop.step_without_loss",
                 "step needs a loss: paceline.setup(model, optimizer, loss=loss, loader=loader); or call "
-                "engine.backward and engine.update"
+                "engine.backward and engine.update",
             )
         self.steps.check_no_closure(self.steps.numbers(()))
         with self.steps.by_the_engine():
@@ -386,7 +390,8 @@ class Engine(RankEngine):
     def _before_own_step(self) -> None:
         if self.compute.loss_scale is not None:
             raise JobError(
-                "precision=fp16: the gradients are scaled; write engine.update() instead of optimizer.step()"
+                "loop.optimizer_step_fp16",
+                "precision=fp16: the gradients are scaled; write engine.update() instead of optimizer.step()",
             )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
@@ -429,6 +434,7 @@ def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
     own = {id(p) for p in model.parameters() if p.requires_grad}
     if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):
         raise JobError(
+            "setup.twice",
             "an engine of an earlier paceline.setup still trains this model: write engine.close() before the second "
-            "setup, or set it up once, outside of the loop"
+            "setup, or set it up once, outside of the loop",
         )

@@ -109,7 +109,10 @@ class OptimizerSteps:
             return set(range(len(self.optimizers)))
         numbers = {i for i, own in enumerate(self.optimizers) if any(own is one for one in optimizers)}
         if len(numbers) != len(optimizers):
-            raise JobError("backward and update take the optimizers that paceline.setup was given, each once")
+            raise JobError(
+                "loop.other_optimizer",
+                "backward and update take the optimizers that paceline.setup was given, each once",
+            )
         return numbers
 
     def parameters_of(self, numbers: set[int]) -> list[nn.Parameter]:
@@ -121,9 +124,10 @@ class OptimizerSteps:
         """Raise JobError if an optimizer needs a closure to step."""
         for number in sorted(numbers & self._with_closure):
             raise JobError(
-                f"{type(self.optimizers[number]).__name__} needs a closure, so the loop steps it: write "
-                "`def closure(): optimizer.zero_grad(); loss = loss_of(model(x), y); engine.backward(loss); "
-                "return loss`, then `optimizer.step(closure)`"
+                "loop.closure_needed",
+                "{class_name} needs a closure, so the loop steps it: write `def closure(): optimizer.zero_grad(); "
+                "loss = loss_of(model(x), y); engine.backward(loss); return loss`, then `optimizer.step(closure)`",
+                class_name=type(self.optimizers[number]).__name__,
             )
 
     # What happens to their gradients
@@ -146,9 +150,11 @@ class OptimizerSteps:
         for number in sorted(n for n in targets if self.gradients.get(n) == "left"):
             if named and any(p.grad is not None for p in self.parameters_of({number})):
                 raise JobError(
-                    f"optimizer {number} still has gradients of an earlier loss, whose update was of another "
+                    "loop.stale_gradients",
+                    "optimizer {optimizer} still has gradients of an earlier loss, whose update was of another "
                     "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear them "
-                    "with optimizer.zero_grad()"
+                    "with optimizer.zero_grad()",
+                    optimizer=number,
                 )
             self.gradients[number] = "reduced"
 
@@ -177,8 +183,11 @@ class OptimizerSteps:
         """
         if self._divided_by is not None:
             raise PlanError(
-                f"{type(optimizer).__name__} with a closure works on whole parameters; plan {self._divided_by} "
-                f"divides them. Use dp={self._ranks}"
+                "loop.closure_divided",
+                "{class_name} with a closure works on whole parameters; plan {plan} divides them. Use dp={ranks}",
+                class_name=type(optimizer).__name__,
+                plan=self._divided_by,
+                ranks=self._ranks,
             )
 
         def agreed() -> Any:
@@ -196,9 +205,11 @@ class OptimizerSteps:
         owners = {owner.get(p) for p in stepped}
         if None in owners:
             raise JobError(
-                f"{type(optimizer).__name__} steps on parameters that paceline.setup was not given: every rank "
-                "would train its own. Give setup all models and optimizers, setup([model, other], [optimizer, "
-                "other_optimizer], …); or, for one that every rank is to train by itself, engine.ignore(optimizer)"
+                "loop.optimizer_unknown",
+                "{class_name} steps on parameters that paceline.setup was not given: every rank would train its own. "
+                "Give setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, "
+                "for one that every rank is to train by itself, engine.ignore(optimizer)",
+                class_name=type(optimizer).__name__,
             )
         for number in owners:
             assert number is not None
@@ -207,13 +218,15 @@ class OptimizerSteps:
     def _check_step(self, number: int) -> None:
         if self.gradients.get(number) == "own":
             raise SyncError(
+                "loop.gradients_not_reduced",
                 "the newest gradients are this rank's alone (sync=False): the last engine.backward before "
-                "optimizer.step() needs sync=True, or write engine.update()"
+                "optimizer.step() needs sync=True, or write engine.update()",
             )
         if number not in self.gradients:
             raise SyncError(
-                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no "
-                "gradients in common. Write engine.backward(loss) instead of loss.backward()"
+                "loop.step_without_backward",
+                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no gradients in "
+                "common. Write engine.backward(loss) instead of loss.backward()",
             )
 
     def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
@@ -242,8 +255,10 @@ class Optimizers:
         for optimizer in self.optimizers:
             if shared := [p for p in optimizer.state if p in together]:
                 raise CheckpointError(
-                    f"a parameter of shape {tuple(shared[0].shape)} is stepped on by two optimizers, so its state has "
-                    "no single name; give each parameter to one optimizer"
+                    "checkpoint.parameter_of_two_optimizers",
+                    "a parameter of shape {shape} is stepped on by two optimizers, so its state has no single name; "
+                    "give each parameter to one optimizer",
+                    shape=tuple(shared[0].shape),
                 )
             together |= optimizer.state
         return together
@@ -346,9 +361,10 @@ class LossShares:
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
+                "loop.loader_unused",
                 "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader "
                 "yet. Write `for batch in engine.loader`, which is this rank's part; or give setup no loader, where "
-                "every rank brings its own data"
+                "every rank brings its own data",
             )
 
     def _share(self) -> float:
@@ -369,8 +385,9 @@ class LossShares:
         shares = {position.local / position.total for position, _ in seen.values()}
         if len(shares) > 1:
             raise DataError(
+                "loop.weight_unknown",
                 "the loaders' last batches are dealt in different proportions, so the weight of this loss is not "
-                "known: say what it is the mean of, engine.backward(loss, items=len(x))"
+                "known: say what it is the mean of, engine.backward(loss, items=len(x))",
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size
@@ -378,9 +395,10 @@ class LossShares:
             before is not None and before.local / before.total != share for _, before in seen.values()
         ):
             raise DataError(
-                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so "
-                "the weight of this loss is "
-                "not known: say what it is the mean of, engine.backward(loss, items=len(x)), or set drop_last=True"
+                "loop.read_ahead",
+                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the "
+                "weight of this loss is not known: say what it is the mean of, engine.backward(loss, items=len(x)), "
+                "or set drop_last=True",
             )
         self._seen |= {number: now for number, (now, _) in seen.items()}
         return share
@@ -404,33 +422,49 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise JobError(f"backward takes this rank's mean loss, a single number with a gradient; this is {what}")
+        raise JobError(
+            "loop.loss_not_a_number",
+            "backward takes this rank's mean loss, a single number with a gradient; this is {found}",
+            found=what,
+        )
     if engine.precision in ("bf16", "fp16") and not casts:
         raise JobError(
-            f"precision={engine.precision}: compute the model and the loss within `with engine.autocast():`, "
-            "else they stay in fp32"
+            "loop.no_autocast",
+            "precision={precision}: compute the model and the loss within `with engine.autocast():`, else they stay "
+            "in fp32",
+            precision=engine.precision,
         )
     plan = engine.plan
     if engine.local_steps and engine.split is not None:
         raise PlanError(
-            f"plan {plan}: with sync={plan.sync}, replicas that are divided are trained by engine.step(batch) alone"
+            "loop.rule_needs_step",
+            "plan {plan}: with sync={sync}, replicas that are divided are trained by engine.step(batch) alone",
+            plan=plan,
+            sync=plan.sync,
         )
     refuse_own_passes(plan)
     if engine.split is not None and not sync:
         raise PlanError(
-            f"plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={engine.group.size}; leave "
-            "sync out"
+            "loop.backward_without_sync",
+            "plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={size}; leave sync out",
+            plan=plan,
+            size=engine.group.size,
         )
     if engine.compute.divides_logits:
-        raise PlanError("tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own")
+        raise PlanError(
+            "loop.loss_under_tp",
+            "tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own",
+        )
 
 
 def refuse_own_passes(plan: Plan) -> None:
     """Refuse plans under which a loop cannot compute the model's output itself."""
     if plan.pp > 1 or plan.cp > 1:
         raise PlanError(
-            f"plan {plan}: with pp or cp, the engine runs the forward pass. Give paceline.setup a loss and call "
-            "engine.step(batch), or use dp, fsdp, ep or tp."
+            "loop.forward_by_engine",
+            "plan {plan}: with pp or cp, the engine runs the forward pass. Give paceline.setup a loss and call "
+            "engine.step(batch), or use dp, fsdp, ep or tp.",
+            plan=plan,
         )
 
 
@@ -438,8 +472,9 @@ def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
     """Refuse an update by some of several optimizers, where the rule counts a replica's steps."""
     if stepped < optimizers:
         raise PlanError(
-            f"sync={plan.sync} counts the steps of a replica, and several optimizers take different ones; use "
-            "sync=allreduce"
+            "loop.rule_counts_steps",
+            "sync={sync} counts the steps of a replica, and several optimizers take different ones; use sync=allreduce",
+            sync=plan.sync,
         )
 
 
@@ -468,8 +503,11 @@ class Refusals:
 
         def refuse(memo: Any) -> Any:
             raise JobError(
-                f"plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of "
-                f"its own. Copy it before setup and update it from engine.export, or use dp={ranks}"
+                "loop.copy_of_divided",
+                "plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of its "
+                "own. Copy it before setup and update it from engine.export, or use dp={ranks}",
+                plan=plan,
+                ranks=ranks,
             )
 
         self._uncopied = list(model.modules())
@@ -497,7 +535,10 @@ class NoLoader:
         self.group = group
 
     def __iter__(self) -> Iterator[Any]:
-        raise DataError("setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)")
+        raise DataError(
+            "loop.no_loader",
+            "setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)",
+        )
 
     def fill_every_rank(self, what: str) -> None:
         """Nothing to require: every rank computes with the data that it brings."""
@@ -514,4 +555,4 @@ class NoLoader:
 
 def no_loss(output: Any, target: Any) -> Tensor:
     """Placeholder for a loss, in loops that compute their own."""
-    raise JobError("setup was given no loss")
+    raise JobError("loop.no_loss", "setup was given no loss")

@@ -155,20 +155,35 @@ def _divided(
         refuse_own_passes(plan)
     if settings.precision == "fp16":
         raise PlanError(
-            f"precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or "
-            f"dp={group.size}"
+            "setup.fp16_divided",
+            "precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or dp={size}",
+            plan=plan,
+            size=group.size,
         )
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        raise PlanError(f"plan {plan} divides one model, and setup was given {len(model)}; use dp={group.size}")
+        raise PlanError(
+            "setup.several_models",
+            "plan {plan} divides one model, and setup was given {models}; use dp={size}",
+            plan=plan,
+            models=len(model),
+            size=group.size,
+        )
     trained = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
     if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
         raise PlanError(
-            f"plan {plan} divides the model's parameters, and the optimizer holds others: {', '.join(outside[:3])}. "
-            f"Make them parameters of the model, or use dp={group.size}"
+            "setup.parameters_outside",
+            "plan {plan} divides the model's parameters, and the optimizer holds others: {outside}. Make them "
+            "parameters of the model, or use dp={size}",
+            plan=plan,
+            outside=list(outside[:3]),
+            size=group.size,
         )
     if dealt is None:
         raise DataError(
-            f"plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={group.size}"
+            "setup.loader_needed",
+            "plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={size}",
+            plan=plan,
+            size=group.size,
         )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     from paceline.engine.split_model import divide  # heavy
@@ -200,47 +215,66 @@ def _listed(given: Any, kind: type[Any], noun: str) -> list[Any]:
     for one in several:
         if not isinstance(one, kind):
             known = "an nn.Module as model" if kind is nn.Module else "a torch.optim.Optimizer as optimizer"
-            raise JobError(f"setup needs {known}, got {type(one).__name__}")
+            raise JobError(
+                "setup.wrong_type",
+                "setup needs {wanted}, got {class_name}",
+                wanted=known,
+                class_name=type(one).__name__,
+            )
     if not several:
-        raise JobError(f"setup needs at least one {noun}")
+        raise JobError("setup.nothing_given", "setup needs at least one {noun}", noun=noun)
     return several
 
 
 def _check_loss(loss: Any) -> None:
     if isinstance(loss, DataLoader):
         raise JobError(
+            "setup.loader_as_loss",
             "setup got a DataLoader as its loss. Write paceline.setup(model, optimizer, loss=loss, loader=loader); or "
-            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself"
+            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself",
         )
     if loss is not None and not callable(loss):
         raise JobError(
-            f"setup got a {type(loss).__name__} as loss; it needs a function loss(output, target) or an nn.Module, for "
-            "example torch.nn.CrossEntropyLoss()"
+            "setup.loss_invalid",
+            "setup got a {class_name} as loss; it needs a function loss(output, target) or an nn.Module, for example "
+            "torch.nn.CrossEntropyLoss()",
+            class_name=type(loss).__name__,
         )
 
 
 def _check_settings(settings: Settings) -> None:
     if settings.nonfinite not in ("stop", "skip"):
         raise JobError(
-            f"nonfinite={settings.nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
-            "paceline.train"
+            "setup.nonfinite_invalid",
+            "nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
+            "paceline.train",
+            nonfinite=settings.nonfinite,
         )
     known = (*get_args(Precision), "fp16")
     if settings.precision not in known:
-        raise JobError(f"precision={settings.precision!r}: there are {', '.join(known)}")
+        raise JobError(
+            "setup.precision_invalid",
+            "precision={precision!r}: there are {choices}",
+            precision=settings.precision,
+            choices=list(known),
+        )
     if settings.batch_norm not in ("local", "sync"):
         raise JobError(
-            f"batch_norm={settings.batch_norm!r}: there are local (statistics of a replica) and sync (of the global "
-            "batch)"
+            "setup.batch_norm_invalid",
+            "batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)",
+            batch_norm=settings.batch_norm,
         )
     if settings.clip_norm is not None and settings.clip_norm <= 0:
         raise JobError(
-            f"clip_norm={settings.clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip "
-            "nothing"
+            "setup.clip_norm_invalid",
+            "clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing",
+            clip_norm=settings.clip_norm,
         )
     if settings.buffers not in ("same", "local"):
         raise JobError(
-            f"buffers={settings.buffers!r}: there are same (on all ranks) and local (each replica keeps its own)"
+            "setup.buffers_invalid",
+            "buffers={buffers!r}: there are same (on all ranks) and local (each replica keeps its own)",
+            buffers=settings.buffers,
         )
 
 
@@ -259,32 +293,47 @@ def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss
 def _refuse_own_forward(plan: Plan, loss: Any) -> None:
     if loss is None and plan.compile != "off":
         raise PlanError(
-            f"compile={plan.compile} compiles what engine.step computes; in a loop of your own call model.compile()"
+            "setup.compile",
+            "compile={compile} compiles what engine.step computes; in a loop of your own call model.compile()",
+            compile=plan.compile,
         )
     if loss is None and plan.microbatches > 1:
         raise PlanError(
-            f"microbatches={plan.microbatches} divide the batches of engine.step; in a loop of your own call "
-            "engine.backward(loss, sync=False) for all parts of a batch but the last"
+            "setup.microbatches",
+            "microbatches={microbatches} divide the batches of engine.step; in a loop of your own call "
+            "engine.backward(loss, sync=False) for all parts of a batch but the last",
+            microbatches=plan.microbatches,
         )
 
 
 def _check_ranks(plan: Plan, group: Group) -> None:
     if plan.num_workers:
         raise PlanError(
-            f"plan {plan} has loader processes, which are your loader's here: "
-            f"DataLoader(…, num_workers={plan.num_workers}), and num_workers=0 in the plan"
+            "setup.num_workers",
+            "plan {plan} has loader processes, which are your loader's here: DataLoader(…, "
+            "num_workers={num_workers}), and num_workers=0 in the plan",
+            plan=plan,
+            num_workers=plan.num_workers,
         )
     if plan.ranks != group.size:
         how = f"torchrun --nproc-per-node {plan.ranks}" if plan.ranks > 1 else "plain python"
         raise PlanError(
-            f"plan {plan} needs {plan.ranks} ranks, but {group.size} were started. Start it with {how}, or use "
-            f"dp={group.size}."
+            "setup.ranks_differ",
+            "plan {plan} needs {ranks} ranks, but {started} were started. Start it with {how}, or use dp={started}.",
+            plan=plan,
+            ranks=plan.ranks,
+            started=group.size,
+            how=how,
         )
 
 
 def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if len(optimizers) > 1 and not sync_info(plan.sync).several_optimizers:
-        raise PlanError(f"sync={plan.sync}: this rule trains one optimizer; with several use sync=allreduce")
+        raise PlanError(
+            "setup.several_optimizers",
+            "sync={sync}: this rule trains one optimizer; with several use sync=allreduce",
+            sync=plan.sync,
+        )
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -292,13 +341,15 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     held = [dict.fromkeys(p for g in o.param_groups for p in g["params"]) for o in optimizers]
     if not any(p in own for parameters in held for p in parameters):
         raise JobError(
-            "the optimizer holds none of the model's parameters; make it from model.parameters() of the "
-            "model given here"
+            "setup.optimizer_of_other_model",
+            "the optimizer holds none of the model's parameters; make it from model.parameters() of the model given "
+            "here",
         )
     if len({p for parameters in held for p in parameters}) < sum(map(len, held)):
         raise JobError(
-            "a parameter is held by two of the optimizers, so it is not known which one's update it waits for; "
-            "give it to one"
+            "setup.parameter_of_two_optimizers",
+            "a parameter is held by two of the optimizers, so it is not known which one's update it waits for; give "
+            "it to one",
         )
 
 
@@ -312,8 +363,11 @@ def _check_plain(model: nn.Module) -> None:
         if any(base.__name__ in _WRAPPERS and base.__module__.startswith("torch.") for base in kind.__mro__):
             where = f"the model's {name}" if name else "the model"
             raise JobError(
-                f"{where} is wrapped by {kind.__name__}, and paceline distributes the work itself: give setup the "
-                "plain model (and choose fsdp=… in the plan)"
+                "setup.wrapped",
+                "{where} is wrapped by {class_name}, and paceline distributes the work itself: give setup the plain "
+                "model (and choose fsdp=… in the plan)",
+                where=where,
+                class_name=kind.__name__,
             )
 
 
@@ -350,6 +404,10 @@ def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divid
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
     if "fused" not in optimizer.defaults:
-        raise PlanError(f"fused=on: {type(optimizer).__name__} has no fused step in torch; leave fused out")
+        raise PlanError(
+            "setup.not_fused",
+            "fused=on: {class_name} has no fused step in torch; leave fused out",
+            class_name=type(optimizer).__name__,
+        )
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False

@@ -85,14 +85,15 @@ def _together(engine: Engine, do: Callable[[], Made]) -> Made:
     try:
         made = do()
     except CheckpointError as error:
-        problem = str(error)
+        problem = error
     _raise_on_all(engine, problem, CheckpointError)
     return cast(Made, made)
 
 
-def _raise_on_all(engine: Engine, problem: str | None, kind: type[PacelineError]) -> None:
-    if said := next((said for said in engine.group.gather_json(problem) if said is not None), None):
-        raise kind(said)
+def _raise_on_all(engine: Engine, problem: PacelineError | None, kind: type[PacelineError]) -> None:
+    told = engine.group.gather_json(problem and problem.as_json())
+    if first := next((one for one in told if one is not None), None):
+        raise kind.of_json(first)
 
 
 def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -115,7 +116,11 @@ def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, 
         return None
     saved = loaded.values["loop"].get("objects")
     if saved is None:
-        raise CheckpointError(f"{loaded.path} is of a run of paceline.train; engine.load reads what engine.save wrote")
+        raise CheckpointError(
+            "checkpoint.of_train",
+            "{path} is of a run of paceline.train; engine.load reads what engine.save wrote",
+            path=loaded.path,
+        )
     _check_objects(loaded, saved, objects)
     _refuse_other_data(engine, loaded)
     engine.clear()
@@ -146,7 +151,11 @@ def export(engine: Engine, path: Path) -> None:
     Raises:
         RunError: the file exists or cannot be written.
     """
-    exists = f"{path} exists already and is not overwritten. Remove it, or name another file."
+    exists = RunError(
+        "export.file_exists",
+        "{file} exists already and is not overwritten. Remove it, or name another file.",
+        file=path,
+    )
     _raise_on_all(engine, exists if engine.is_main and path.exists() else None, RunError)
     with engine.rule.in_agreement(), engine.evaluation.averaged_buffers(), ExitStack() as held:
         folder = None if engine.split is None else _saved_beside(engine, path, held)
@@ -155,7 +164,7 @@ def export(engine: Engine, path: Path) -> None:
             try:
                 _write_whole(engine, path) if folder is None else export_checkpoint(folder, path)
             except RunError as error:
-                problem = str(error)
+                problem = error
         _raise_on_all(engine, problem, RunError)
 
 
@@ -165,7 +174,12 @@ def _saved_beside(engine: Engine, path: Path, held: ExitStack) -> Path:
     try:
         own = str(held.enter_context(new_folder_beside(path))) if engine.is_main else ""
     except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that can be written."
+        problem = RunError(
+            "export.file_unwritable",
+            "{file} cannot be written: {reason}. Name a file in a writable folder.",
+            file=path,
+            reason=error.strerror or error,
+        )
     _raise_on_all(engine, problem, RunError)
     folder = Path(engine.group.gather_json(own)[0])
     save(engine, folder, {}, keep=1)
@@ -184,8 +198,12 @@ def _check_folder(engine: Engine, folder: Path) -> None:
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise CheckpointError(
-                f"the folder of checkpoints is {everyones[0]} on rank 0 and {other} on rank {rank}; all ranks write "
-                "into one: name it alike on each (a temporary folder is made by every rank for itself)"
+                "checkpoint.folders_differ",
+                "the folder of checkpoints is {first} on rank 0 and {other} on rank {rank}; all ranks write into one: "
+                "name it alike on each (a temporary folder is made by every rank for itself)",
+                first=everyones[0],
+                other=other,
+                rank=rank,
             )
 
 
@@ -200,7 +218,9 @@ def _shared_and_own(
     for name, tensor in tensors.items():
         if local(tensor) is not tensor:
             raise CheckpointError(
-                f"{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp"
+                "checkpoint.value_divided",
+                "{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp",
+                name=name,
             )
     # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
     marks = {
@@ -212,8 +232,11 @@ def _shared_and_own(
             name for name in encoded if json.dumps(other.get(name)) != json.dumps(everyones[0][0].get(name))
         ]:
             raise CheckpointError(
-                f"{differs[0]} differs between rank 0 and rank {rank}: what is saved by name is to be the same on "
-                "every rank. Make it from engine.mean(…) or from numbers that all have"
+                "checkpoint.values_differ",
+                "{name} differs between rank 0 and rank {rank}: what is saved by name is to be the same on every "
+                "rank. Make it from engine.mean(…) or from numbers that all have",
+                name=differs[0],
+                rank=rank,
             )
     alike = {name for name in tensors if len({other.get(name) for _, other in everyones}) == 1}
     shared = {name: tensor for name, tensor in tensors.items() if name in alike}
@@ -223,11 +246,19 @@ def _shared_and_own(
 def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
     if unknown := [name for name in objects if name not in saved]:
         there = ", ".join(saved) or "nothing by name"
-        raise CheckpointError(f"{loaded.path} holds no {unknown[0]!r}; engine.save was given {there}")
+        raise CheckpointError(
+            "checkpoint.name_missing",
+            "{path} holds no {name!r}; engine.save was given {there}",
+            path=loaded.path,
+            name=unknown[0],
+            there=there,
+        )
     if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
         raise CheckpointError(
-            f"engine.load was given {plain[0]!r}, which has no load_state_dict: leave it out, and take it from "
-            "what engine.load returns"
+            "checkpoint.value_not_loadable",
+            "engine.load was given {name!r}, which has no load_state_dict: leave it out, and take it from what "
+            "engine.load returns",
+            name=plain[0],
         )
 
 
@@ -236,11 +267,15 @@ def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):
-            problem = (
-                f"the data set {loader.name} has changed since {loaded.path} was written: {what}. The saved position "
-                "and order belong to the earlier data set. Restore that data set. To train on the new one from these "
-                "weights, call engine.export(file) in the earlier loop. Then call "
-                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without engine.load"
+            problem = DataError(
+                "data.changed_since_saved",
+                "the data set {dataset} has changed since {path} was written: {change}. The saved position and order "
+                "belong to the earlier data set. Restore that data set. To train on the new one from these weights, "
+                "call engine.export(file) in the earlier loop. Then call "
+                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without engine.load",
+                dataset=loader.name,
+                path=loaded.path,
+                change=what,
             )
             break
     _raise_on_all(engine, problem, DataError)
@@ -289,8 +324,12 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         ]
         return {_KIND: kind, "entries": pairs}
     raise CheckpointError(
-        f"{name} is a {type(value).__module__}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, "
-        "dicts and tensors, or an object whose state_dict has only these"
+        "checkpoint.value_unsupported",
+        "{name} is a {module}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, dicts and tensors, "
+        "or an object whose state_dict has only these",
+        name=name,
+        module=type(value).__module__,
+        kind=kind,
     )
 
 
@@ -319,8 +358,9 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
     """Mean of each number from `measure` over all samples; see `Engine.evaluate`."""
     if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
-            f"plan {engine.plan} runs the forward pass itself: leave `measure` out, and evaluate the loss "
-            "given to setup"
+            "loop.measure_by_engine",
+            "plan {plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup",
+            plan=engine.plan,
         )
     sums: dict[str, tuple[float, float]] = {}
     batches = 0
@@ -332,8 +372,10 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
                 found = measure(engine.example if batch is None else on_device(batch, engine.device))
             if not isinstance(found, Mapping):
                 raise JobError(
-                    f'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
-                    f"{type(found).__name__}"
+                    "loop.measure_not_a_dict",
+                    'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
+                    "{class_name}",
+                    class_name=type(found).__name__,
                 )
             batches += batch is not None
             if batch is not None and engine.counts_measures:
@@ -343,7 +385,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
                     sums[name] = (before[0] + total, before[1] + count)
     everyones = engine.group.gather_json([batches, sums])
     if not any(count for count, _ in everyones):
-        raise DataError(_nothing_to_measure(data))
+        raise DataError("loop.nothing_to_evaluate", "{reason}", reason=_nothing_to_measure(data))
     return _means([sums for _, sums in everyones])
 
 
@@ -351,7 +393,9 @@ def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str
     """The mean over all samples of the loss given to `setup`."""
     if not engine.has_loss:
         raise JobError(
-            "setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> dict"
+            "loop.evaluate_without_loss",
+            "setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> "
+            "dict",
         )
     batches = 0
 
@@ -363,7 +407,7 @@ def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str
 
     found = engine.evaluate(counted(), [LossMetric(engine.loss)])
     if not any(engine.group.gather_json(batches)):
-        raise DataError(_nothing_to_measure(data))
+        raise DataError("loop.nothing_to_evaluate", "{reason}", reason=_nothing_to_measure(data))
     return found
 
 
@@ -382,7 +426,10 @@ def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> 
         return float(widened(value).sum()), float(len(value))
     if isinstance(value, Tensor) and value.dim() > 1:
         raise JobError(
-            f"measure gives {name} of shape {tuple(value.shape)}: give a number, one value per sample, or (sum, count)"
+            "loop.measure_shape",
+            "measure gives {name} of shape {shape}: give a number, one value per sample, or (sum, count)",
+            name=name,
+            shape=tuple(value.shape),
         )
     if loader is not None and loader.position is not None:
         samples = loader.position.local
@@ -426,7 +473,9 @@ def _dealt(data: Any, engine: Engine) -> _Dealt:
         return _Dealt(padded(batches, count), loader)
     if together:
         raise PlanError(
-            f"plan {engine.plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length"
+            "loop.evaluate_uneven",
+            "plan {plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length",
+            plan=engine.plan,
         )
     return _Dealt(islice(data, group.rank, None, group.size), None)
 

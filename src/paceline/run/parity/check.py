@@ -313,7 +313,7 @@ def check_all(
             try:
                 found: Parity | Exception = checks.check(plan)
             except PacelineError as error:
-                found = PlanError(str(error)) if getattr(error, "rank_error", None) == "PlanError" else error
+                found = PlanError.of_error(error) if getattr(error, "rank_error", None) == "PlanError" else error
             hold = hold and (isinstance(found, PlanError) or (isinstance(found, Parity) and found.holds))
             say(plan, found)
     return hold

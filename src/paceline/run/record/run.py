@@ -67,7 +67,7 @@ class Run:
                 weakref.finalize(self, held.pop_all().close)
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
-            raise RunError(f"{self.path} is not a run directory: it has no job.yaml")
+            raise RunError("run.not_a_run", "{path} is not a run directory: it has no job.yaml", path=self.path)
 
     @classmethod
     def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
@@ -84,7 +84,11 @@ class Run:
     def must_be_new(path: Path) -> None:
         """Raise RunError where a run is in the directory already."""
         if (path / "job.yaml").exists():
-            raise RunError(f"{path} holds a run already. Continue it with --resume, or name another directory.")
+            raise RunError(
+                "run.directory_in_use",
+                "{path} holds a run already. Continue it with --resume, or name another directory.",
+                path=path,
+            )
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
@@ -119,8 +123,11 @@ class Run:
         differing = list(differences(_work(self.job), _work(job)))
         if differing:
             raise JobError(
-                f"{self.path} was made by another job: {'; '.join(differing)}. Restore the values, or start a "
-                "new run without --resume."
+                "run.other_job",
+                "{path} was made by another job: {differences}. Restore the values, or start a new run without "
+                "--resume.",
+                path=self.path,
+                differences="; ".join(differing),
             )
         _describe(self.path, job, cluster, plan)
         for cached in ("job", "cluster", "plan"):
@@ -138,7 +145,10 @@ class Run:
             return Plan.parse(read_text(self.path / "plan.txt", 2**16).strip())
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(
-                f"{self.path / 'plan.txt'} cannot be read: {getattr(error, 'strerror', None) or error}"
+                "file.unreadable",
+                "{file} cannot be read: {reason}",
+                file=self.path / "plan.txt",
+                reason=getattr(error, "strerror", None) or error,
             ) from error
 
     @cached_property
@@ -155,12 +165,19 @@ class Run:
                 or _has_aliases(text)
             ):
                 raise RunError(
-                    f"{file} is not as paceline writes it: its lines are too long, its lists too many, or it "
-                    "has YAML aliases"
+                    "run.file_invalid",
+                    "{file} is not as paceline writes it: its lines are too long, its lists too many, or it has YAML "
+                    "aliases",
+                    file=file,
                 )
             return Cluster.load(file)
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            raise RunError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise RunError(
+                "file.unreadable",
+                "{file} cannot be read: {reason}",
+                file=file,
+                reason=getattr(error, "strerror", None) or error,
+            ) from error
 
     @property
     def checkpoints(self) -> Path:
@@ -287,7 +304,9 @@ class JsonLines:
             size = os.fstat(self._fd).st_size
             self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # by a crash
         except OSError as error:
-            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+            raise RunError(
+                "file.unwritable", "{file} cannot be written: {reason}", file=path, reason=error.strerror
+            ) from error
 
     def write(self, line: str) -> None:
         """Append one line of JSON text.
@@ -300,8 +319,12 @@ class JsonLines:
                 self._append(line)
             except OSError as error:
                 if self._fd < 0 or not self.lossy:
-                    text = f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume."
-                    raise RunError(text) from error
+                    raise RunError(
+                        "run.record_unwritable",
+                        "{file} cannot be written: {reason}. Make room, then continue with --resume.",
+                        file=self.path,
+                        reason=error.strerror,
+                    ) from error
                 if not self.lost:
                     said = (
                         f"{self.path} cannot be written: {error.strerror}. Training goes on; its lines are lost "
@@ -344,7 +367,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise RunError(
+            "file.unreadable", "{file} cannot be read: {reason}", file=path, reason=error.strerror or error
+        ) from error
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
@@ -373,8 +398,10 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
         write_whole(path / "job.yaml", job.to_yaml())
     except OSError as error:
         raise RunError(
-            f"the run cannot be kept in {path}: {error.strerror or error}. Name a directory that can be "
-            "written with --run."
+            "run.directory_unwritable",
+            "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+            run=path,
+            reason=error.strerror or error,
         ) from error
 
 

@@ -147,7 +147,11 @@ def step_time_ratios(run: Run) -> list[list[float]]:
             found.append([time / mean for time in times])
     if not found:
         raise RunError(
-            f"{run.path}: no rank has {_FEWEST} steps with compute times after the first {WARM_UP_STEPS}; give a "
-            "number to --straggler-sigma instead"
+            "run.too_few_steps",
+            "{run}: no rank has {needed} steps with compute times after the first {warm_up}; give a number to "
+            "--straggler-sigma instead",
+            run=run.path,
+            needed=_FEWEST,
+            warm_up=WARM_UP_STEPS,
         )
     return found

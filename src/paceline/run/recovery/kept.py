@@ -310,8 +310,11 @@ class StepUndo:
 
 def _cannot_undo(name: str, step: int) -> JobError:
     error = JobError(
-        f"a rank was lost in step {step}, and the others cannot repeat it: the model's forward pass has already "
-        f"written parameter {name!r}. The run goes on from its newest checkpoint (--restarts 1, or --resume)."
+        "recovery.step_not_repeatable",
+        "a rank was lost in step {step}, and the others cannot repeat it: the model's forward pass has already "
+        "written parameter {name!r}. The run goes on from its newest checkpoint (--restarts 1, or --resume).",
+        step=step,
+        name=name,
     )
     error.may_pass = True
     return error

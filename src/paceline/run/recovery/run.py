@@ -128,7 +128,11 @@ class Trainee:
             loop.recutting.built_s = time.monotonic() - begun
             resumed = not saved or loop.resumed(start.boundary)
             if not resumed and engine.step_count == 0:
-                raise CheckpointError(f"the checkpoint of step {start.boundary.step} is gone before it was read")
+                raise CheckpointError(
+                    "checkpoint.gone",
+                    "the checkpoint of step {step} is gone before it was read",
+                    step=start.boundary.step,
+                )
             boundary = None if start.begins or not resumed else start.boundary
             # from here on nothing goes back to the cut before
             self.boundary, has_state = boundary or StepBoundary(), boundary is not None
@@ -169,7 +173,9 @@ class Trainee:
 
     def _at_boundary(self, loop: Loop) -> None:
         if loop.engine.sync_interrupted:
-            raise GenerationOver(f"the generation ended in step {loop.engine.step_count}")
+            raise GenerationOver(
+                "recovery.generation_over", "the generation ended in step {step}", step=loop.engine.step_count
+            )
         self.kept.at_boundary(loop.engine, loop.boundary)
 
     def _boundary(self, loop: Loop, start: Start) -> StepBoundary:

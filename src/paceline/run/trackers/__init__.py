@@ -118,7 +118,12 @@ def check(name: str) -> None:
     """
     info = TRACKERS[name]
     if info.package and not _is_installed(info.package):
-        raise JobError(f'the tracker "{name}" needs a package that is not installed: pip install {_pip_name(info)}')
+        raise JobError(
+            "tracker.not_installed",
+            'the tracker "{name}" needs a package that is not installed: pip install {package}',
+            name=name,
+            package=_pip_name(info),
+        )
 
 
 def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
@@ -132,7 +137,9 @@ def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
     try:
         return made(run, **settings)
     except TypeError as error:
-        raise JobError(f'tracker "{name}" cannot be made: {error}') from error
+        raise JobError(
+            "tracker.not_made", 'tracker "{name}" cannot be made: {error}', name=name, error=error
+        ) from error
 
 
 def _is_installed(package: str) -> bool:

@@ -214,4 +214,9 @@ class TensorBoard:
             raise self._explained(error) from error
 
     def _explained(self, error: OSError) -> RunError:
-        return RunError(f"{self.path} cannot be written: {error.strerror}. Make room, then continue with --resume.")
+        return RunError(
+            "tracker.unwritable",
+            "{path} cannot be written: {reason}. Make room, then continue with --resume.",
+            path=self.path,
+            reason=error.strerror,
+        )

@@ -143,15 +143,23 @@ def _this_host(cluster: Cluster | None) -> Host:
         return host
     if cluster.has_accelerators:
         raise ClusterError(
-            "a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself"
+            "calibrate.gpus",
+            "a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself",
         )
     if cluster.emulate is None and len(cluster.hosts) > 1:
         raise ClusterError(
-            f"{cluster.name} has {len(cluster.hosts)} hosts, and only this machine can be calibrated from here"
+            "calibrate.several_hosts",
+            "{cluster} has {hosts} hosts, and only this machine can be calibrated from here",
+            cluster=cluster.name,
+            hosts=len(cluster.hosts),
         )
     if cluster.hosts[0].cpu != host.cpu:
         raise ClusterError(
-            f"{cluster.name} has another CPU ({cluster.hosts[0].cpu}) than this machine ({host.cpu}): calibrate there"
+            "calibrate.other_cpu",
+            "{cluster} has another CPU ({cpu}) than this machine ({here}): calibrate there",
+            cluster=cluster.name,
+            cpu=cluster.hosts[0].cpu,
+            here=host.cpu,
         )
     return host.model_copy(update={"gpus": ()})
 
@@ -261,8 +269,10 @@ def calibrate_on(
         say(line)
     if not runs.rows:
         raise PlanError(
-            f"--calibrate-on {', '.join(map(str, files))}: no run in it can be used\n"
-            + "\n".join(_not_used(runs.skipped) or [f"nothing was found. It takes {_FORMS}"])
+            "calibrate.no_usable_run",
+            "--calibrate-on {files}: no run in it can be used\n{reasons}",
+            files=list(files),
+            reasons="\n".join(_not_used(runs.skipped) or [f"nothing was found. It takes {_FORMS}"]),
         )
     found = adjustment(runs.rows, lambda layout: predict_layout(layout).step_time_s)
     say(_summary(runs, found))
@@ -288,7 +298,12 @@ def read_runs(paths: Iterable[Path], cluster: Cluster | None = None) -> Runs:
 
 def _found(path: Path, cluster: Cluster | None) -> Iterator[Row | Skipped]:
     if not path.exists():
-        raise PlanError(f"--calibrate-on {path}: there is no such file. It takes {_FORMS}")
+        raise PlanError(
+            "calibrate.no_file",
+            "--calibrate-on {path}: there is no such file. It takes {takes}",
+            path=path,
+            takes=_FORMS,
+        )
     if not path.is_dir():
         yield from _of_file(path, cluster)
         return
@@ -316,7 +331,12 @@ def _of_file(file: Path, cluster: Cluster | None) -> Iterator[Row | Skipped]:
     try:
         rows, skipped = tables.read([file])
     except OSError as error:
-        raise PlanError(f"--calibrate-on {file} cannot be read: {error.strerror or error}") from error
+        raise PlanError(
+            "calibrate.unreadable",
+            "--calibrate-on {file} cannot be read: {reason}",
+            file=file,
+            reason=error.strerror or error,
+        ) from error
     if not rows and not skipped:
         yield Skipped(file.stem, 0, "it is no table of runs: it has no rows with the columns model and gpu")
     yield from skipped
@@ -403,9 +423,16 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
         LaunchError: the ranks failed; with the reason.
     """
     if sync_info(plan.sync).served:
-        raise RunError(f"sync={plan.sync}: workers of servers take no steps together, so none are profiled")
+        raise RunError(
+            "calibrate.servers",
+            "sync={sync}: workers of servers take no steps together, so none are profiled",
+            sync=plan.sync,
+        )
     if len(cluster.hosts) > 1 and cluster.emulate is None:
-        raise RunError("operations are profiled on this machine, and the run was on several hosts")
+        raise RunError(
+            "calibrate.run_of_several_hosts",
+            "operations are profiled on this machine, and the run was on several hosts",
+        )
     return run_on_plan(_profiled, (job, cluster, plan, steps), job=job, cluster=cluster, plan=plan)
 
 

@@ -36,7 +36,11 @@ class MessageCodec:
         flat = torch.zeros(1).expand(numel)
         made = made_codec(text, generator, Group(), flat, [flat], Traffic(), Scratch(torch.device("cpu")))
         if made is None or isinstance(made, CodedSum):
-            raise PlanError(f"{text} codes sums over ranks, and these numbers are sent alone; take int8 or topk:0.01")
+            raise PlanError(
+                "compress.code_of_sums",
+                "{text} codes sums over ranks, and these numbers are sent alone; take int8 or topk:0.01",
+                text=text,
+            )
         self._codec, self.numel = made, numel
         self._padded = -(-numel // made.block) * made.block
         self.nbytes = made.nbytes(self._padded)
@@ -87,8 +91,13 @@ class Feedback:
         if (error := self._errors.get(name)) is not None:
             if error.shape != wanted.shape:
                 raise CheckpointError(
-                    f"what compress={self.text} kept of {name} has {error.numel()} numbers, and there are "
-                    f"{wanted.numel()}: go on with the plan that wrote it, or with compress=none"
+                    "compress.kept_size",
+                    "what compress={text} kept of {name} has {kept} numbers, and there are {here}: go on with the "
+                    "plan that wrote it, or with compress=none",
+                    text=self.text,
+                    name=name,
+                    kept=error.numel(),
+                    here=wanted.numel(),
                 )
             wanted = wanted + error
         signal = square(wanted)
@@ -125,8 +134,13 @@ def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
             codec = codecs[numel] = MessageCodec(text, numel, torch.Generator())
         if coded.dtype is not torch.uint8 or coded.shape != (codec.nbytes,):
             raise ServerRefused(
-                f"{numel:,} numbers take {codec.nbytes:,} bytes in the code {text}, and here are "
-                f"{tuple(coded.shape)} of {coded.dtype}"
+                "compress.size_differs",
+                "{numel:,} numbers take {nbytes:,} bytes in the code {text}, and here are {found} of {dtype}",
+                numel=numel,
+                nbytes=codec.nbytes,
+                text=text,
+                found=tuple(coded.shape),
+                dtype=coded.dtype,
             )
         return codec.decode(coded)
 

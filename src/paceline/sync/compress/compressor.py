@@ -90,8 +90,11 @@ class Compressor:
         coded = sum(view.numel() for view in views)
         if summer.numel != coded:
             raise SyncError(
-                f'"{name}" stood for {summer.numel} numbers before and now for {coded}: give each tensor a '
-                "name of its own"
+                "compress.name_reused",
+                '"{name}" stood for {before} numbers before and now for {now}: give each tensor a name of its own',
+                name=name,
+                before=summer.numel,
+                now=coded,
             )
         with self.traffic.counting(self.group, ring_bytes(flat.nbytes, self.group.size)):
             summer.sum(flat, views)
@@ -128,9 +131,13 @@ class Compressor:
             return
         if {key: tensor.shape for key, tensor in loaded.items()} != {key: tensor.shape for key, tensor in own.items()}:
             raise CheckpointError(
-                f'what compress={self.text} kept of "{name}" in the checkpoint does not fit: {_sizes(loaded)} '
-                f"there, {_sizes(own)} here. "
-                "Continue with the plan and the number of ranks that wrote it, or with compress=none"
+                "compress.kept_in_checkpoint",
+                'what compress={text} kept of "{name}" in the checkpoint does not fit: {saved} there, {here} here. '
+                "Continue with the plan and the number of ranks that wrote it, or with compress=none",
+                text=self.text,
+                name=name,
+                saved=_sizes(loaded),
+                here=_sizes(own),
             )
         for key, tensor in own.items():
             tensor.copy_(loaded[key])
@@ -143,9 +150,12 @@ class Compressor:
             return plain
         if flat.dtype not in _FLOATS:
             raise PlanError(
-                f'compress={self.text} codes 32-bit and 16-bit floats; "{name}" is '
-                f"{str(flat.dtype).removeprefix('torch.')}. "
-                "Use precision=fp32 or bf16, or compress=none"
+                "compress.dtype",
+                'compress={text} codes 32-bit and 16-bit floats; "{name}" is {dtype}. Use precision=fp32 or bf16, or '
+                "compress=none",
+                text=self.text,
+                name=name,
+                dtype=str(flat.dtype).removeprefix("torch."),
             )
         codec = made_codec(self.text, self._generator, group, flat, views, self.traffic, self._scratch)
         if codec is None:
@@ -189,7 +199,13 @@ def made_codec(
                 Coding(value, numbers, generator, group, flat, views, traffic, scratch)
             )
         except (JobError, TypeError, ValueError) as error:
-            raise PlanError(f"compress={text}: the codec {CODECS[name].codec} cannot be made: {error}") from error
+            raise PlanError(
+                "compress.not_made",
+                "compress={text}: the codec {codec} cannot be made: {error}",
+                text=text,
+                codec=CODECS[name].codec,
+                error=error,
+            ) from error
     return made
 
 
