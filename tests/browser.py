@@ -45,9 +45,15 @@ class Browser:
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
-    def open(self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Open a page from its file or address, at this width of the window, in the light or the dark theme."""
+    def open(
+        self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False, scripts: bool = True
+    ) -> None:
+        """Open a page from its file or address, at this width of the window, in the light or the dark theme.
+
+        Without `scripts` the browser runs none of the page.
+        """
         self.resize(width, height)
+        self.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not scripts})
         theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": theme})
         self.driver.get("about:blank")  # what the browser's own first page asks for is not the page's

@@ -33,7 +33,7 @@ def record(
     on: Cluster | None = None,
     clock_s: Mapping[int, float] = {},
     pauses_ms: Mapping[int, float] = {},
-    losses: Mapping[int, Sequence[float]] = {},
+    losses: Mapping[int, Sequence[float | None]] = {},
     decimals: int = 6,
     **changes: Any,
 ) -> Run:

@@ -29,7 +29,7 @@ def test_the_environment_is_told_in_words() -> None:
         ("plan", "dp=2"),
         ("memory", "16 GiB"),
         ("GPUs", "H200 (128 GiB)"),
-        ("own thing", '{"a": 1}'),
+        ("own thing", "a=1"),
         ("quiet", "yes"),
     ]
     assert described({}, {"gpus": []}) == [("GPUs", "none")]

@@ -21,6 +21,7 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, OCHRE, AZURE)
 Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 16
 _LABEL_WIDTH = 24  # characters; a longer plan is broken into lines
+_FEWEST = 100  # points of a curve of many
 POINTS = 400  # a curve of more is drawn by the middle, the least and the greatest of its stretches
 
 
@@ -74,7 +75,7 @@ def lines(
             mark = symbols[number % len(symbols)]
             figure.traces.append(Points(line.name, line.x, line.y, line.colour, marks=7, symbol=mark))
             continue
-        short = thinned(line, middle)
+        short = thinned(line, middle, max(_FEWEST, 2 * POINTS // max(len(series), 2)))
         points = Points(line.name, short.x, short.y, line.colour, dash=patterns[number % len(patterns)])
         if short.low:
             points.low, points.high, points.fill = short.low, short.high, "band"
@@ -142,9 +143,9 @@ class Thinned:
     high: list[float | None]
 
 
-def thinned(line: Line, middle: Middle) -> Thinned:
-    """Reduce a line to its stretches; no spike is lost."""
-    size = steps_per_point(len(line.x))
+def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
+    """Reduce a line to at most `most` stretches; no spike is lost."""
+    size = math.ceil(len(line.x) / most) or 1
     if size == 1:
         return Thinned(list(line.x), list(line.y), [], [])
     stretches = [slice(start, start + size) for start in range(0, len(line.x), size)]

@@ -75,13 +75,13 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     ),
     "comm": Part(
         "exposed communication",
-        "The part of a step spent in collectives that no computation hides, without the wait for slower ranks.",
+        "The part of a step spent in communication that no computation hides, without the wait for slower ranks.",
         VERMILLION,
         "exposed communication",
     ),
     "imbalance": Part(
         "imbalance wait",
-        "The part of a step in which a rank is ready to communicate and waits for the slowest rank.",
+        "The part of a step in which a rank waits for the slowest rank, before they communicate.",
         PINK,
         "waiting for slower ranks",
     ),
@@ -91,33 +91,35 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     ),
 }
 WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`
-    "useful": Part(WALL_NAMES["useful"], "Steps done for the first time, without their checkpoint stall.", LEAF),
+    "useful": Part(
+        WALL_NAMES["useful"], "Steps that were done for the first time, without waiting for checkpoints.", LEAF
+    ),
     "start": Part(
         WALL_NAMES["start"],
-        "From the start of the ranks to the first step, and what that step takes beyond the usual time.",
+        "Time from the start of the ranks to the first step, and the extra time of the first step.",
         ICE,
     ),
     "restart": Part(
         WALL_NAMES["restart"],
-        "From the last step before a failure that stopped all ranks to the first one after it.",
+        "Time from the last step before a failure that stopped all ranks to the first step after it.",
         VERMILLION,
     ),
     "recovery": Part(
         WALL_NAMES["recovery"],
-        "Rewinds, and beyond a step’s own time what a failure takes that the other ranks outlive.",
+        "Time of rewinds, and of failures that the other ranks survived.",
         AMBER,
     ),
     "recut": Part(
         WALL_NAMES["recut"],
-        "From the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
+        "Time from the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
         BLUE,
     ),
-    "replay": Part(WALL_NAMES["replay"], "Steps done again, because the state after them was lost.", PINK),
+    "replay": Part(WALL_NAMES["replay"], "Steps that were repeated, because the state after them was lost.", PINK),
     "checkpoint": Part(
-        WALL_NAMES["checkpoint"], "Time in which training waits for a checkpoint, that at the end included.", GREY
+        WALL_NAMES["checkpoint"], "Time in which training waited for checkpoints, the last one included.", GREY
     ),
-    "evaluation": Part(WALL_NAMES["evaluation"], "Measuring the validation set.", OCHRE),
-    "between": Part(WALL_NAMES["between"], "What else passes between two steps, such as writing the record.", PALE),
+    "evaluation": Part(WALL_NAMES["evaluation"], "Time of measuring the validation set.", OCHRE),
+    "between": Part(WALL_NAMES["between"], "Other time between steps, for example writing the record.", PALE),
 }
 
 Lines = list[dict[str, Any]]  # of a rank's steps
@@ -208,8 +210,8 @@ RANK_FIGURES = (
         "wire_bytes",
         "wire",
         "bytes on the wire",
-        "What one rank sends to the other replicas in a step, as the sync rule counts it, after compression; in a "
-        "table that of the rank with most.",
+        "Bytes that one rank sends to other replicas in a step, after compression. Tables show the rank that sends "
+        "most.",
         partial(per_step, counter="wire_bytes"),
         statistics.median,
     ),
@@ -217,7 +219,7 @@ RANK_FIGURES = (
         "saved_bytes",
         "saved",
         "saved by compression",
-        "Bytes that the same exchange would send more if it were not compressed, in a step of a rank.",
+        "Bytes that compression saves one rank in a step.",
         partial(per_step, counter="saved_bytes"),
         statistics.median,
         only="compressed",
@@ -226,8 +228,8 @@ RANK_FIGURES = (
         "compression_error",
         "compression_error",
         "compression error",
-        "L2 norm of what compression leaves out, over that of what is to be sent. Error feedback adds what was left "
-        "out to the next exchange, so it comes later and is not lost.",
+        "L2 norm of the part that compression leaves out / L2 norm of the whole. Error feedback adds that part to "
+        "the next exchange, so it arrives later and is not lost.",
         _compression_error,
         statistics.median,
         shown=units.number,
@@ -238,8 +240,8 @@ RANK_FIGURES = (
         "memory_bytes",
         "memory",
         "memory per rank",
-        "Largest resident memory seen, shared pages counted by their share where the system tells; that of the "
-        "rank with most.",
+        "Largest resident memory of a rank. Pages that processes share count in part, if the system reports them. "
+        "Tables show the rank with most.",
         _memory_bytes,
         max,
         curve=Curve("memory_bytes", "Memory of each rank", "memory_now"),
@@ -248,7 +250,7 @@ RANK_FIGURES = (
         "gpu_memory_bytes",
         "gpu_memory",
         "GPU memory per rank",
-        "Memory that the rank has allocated on its accelerator; in a table that of the rank with most.",
+        "Memory that a rank allocates on its accelerator. Tables show the rank with most.",
         _gpu_memory_bytes,
         max,
         curve=Curve("gpu_memory_bytes", "GPU memory of each rank", "gpu_memory"),
@@ -274,52 +276,54 @@ DEFINITIONS: Mapping[str, Definition] = {
     **{figure.term: Definition(figure.title, figure.text) for figure in RANK_FIGURES},
     "throughput": Definition(
         "throughput",
-        "Samples per second = global batch / median step time, warm-up excluded. The overall speed is shown if "
-        "it differs; it includes evaluations, checkpoints and pauses.",
+        "Samples per second = global batch / median step time, without warm-up. The overall speed, with "
+        "evaluations, checkpoints and pauses, is shown if it differs.",
     ),
-    "round_time": Definition("round time", "Median wall-clock time of one round of clients, warm-up excluded."),
-    "step_time": Definition("step time", "Median wall-clock time of one optimizer step, warm-up excluded."),
+    "round_time": Definition("round time", "Median wall-clock time of one round of clients, without warm-up."),
+    "step_time": Definition("step time", "Median wall-clock time of one optimizer step, without warm-up."),
     "global_batch": Definition("global batch", "Samples per optimizer step, over all devices."),
     "training_time": Definition(
-        "training time", "Wall-clock time from the first step to the stop rule, evaluations and checkpoints included."
+        "training time", "Wall-clock time from the first step to the stop rule, with evaluations and checkpoints."
     ),
     "time_to_target": Definition(
-        "time to target", "Wall-clock time from the first step until the loss or metric that the job names was reached."
+        "time to target",
+        "Wall-clock time from the first step until training reached the loss or metric of the stop rule.",
     ),
     "goodput": Definition(
         "goodput",
-        "Useful step time / wall-clock, with restarts, replays and stalls counted against it. The wall-clock is that "
-        "of all commands of the run; the time between an end and a resumption is left out.",
+        "Useful step time / wall-clock time. Restarts, repeated steps and stalls lower it. The time between the end "
+        "of a command and the next one does not count.",
     ),
     "links": Definition(
-        "bytes over a link", "All that went over an emulated host’s link, headers and other traffic included."
+        "bytes over a link", "All bytes that an emulated host’s link carried, with headers and other traffic."
     ),
     "memory_now": Definition(
-        "resident memory", "Memory of the rank’s process that is in use at that moment, as the system counts it."
+        "resident memory", "Memory of the rank’s process at that moment, as the system counts it."
     ),
     "staleness": Definition(
         "staleness",
-        "Updates that servers made between a worker’s reading of the parameters and the update by its gradient.",
+        "Number of updates between the moment a worker reads the parameters and the update by its gradient.",
     ),
     "share": Definition(
         "share of the batch",
-        "Part of a global batch that a rank computes; it follows the measured speeds of the replicas (balance=auto).",
+        "Part of a global batch that a rank computes. It follows the measured speeds of the replicas (balance=auto).",
     ),
     "warm_up": Definition(
         "warm-up",
-        f"The first {WARM_UP_STEPS} steps, left out of speeds and breakdowns: they allocate memory and fill caches.",
+        f"The first {WARM_UP_STEPS} steps. Speeds and breakdowns leave them out: they allocate memory and fill caches.",
     ),
-    "loss": Definition("training loss", "Mean loss over a step’s global batch, before the update of that step."),
+    "loss": Definition("training loss", "Mean loss over the global batch of a step, before its update."),
     "held_out": Definition(
-        "validation metric", "A measure of the model on validation samples, which it is not trained on."
+        "validation metric", "Loss or metric on validation samples, which are not used for training."
     ),
     "interval": Definition(
         "95 % interval",
-        "Interval of the median over the repeats (by order from 6 repeats on, Student's t of the logarithms below): at "
-        "least 95 of 100 such intervals hold the true median. Of 3 repeats it is wide.",
+        "Interval of the median over the repeats: at least 95 of 100 such intervals contain the true median. From 6 "
+        "repeats on it follows from their order; below, from Student's t of logarithms. With 3 repeats it is wide.",
     ),
     "load": Definition(
-        "load average", "How many cores were busy or wanted, over 1, 5 and 15 minutes before the start."
+        "load average",
+        "Mean number of processes that ran or waited for a core, in the 1, 5 and 15 minutes before the start.",
     ),
 }
 """Those that all pages know, by the names that templates, tables and panels use."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,8 +200,10 @@ def _text(name: str, value: Any) -> str:
                 f"{entry['name']} ({_text('memory_bytes', entry.get('memory_bytes')) or 'memory unknown'})"
                 for entry in value
             )
-        case dict() | list():
-            return json.dumps(value, ensure_ascii=False)
+        case dict():
+            return ", ".join(f"{key}={_text(str(key), own)}" for key, own in value.items())
+        case list():
+            return ", ".join(_text("", own) for own in value)
     return str(value)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +101,8 @@ def view_of(run: Run) -> dict[str, Any]:
     whole_s = sum(sum(parts.values()) for parts in parts_s.values())
     comm_share = sum(parts["comm"] for parts in parts_s.values()) / whole_s if whole_s else None
     sentences = _sentences(parts_s, speed, noun)
-    bars = [Bar("", f"rank {rank}", parts) for rank, parts in parts_s.items()]
+    shown = _shown_ranks(parts_s)
+    bars = [Bar("", f"rank {rank}", parts_s[rank]) for rank in shown]
     label = " ".join([f"Median {noun} of each rank, part by part.", *sentences])
     return {
         "run": run,
@@ -114,6 +117,9 @@ def view_of(run: Run) -> dict[str, Any]:
         "speed": speed,
         "parts_s": parts_s,
         "sentences": sentences,
+        "of_ranks": f"{len(shown)} of {len(parts_s)} ranks, from the fastest to the slowest computation"
+        if len(shown) < len(parts_s)
+        else "each rank",
         "breakdown": Chart("breakdown", figures.breakdown(bars, noun), label) if bars else None,
         "warnings": _warnings(record, synthetic=bool(start.get("synthetic", False))),
         "happened": _happened(events, noun),
@@ -179,6 +185,17 @@ def _sentences(parts_s: dict[int, dict[str, float]], speed: Speed | None, noun: 
     named = [f"{units.percent(share)} {PARTS[part].name}" for part, share in largest if share >= 0.005]
     took = units.seconds(speed.step_s)
     return [f"A {noun} takes {took} in the median: {listed(named)}.", *_slow_rank(parts_s, step_s)]
+
+
+_MOST_BARS = 16  # ranks in the breakdown
+
+
+def _shown_ranks(parts_s: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """The ranks that the breakdown shows: all, or some from the fastest to the slowest."""
+    if len(parts_s) <= _MOST_BARS:
+        return list(parts_s)
+    by_compute = sorted(parts_s, key=lambda rank: parts_s[rank]["compute"])
+    return sorted(by_compute[round(i * (len(by_compute) - 1) / (_MOST_BARS - 1))] for i in range(_MOST_BARS))
 
 
 def _slow_rank(parts_s: dict[int, dict[str, float]], step_s: float) -> list[str]:
@@ -333,15 +350,24 @@ def losses(record: RunRecord) -> Iterator[Chart]:
         yield Chart(f"loss-{over}", figure, f"{title}.", title, terms, note)
 
 
+_MOST_ON_CURVE = 12  # marks that have room for their texts
+
+
 def _marks(record: RunRecord) -> dict[int, str]:
-    """Notable events on the curve, by the first step after each."""
-    steps, marks = record.ranks[0], dict[int, str]()
+    """Notable events on the curve, by the first step after each. Those close together are one mark."""
+    steps, found = record.ranks[0], dict[int, dict[str, int]]()
+    times, close = [step["time"] for step in steps], len(steps) // _MOST_ON_CURVE or 1
+    many = sum(event["event"] in _MARKED for event in record.events) > _MOST_ON_CURVE
     for event in record.events:
         if event["event"] in _MARKED:
-            after = next((s["step"] for s in steps if s["time"] >= event["time"]), steps[-1]["step"])
-            text = _MARKED[event["event"]]
-            marks[after] = f"{marks[after]}, {text}" if after in marks else text
-    return marks
+            after = min(bisect_left(times, event["time"]), len(steps) - 1)
+            first = after - after % close if many else after
+            names = found.setdefault(steps[first]["step"], {})
+            names[_MARKED[event["event"]]] = names.get(_MARKED[event["event"]], 0) + 1
+    return {
+        step: ", ".join(f"{name} × {count:,}" if count > 1 else name for name, count in names.items())
+        for step, names in found.items()
+    }
 
 
 def metrics(record: RunRecord) -> Iterator[Chart]:
@@ -384,22 +410,46 @@ def shares(record: RunRecord) -> Iterator[Chart]:
     """Each rank's share of the full batches, where shares followed the replicas' speeds."""
     if not any(event["event"] == "balance" for event in record.events):
         return
-    series = []
+    series = {}
     for rank, steps in record.ranks.items():
         batch = max(s["samples"] for s in steps)
         full = [s for s in steps if s["samples"] == batch > 0 and isinstance(s.get("local_samples"), int)]
         percent = [100 * s["local_samples"] / s["samples"] for s in full]
-        colour = charts.SERIES[rank % len(charts.SERIES)]
-        series.append(charts.Line(f"rank {rank}", [s["step"] for s in full], percent, colour))
+        series[rank] = {s["step"]: share for s, share in zip(full, percent, strict=True)}
     title = "Share of the batch of each rank"
-    yield Chart("shares", charts.lines(series, "steps", "percent"), f"{title}, in percent.", title, ["share"])
+    figure = charts.lines(_of_ranks(series), "steps", "percent of the batch")
+    yield Chart("shares", figure, f"{title}, in percent.", title, ["share"])
+
+
+_MOST_RANKS = 8  # drawn each; of more, the least, the middle and the greatest value
+
+
+def _of_ranks(values: Mapping[int, Mapping[int, float]]) -> list[charts.Line]:
+    """A line for each rank, or for many ranks their least, middle and greatest values."""
+    if len(values) <= _MOST_RANKS:
+        colours = itertools.cycle(charts.SERIES)
+        return [
+            charts.Line(f"rank {rank}", list(of_rank), list(of_rank.values()), colour)
+            for (rank, of_rank), colour in zip(values.items(), colours, strict=False)
+        ]
+    at: dict[int, list[float]] = {}
+    for of_rank in values.values():
+        for step, value in of_rank.items():
+            at.setdefault(step, []).append(value)
+    steps = sorted(at)
+    together: dict[str, Callable[[Sequence[float]], float]]
+    together = {"greatest": max, "median": statistics.median, "least": min}
+    return [
+        charts.Line(f"{name} of {len(values)} ranks", steps, [of(at[step]) for step in steps], colour)
+        for (name, of), colour in zip(together.items(), charts.SERIES, strict=False)
+    ]
 
 
 def staleness(record: RunRecord) -> Iterator[Chart]:
     """Gradients of each worker by their staleness, where servers owned the parameters."""
     told = [event for event in record.events if event["event"] == "served"]
     series, sentences = [], []
-    for number, (name, counts) in enumerate(_workers(told[-1]) if told else ()):
+    for number, (name, counts) in enumerate(_workers(told[-1])[:_MOST_BARS] if told else ()):
         by_steps = sorted((int(steps), int(times)) for steps, times in counts["staleness"].items())
         pushes = max(1, int(counts["pushes"]))
         percent = [100 * times / pushes for _, times in by_steps]
@@ -430,13 +480,12 @@ def _is_whole(counts: Any) -> bool:
 def memory(record: RunRecord) -> Iterator[Chart]:
     """Memory of each rank, on the host and on its accelerator."""
     for curve in filter(None, (figure.curve for figure in RANK_FIGURES)):
-        series = []
-        for rank, steps in record.ranks.items():
-            if read := [(s["step"], s["use"][curve.key] / 2**20) for s in steps if curve.key in s.get("use", {})]:
-                at, used = zip(*read, strict=True)
-                series.append(charts.Line(f"rank {rank}", at, used, charts.SERIES[rank % len(charts.SERIES)]))
-        if series:
-            figure = charts.lines(series, "steps", "MiB")
+        series = {
+            rank: {s["step"]: s["use"][curve.key] / 2**20 for s in steps if curve.key in s.get("use", {})}
+            for rank, steps in record.ranks.items()
+        }
+        if series := {rank: read for rank, read in series.items() if read}:
+            figure = charts.lines(_of_ranks(series), "steps", "MiB")
             yield Chart(curve.term, figure, f"{curve.title}, in MiB.", curve.title, [curve.term])
 
 

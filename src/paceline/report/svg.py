@@ -164,7 +164,8 @@ class _Axes:
             if figure.x.grid:
                 parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{self.top}" y2="{self.bottom}"/>')
             if tier is not None:
-                place = f'x="{at}" y="{self.bottom + 16}" text-anchor="middle"'
+                turn = 'text-anchor="end" dx="14"' if self.x(value) > 0.97 and len(text) > 4 else 'text-anchor="middle"'
+                place = f'x="{at}" y="{self.bottom + 16}" {turn}'
                 parts.append(f'<text class="xtick tier-{tier}" {place}>{escape(text)}</text>')
         for value, text in self.ticks_y:
             y, lines = self.y(value), text.split("\n")
@@ -186,7 +187,7 @@ class _Axes:
             return ""
         dash = f'stroke-dasharray="{_DASHES[rule.dash]}"'
         line = f'<path d="M0 {self.top}V{self.bottom}" stroke="{rule.colour}" stroke-width="1.5" {dash}/>'
-        beside = f"translate({-5 if place > 0.05 else 13} {self.top + 2}) rotate(-90)"
+        beside = f"translate({-5 if place > 0.02 else 13} {self.top + 2}) rotate(-90)"
         text = f'<text class="note" text-anchor="end" transform="{beside}">{escape(rule.text)}</text>'
         return f'<svg class="rule" x="{_percent(place)}">{line}{text if rule.text else ""}</svg>'
 
@@ -275,7 +276,7 @@ class _Axes:
                 yield f'<path class="edge" d="{area}" fill="{points.colour}"/>'
         elif points.fill == "band" and points.low and points.high:
             high, low = ([self._height(value) for value in end] for end in (points.high, points.low))
-            yield f'<path d="{_area(xs, high, low)}" fill="{points.colour}" fill-opacity=".25"/>'
+            yield f'<path d="{_area(xs, high, low)}" fill="{points.colour}" class="band" stroke="{points.colour}"/>'
         if points.width and (path := _line(xs, ys, points.steps)):
             yield f'<path d="{path}" {_stroke(points)}/>'
 

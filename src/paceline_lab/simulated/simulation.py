@@ -260,10 +260,10 @@ def show(simulation: Simulation, console: Console) -> None:
         console.print(Padding(_points(curve), (0, 0, 0, 2), expand=False))
         console.print(Padding(_limits(curve, cores=cores), (1, 0, 0, 2), expand=False))
         _show_published(simulation.published[curve.scaling], console)
-    console.print(Text("\nWhat it rests on", style="bold"))
+    console.print(Text("\nBasis of the prediction", style="bold"))
     for line in simulation.rests_on:
         _print(console, line)
-    console.print(Text("\nWhat is not known", style="bold"))
+    console.print(Text("\nLimits of the prediction", style="bold"))
     for line in simulation.unknown:
         _print(console, line)
 
