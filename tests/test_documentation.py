@@ -188,6 +188,15 @@ def test_every_path_of_the_repository_that_a_page_names_is_there(page: Path) -> 
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_environment_variable_has_its_place() -> None:
+    sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".c", ".cpp", ".j2")]
+    strings = [text for path in sources for text in re.findall(r"PACELINE_[A-Z_]*[A-Z]", path.read_text())]
+    constants = {"PACELINE_COMPILED"}  # of the cost model, no variable
+    page = (DOCS / "reference" / "environment_variables.md").read_text()
+    named = set(re.findall(r"`(PACELINE_[A-Z_]+)`", page))
+    assert named == set(strings) - constants
+
+
 def test_the_map_has_every_folder_of_the_package_and_is_short() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     packages = [*PACKAGE.iterdir(), *PACKAGE.parent.glob("paceline_*")]
