@@ -188,6 +188,28 @@ def test_every_path_of_the_repository_that_a_page_names_is_there(page: Path) -> 
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_event_has_its_place() -> None:
+    recorders = ("events", "event", "report", "tell", "_tell", "on_event")
+    recorded = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 1:
+                name = getattr(node.func, "attr", None) or getattr(node.func, "id", "")
+                texts = (
+                    [each.value for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
+                    if node.args
+                    else []
+                )
+                recorded |= {text for text in texts if name in recorders and re.fullmatch("[a-z_]+", str(text))}
+    rows = re.findall(
+        r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \|", (DOCS / "reference" / "events.md").read_text(), re.MULTILINE
+    )
+    named = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    # recorded under a name that a variable holds, by a generator or by the recorder itself
+    assert named - recorded == {"lines_lost", "nonfinite", "spike", "slow_rank", "slow_rank_over"}
+    assert recorded - named == set()
+
+
 def test_every_environment_variable_has_its_place() -> None:
     sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".c", ".cpp", ".j2")]
     strings = [text for path in sources for text in re.findall(r"PACELINE_[A-Z_]*[A-Z]", path.read_text())]
