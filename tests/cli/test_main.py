@@ -52,6 +52,17 @@ def test_help_needs_nothing_heavy() -> None:
     assert not loaded & HEAVY
 
 
+def test_a_list_of_runs_needs_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "job.yaml").write_text("name: mine")
+    loaded = modules_after(
+        f"import os\nos.chdir({str(tmp_path)!r})\nos.environ['PACELINE_HOME'] = 'home'\nsys.argv[1:] = ['runs']\n"
+        "import paceline.cli\ntry: paceline.cli.main()\nexcept SystemExit: pass"
+    )
+    assert "paceline.run.record.brief" in loaded
+    assert not loaded & (HEAVY - {"pydantic", "yaml"})
+
+
 def test_a_mistake_in_the_job_file_waits_for_nothing_that_trains(tmp_path: Path) -> None:
     (job := tmp_path / "job.yaml").write_text("model: [mlp")
     called = [[*command.split(), str(job)] for command in ("train", "bench scaling", "plan")]
@@ -71,9 +82,7 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
 
 def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
     shown = paceline("--help", folder=tmp_path, columns=200)
-    assert shown.says(
-        "Train PyTorch models", "train", "Train a job on this machine's devices", "export", "newest checkpoint"
-    )
+    assert shown.says("Train PyTorch models", "train", "Train a job on this machine's devices", "export", "checkpoint")
     assert shown.says(
         "bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits"
     )

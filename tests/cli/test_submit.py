@@ -222,9 +222,9 @@ def test_a_scheduler_that_does_not_answer_hides_no_run(here: Path) -> None:
     assert paceline("runs", folder=here).says("mine-1", "unknown: the command squeue is not on this machine")
 
 
-def test_a_run_whose_directory_is_at_hand_is_listed_with_its_goodput(here: Path) -> None:
+def test_a_run_whose_directory_is_at_hand_is_listed_with_its_newest_step(here: Path) -> None:
     run = Run.create(here / "run", Job.load(here / "job.yaml"), discover(), Plan())
-    steps = [{"step": n, "time": 1e9 + 1 + 0.1 * n, "step_s": 0.1, "checkpoint_s": 0.0} for n in range(1, 91)]
+    steps = [{"step": n, "time": 1e9 + n, "loss": 1 / n} for n in range(1, 81)]
     (run.path / "steps" / "rank-0.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     (run.path / "events.jsonl").write_text(json.dumps({"event": "launch", "time": 1e9}) + "\n")
     (garbage := here / "garbage" / "steps").mkdir(parents=True)
@@ -233,6 +233,5 @@ def test_a_run_whose_directory_is_at_hand_is_listed_with_its_goodput(here: Path)
         one = Submission(name=name, engine="slurm", id="7", hosts=1, job="j", run=str(where), since=1.0, phase="done")
         save(one)
     lines = {line.split()[0]: line for line in paceline("runs", folder=here).out.splitlines()}
-    assert "goodput" in lines["name"]
-    assert " 90 % " in lines["at-hand"]
-    assert "%" not in lines["garbage"] + lines["gone"]
+    assert lines["at-hand"].split()[2:4] == ["80", "0.0125"]
+    assert all("0.0125" not in lines[name] for name in ("garbage", "gone"))

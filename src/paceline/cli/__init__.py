@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import paceline
-from paceline.cli import check, doctor, export, links, operate, plan, report, trace, train, watch, why
+from paceline.cli import check, doctor, export, links, operate, plan, report, runs, trace, train, watch, why
 from paceline.cli.command import Command, Commands, commands_of
 from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
@@ -22,8 +22,8 @@ Commands.known = commands_of(
             train.command, "Train", 'paceline train examples/digits.yaml --plan "dp=2"', starts_ranks=True
         ),
         "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
-        "runs": Command(operate.runs, "Runs", "paceline runs"),
-        "logs": Command(operate.logs, "Runs", "paceline logs digits-20261123-101500"),
+        "runs": Command(runs.runs, "Runs", "paceline runs"),
+        "logs": Command(runs.logs, "Runs", "paceline logs digits-20261123-101500"),
         "watch": Command(watch.watch, "Runs", "paceline watch runs/mine runs/other"),
         "dashboard": Command(watch.dashboard, "Runs", "paceline dashboard runs/mine runs/other"),
         "report": Command(report.command, "Runs", "paceline report runs/mine"),

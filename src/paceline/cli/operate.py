@@ -1,9 +1,8 @@
-"""Commands that operate runs: `submit`, `runs`, `cancel`, `scale`, and `key`."""
+"""Commands that operate runs: `submit`, `cancel`, `scale`, and `key`."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.command import not_at_a_url
+from paceline.cli.runs import follow_submitted
 
 if TYPE_CHECKING:
-    from paceline.elastic.submit.scheduler import Request, Scheduler, Submission
+    from paceline.elastic.submit.scheduler import Request, Scheduler
 
 
 def submit(
@@ -68,7 +68,7 @@ def submit(
     save(submission)
     print(f"submitted {request.name}: {where.name} {submission.id}, run {request.run}", flush=True)
     if not detach:
-        follow(where, submission)
+        follow_submitted(where, submission)
 
 
 def request_from(
@@ -106,103 +106,6 @@ def request_from(
     elif "://" not in run:
         run = str(Path(run).absolute())
     return requests.Request(job.absolute(), hosts, name, run, plan, restarts, time_s, chosen)
-
-
-def follow(where: Scheduler, submission: Submission) -> None:
-    """Show the log of a run to its end, and leave with its exit code."""
-    from paceline.elastic.submit.scheduler import ended
-
-    try:
-        state = where.follow(submission)
-    except KeyboardInterrupt:
-        print(
-            f"\nno longer followed; the run goes on\nfollow again  paceline logs {submission.name}\n"
-            f"end it        paceline cancel {submission.name}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(130) from None
-    if state.ended:
-        ended(submission, state.phase, state.exit_code)
-    note = f" ({state.note})" if state.note else ""
-    print(f"{submission.name} is {state.phase}{note}, exit code {state.exit_code}, run {submission.run}")
-    if state.exit_code:
-        raise typer.Exit(state.exit_code)
-
-
-_MOST = 30
-_MOST_BYTES = 2**26  # of a run's steps that are read for its goodput
-
-
-def logs(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, as `paceline runs` lists it.")],
-) -> None:
-    """Follow the log of a run to its end."""
-    from paceline.elastic.submit import scheduler_named
-    from paceline.elastic.submit.scheduler import find
-
-    submission = find(name)
-    where = scheduler_named(submission.engine)
-    where.state(submission)  # a scheduler that cannot be reached fails at once
-    follow(where, submission)
-
-
-def runs() -> None:
-    """List the runs that were submitted from here, the newest first: what runs where."""
-    from rich.table import Table
-
-    from paceline.console import Console
-    from paceline.elastic.submit.scheduler import submissions
-
-    found = submissions()
-    if not found:
-        typer.echo("nothing was submitted from here; `paceline submit --help` says how")
-        return
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "on", "id", "state", "hosts", "since", "goodput", "run"):
-        table.add_column(title, no_wrap=title != "state", overflow="fold")
-    for submission in found[:_MOST]:
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(submission.since))
-        words = (submission.name, submission.engine, submission.id, _state_of(submission), str(submission.hosts))
-        table.add_row(*words, since, _goodput_of(submission), submission.run)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 400  # a line for each run, also in a pipe
-    console.print(table)
-
-
-def _state_of(submission: Submission) -> str:
-    """State of a run in words; that of one which has ended is remembered."""
-    from paceline.elastic.submit import scheduler_named
-    from paceline.elastic.submit.scheduler import ended
-    from paceline.errors import LaunchError
-
-    if submission.phase:
-        return submission.phase + (f", exit code {submission.code}" if submission.code else "")
-    try:
-        state = scheduler_named(submission.engine).state(submission)
-    except LaunchError as error:
-        return f"unknown: {str(error).splitlines()[0]}"
-    if state.ended:
-        return _state_of(ended(submission, state.phase, state.exit_code))
-    return state.phase + (f" ({state.note})" if state.note else "")
-
-
-def _goodput_of(submission: Submission) -> str:
-    """Goodput of a run so far; empty where its directory cannot be read from here."""
-    from paceline.errors import PacelineError
-
-    try:
-        # also of a URL, which is no path: nothing is fetched for a list
-        if (Path(submission.run) / "steps" / "rank-0.jsonl").stat().st_size > _MOST_BYTES:
-            return ""
-        from paceline.run.record.goodput import goodput
-        from paceline.run.record.run import Run
-        from paceline.units import percent
-
-        share = goodput(Run(Path(submission.run))).share
-    except (OSError, PacelineError, LookupError, TypeError, ValueError):  # it is gone, or no record of ours
-        return ""
-    return str(percent(share)) if share else ""
 
 
 def cancel(
