@@ -106,6 +106,12 @@ class Cluster(Part):
             key = "catalogue" if "catalogue" in values else "emulate"
             raise ClusterError.of_error(error, positions.place((key,))[1]) from error
 
+    def __repr__(self) -> str:
+        """Return the hosts and devices in one line."""
+        return f"<Cluster {self.describe()}>"
+
+    __str__ = __repr__
+
     def to_yaml(self) -> str:
         """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""
         data = self.model_dump(mode="json", exclude_defaults=True, exclude={"hosts"} if self.only_planned else None)

@@ -66,7 +66,7 @@ class Outcome:
     last_losses: list[float]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
@@ -93,6 +93,12 @@ class StepResult:
     votes: dict[str, int]
     timing: Timing | None
     agreed: bool = True
+
+    def __repr__(self) -> str:
+        """Return step, loss and gradient norm, and the problem if the update was left out."""
+        left_out = f", not updated: {self.problem}" if self.problem else ""
+        norm = f"gradient norm {self.grad_norm:.4g}"
+        return f"<StepResult {self.step}: loss {self.loss:.6g}, {norm}, {self.samples:,} samples{left_out}>"
 
     @property
     def is_spike(self) -> bool:

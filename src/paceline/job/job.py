@@ -127,6 +127,16 @@ class Job(Spec):
     trackers: tuple[TrackerSpec, ...] = ()
     deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
 
+    def __repr__(self) -> str:
+        """Return name, model, data, optimizer, global batch and stop rule; `to_yaml` has everything."""
+        model = self.model.zoo or self.model.factory or (self.model.hf and self.model.hf.name) or "transformer"
+        optimizer, stop = self.optimizer, self.stop.model_dump(exclude_defaults=True)
+        until = ", ".join(f"{key}={value}" for key, value in stop.items())
+        what = f"{model.rpartition('/')[2]} on {self.data.kind}, {optimizer.name}"
+        return f"<Job {self.name}: {what}, global batch {self.global_batch:,}, until {until}>"
+
+    __str__ = __repr__
+
     @field_validator("model", "data", "loss", mode="before")
     @classmethod
     def _name_python_objects(cls, value: Any) -> Any:

@@ -14,6 +14,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.host import Host
 from paceline.errors import PlanError, PlanProblem
 from paceline.job.job import Job, Precision
+from paceline.job.spec import load_object
 from paceline.planning.sync_info import devices_of_ranks, problem_with, problem_with_transport, sync_info
 from paceline.text import nearest
 
@@ -153,7 +154,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The parallel choices that say how to run a job.
 
@@ -224,6 +225,16 @@ class Plan:
                 [PlanProblem(one.code, one.template, **(one.fields | {"where": where})) for one in problems]
             )
         return cls(**values)
+
+    def __repr__(self) -> str:
+        """Return the call that makes the plan, without defaults."""
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Plan({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
+    def _repr_html_(self) -> str:
+        """Return the mesh of ranks and the choices, for notebooks."""
+        html: str = load_object("paceline.report.notebook:plan_html")(self)
+        return html
 
     def __str__(self) -> str:
         words = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if getattr(self, f.name) != f.default]

@@ -60,7 +60,7 @@ def write_bench_page(report: Report, folder: Path) -> Path:
     with not_by_paceline(folder, "benchmark"):
         one = next((s for s in settings if s.devices == 1), None)
         best = headline_of(settings, report.auto) or _any(settings)
-        there = {_name(s): [run for run in s.runs if (folder / run).is_dir()] for s in settings}
+        there = {s.title: [run for run in s.runs if (folder / run).is_dir()] for s in settings}
         view = {
             "created": _for_people(report.created),
             "best": best,
@@ -104,10 +104,6 @@ def _for_people(created: str) -> str:
         return datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
         return created
-
-
-def _name(setting: MeasuredSetting) -> str:
-    return f"{setting.label}, weak" if setting.scaling == "weak" and setting.devices > 1 else setting.label
 
 
 # The headline
@@ -244,7 +240,7 @@ def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
     if len({s.devices for s in compared}) == len(compared):
         return None
     figure = compared_figure(
-        [_name(s) for s in compared],
+        [s.title for s in compared],
         [_most(s, "wire_bytes") for s in compared],
         [s.step_time_s.middle for s in compared],
         [s.time_to_target_s.middle if s.time_to_target_s else None for s in compared],
@@ -262,7 +258,7 @@ def _scaling(
     """Speedups against the ideal; none if nothing was compared with one device."""
     if all(s.speedup is None for s in settings):
         return None
-    points = [f"{_name(s)}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
+    points = [f"{s.title}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
     label = " ".join(["Speedup of each setting, against the ideal.", *points])
     if _is_bars(settings):
         return Chart("scaling", _speedup_bars([s for s in settings if s.speedup is not None], chosen), label)
@@ -281,7 +277,7 @@ def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting |
         f"{digits(gain.middle)} × · {units.percent(gain.middle / s.devices, 0)}" if s.is_speedup else "no difference"
         for s, gain in zip(compared, gains, strict=True)
     ]
-    names = ["1 device", *(f"{_name(s)}{chr(10) + 'plan of auto' if s is chosen else ''}" for s in compared)]
+    names = ["1 device", *(f"{s.title}{chr(10) + 'plan of auto' if s is chosen else ''}" for s in compared)]
     places = list(range(len(names)))
     bars = Bars(
         "speedup",
@@ -313,7 +309,7 @@ def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None)
     for s in settings:
         shared = s.devices if s.scaling == "strong" else 1
         ideal_s = None if one is None or s.devices == 1 else one.step_time_s.middle / shared
-        bars += [figures.Bar(_name(s), f"rank {rank}", use.parts_s, ideal_s) for rank, use in enumerate(s.ranks)]
+        bars += [figures.Bar(s.title, f"rank {rank}", use.parts_s, ideal_s) for rank, use in enumerate(s.ranks)]
     label = "Time of one step on each rank, part by part."
     return Chart("breakdown", figures.breakdown(bars), label) if bars else None
 
@@ -326,7 +322,7 @@ def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
     for over, title in (("seconds", "Training loss over time"), ("samples", "Training loss over samples")):
         series = [
             Line(
-                _name(s),
+                s.title,
                 getattr(curve, over),
                 curve.losses,
                 SERIES[plans.index(s.plan) % len(SERIES)],

@@ -29,7 +29,7 @@ from paceline.planning.shortlist import Trial
 from paceline.report.advice import named
 from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.stats import Interval
-from paceline.units import count
+from paceline.units import count, rate
 
 Scaling = Literal["strong", "weak"]
 AUTO = "auto: "  # prefix of the label of the setting with the plan that `auto` chose
@@ -106,6 +106,11 @@ class MeasuredSetting:
     rounds_s: list[float | None] = field(default_factory=list)
 
     @property
+    def title(self) -> str:
+        """The label, with the scaling if that is weak."""
+        return f"{self.label}, weak" if self.scaling == "weak" and self.devices > 1 else self.label
+
+    @property
     def fixed(self) -> bool:
         """True for N devices in the fixed layout, False for a plan of its own."""
         return self.label in (count(self.devices, "device"), count(self.devices, "core"))
@@ -145,6 +150,17 @@ class Report:
     kind: str | None = None
     auto: str = ""
     auto_as_told: str = ""
+
+    def __repr__(self) -> str:
+        """Return the job, the machine, and the median throughput of every setting."""
+        speeds = ", ".join(f"{s.title} {rate(s.throughput.middle)}" for s in self.settings)
+        return f"<Report of {self.job} on {self.cluster}: {speeds}>"
+
+    def _repr_html_(self) -> str:
+        """Return bars and a table of all settings, for notebooks."""
+        from paceline_lab.report.notebook import report_html
+
+        return report_html(self)
 
     @property
     def of_auto(self) -> MeasuredSetting | None:

@@ -21,7 +21,7 @@ from paceline.cluster.discover import environment
 from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.stats import Interval, differ, median_interval
-from paceline.units import count, ratio, seconds, size
+from paceline.units import count, rate, ratio, seconds, size
 from paceline_lab.scaling.result import Scaling
 
 if TYPE_CHECKING:
@@ -122,6 +122,17 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     scaling: Scaling = "strong"
+
+    def __repr__(self) -> str:
+        """Return the job, the ranks, and the median throughput of every way."""
+        speeds = ", ".join(f"{way.title} {rate(way.samples_per_s.middle)}" for way in self.ways)
+        return f"<Comparison of {self.job} on {self.places}: {speeds}>"
+
+    def _repr_html_(self) -> str:
+        """Return bars and a table of all ways, for notebooks."""
+        from paceline_lab.report.notebook import comparison_html
+
+        return comparison_html(self)
 
     @property
     def places(self) -> str:

@@ -17,6 +17,7 @@ from paceline.cluster.catalogue import Accelerator, LinkSpec
 from paceline.planning.cost import constants
 from paceline.planning.model.graph import ModelTrace
 from paceline.planning.plan import AXES, Remat, Schedule
+from paceline.units import money, rate, seconds, size
 
 if TYPE_CHECKING:
     from paceline.planning.calibrate import Calibration
@@ -341,6 +342,16 @@ class Prediction:
     cost_per_run: float | None = None
     notes: tuple[str, ...] = field(default=())
     interval: Interval | None = None
+
+    def __repr__(self) -> str:
+        """Return step time, throughput and memory."""
+        step = str(seconds(self.step_time_s))
+        if self.interval is not None:
+            step = f"{step} ({seconds(self.interval.low_s)} to {seconds(self.interval.high_s)})"
+        fits = "fits" if self.fits else "does not fit"
+        cost = "" if self.cost_per_run is None else f", {money(self.cost_per_run)} for the run"
+        memory = f"{size(self.memory_bytes)} a rank, which {fits}"
+        return f"<Prediction: {step} a step, {rate(self.throughput)}, {memory}{cost}>"
 
     def times(self, factor: float) -> Prediction:
         """The prediction with all times multiplied."""

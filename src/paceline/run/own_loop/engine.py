@@ -108,6 +108,10 @@ class Engine(RankEngine):
             self.refusals.refuse_copies(self.model, plan, group.size)
         _OPEN.add(self)
 
+    def __repr__(self) -> str:
+        """Return the plan, this rank, and the number of steps."""
+        return f"<Engine of plan {self.plan}: rank {self.group.rank} of {self.group.size}, {self.step_count:,} steps>"
+
     # A step in two calls
 
     def backward(

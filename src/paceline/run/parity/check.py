@@ -21,7 +21,7 @@ from paceline.planning.plan import Plan
 from paceline.run.dry_run import refuse_what_cannot_divide
 from paceline.run.parity import Compared, Parts, Reference, Steps
 from paceline.run.tuning.auto import choose
-from paceline.units import percent
+from paceline.units import count, percent
 
 Verdict = Literal["holds", "differs", "cannot tell"]
 
@@ -81,7 +81,7 @@ class StepParity:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Parity:
     """Result of `check` for a plan.
 
@@ -122,6 +122,12 @@ class Parity:
         if not parity.holds:
             parity.first_module = _first_difference(reference.outputs, found, tolerance[1])
         return parity
+
+    def __repr__(self) -> str:
+        """Return the verdict and the largest differences."""
+        most = ", ".join(f"{name} {value:.2g}" for name, value in self.largest._asdict().items()) if self.steps else ""
+        steps = count(len(self.steps), "step")
+        return f"<Parity of plan {self.plan}: {self.verdict}; largest differences in {steps}: {most}>"
 
     @property
     def verdict(self) -> Verdict:
@@ -404,11 +410,11 @@ def _largest(found: Sequence[Compared]) -> dict[str, float]:
 
 def _first_difference(reference: dict[str, list[float]], found: Sequence[Compared], tolerance: float) -> str | None:
     """First module, in order of execution, whose outputs have another mean square."""
-    for name, (count, _, square) in reference.items():
+    for name, (number, _, square) in reference.items():
         ours = [compared.outputs[name] for compared in found if name in compared.outputs]
-        if not ours or not count:
+        if not ours or not number:
             continue
-        expected, mean = square / count, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)
+        expected, mean = square / number, sum(o[2] for o in ours) / (sum(o[0] for o in ours) or 1.0)
         if abs(mean - expected) > tolerance * (abs(expected) or 1.0):
             return name
     return None

@@ -22,9 +22,10 @@ import yaml
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import environment
-from paceline.errors import JobError, RunError
+from paceline.errors import JobError, PacelineError, RunError
 from paceline.files import open_to_append, private_folder, read_text, whole_lines, write_whole
 from paceline.job.job import Job
+from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.storage.url import checked_url, is_url
 from paceline.text import printable
@@ -68,6 +69,21 @@ class Run:
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
             raise RunError("run.not_a_run", "{path} is not a run directory: it has no job.yaml", path=self.path)
+
+    def __repr__(self) -> str:
+        """Return the directory, the newest step and loss, and how the run ended."""
+        try:
+            newest = self.steps()[-1:]
+            at = "".join(f"step {line['step']}, loss {line['loss']:.6g}" for line in newest) or "before its first step"
+            state = f"{at}, {self.reason or 'not ended'}"
+        except (PacelineError, OSError, ValueError, LookupError, TypeError):  # a record that paceline did not write
+            state = "its record cannot be read"
+        return printable(f"<Run {self.url or self.path}: {state}>")
+
+    def _repr_html_(self) -> str:
+        """Return the curve of the loss and the main figures, for notebooks."""
+        html: str = load_object("paceline.report.notebook:run_html")(self)
+        return html
 
     @classmethod
     def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
