@@ -1,4 +1,4 @@
-"""What notebooks show of runs, plans and benchmarks: a small figure and a table, without JavaScript."""
+"""A figure and a table of runs, plans and benchmarks for notebooks, without JavaScript."""
 
 from __future__ import annotations
 
