@@ -181,7 +181,12 @@ def logs(
     elif (Path(submission.run) / "job.yaml").is_file():
         _local(Path(submission.run), follow=False)
     else:
-        raise RunError(f"{submission.run} cannot be read from here: without --no-follow, {submission.engine} is asked.")
+        raise RunError(
+            "run.log_elsewhere",
+            "{run} cannot be read from here. Leave out --no-follow to have {scheduler} show the log.",
+            run=submission.run,
+            scheduler=submission.engine,
+        )
 
 
 def _unknown(name: str) -> RunError:
@@ -191,7 +196,7 @@ def _unknown(name: str) -> RunError:
 
     known = [*(path.name for path in run_directories(RUNS)), *(one.name for one in submissions())]
     hint = nearest(name, known) if known else f"There are no runs in {RUNS}/, and nothing was submitted from here."
-    return RunError(f'there is no run "{name[:80]}". {hint}')
+    return RunError("run.unknown_name", 'there is no run "{name}". {hint}', name=name[:80], hint=hint)
 
 
 def follow_submitted(where: Scheduler, submission: Submission) -> None:
