@@ -7,6 +7,7 @@ A hook of MkDocs; `mkdocs.yml` names it.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -74,6 +75,20 @@ def described(command: Any) -> str:
     return "\n".join([*lines, *map(_row, options), "", ""])
 
 
+def every_error() -> str:
+    """Return all errors by area and code, with their classes and texts."""
+    lines, area = [], ""
+    for entry in re.split(r"\n(?=\S)", (ROOT / "tests" / "messages.txt").read_text().strip()):
+        head, *texts = entry.split("\n")
+        code, kinds = head.split("  ", 1)
+        if code.partition(".")[0] != area:
+            area = code.partition(".")[0]
+            lines += ["", f"### {area}", "", "| code | class | text |", "|---|---|---|"]
+        text = " ".join(text.strip() for text in texts).replace("{{", "{").replace("}}", "}")
+        lines.append(f'| <span id="{code}">`{code}`</span> | {kinds} | {_cell(html.escape(text, quote=False))} |')
+    return "\n".join(lines)
+
+
 def devices() -> str:
     """Return the catalogue of hardware as a table."""
     precisions = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
@@ -109,6 +124,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "<!-- every command -->": lambda: "\n".join(map(described, commands().values())),
     "<!-- every device -->": devices,
     "<!-- every known model -->": known_models,
+    "<!-- every error -->": every_error,
     "<!-- every known image model -->": known_image_models,
 }
 

@@ -56,6 +56,15 @@ class Problem:
         located.text, located.fields = f"{place}: {self.text}", {"place": place, **self.fields}
         return located
 
+    @classmethod
+    def of_parts(cls, code: str, template: str, fields: Mapping[str, object]) -> Self:
+        """Make a problem again that another process of this program described."""
+        return cls(code, template, **fields)
+
+    def replaced(self, **fields: object) -> Self:
+        """Return this problem with other values of some fields."""
+        return type(self)(self.code, self.template, **(self.fields | fields))
+
     def __str__(self) -> str:
         """Return the text."""
         return self.text
@@ -91,7 +100,7 @@ class PlanProblem(Problem):
 
     def about(self, plan: object) -> PlanProblem:
         """Return the same problem with another plan as its subject."""
-        return PlanProblem(self.code, self.template, **(self.fields | {"plan": plan}))
+        return self.replaced(plan=plan)
 
     @property
     def predicate(self) -> str:

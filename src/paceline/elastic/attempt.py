@@ -50,7 +50,7 @@ def launch(
     Args:
         restarts: how often in an hour to start again after failures that another attempt may survive.
         on_tick: called at least five times a second, in this thread.
-        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason}) and, where ranks recover,
+        on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, where ranks recover,
             ("lost", {rank, waiting, reason, stack, generation, again, waits}),
             ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
             ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
@@ -85,7 +85,8 @@ def launch(
                 raise failure
             setting = replace(setting, number=setting.number + 1)
             reason = str(failure).splitlines()[0]
-            on_event("restart", {"attempt": setting.number, "rank": failure.rank, "reason": reason})
+            about = {"attempt": setting.number, "rank": failure.rank, "reason": reason, "code": failure.code}
+            on_event("restart", about)
 
 
 class Attempt:

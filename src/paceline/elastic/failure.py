@@ -398,14 +398,25 @@ def show_traceback(wanted: bool) -> None:
 
 
 def show(error: Exception) -> None:
-    """Print an error on stderr, the cause first.
+    """Print an error on stderr, the cause first, each problem with its code.
 
     The traceback is shown with `--traceback`, or if it cannot be written to a file.
     """
     cause, frames = cause_and_traceback(error)
-    print(f"paceline: {printable(cause)}", file=sys.stderr)
+    text = _with_codes(cause, error) if isinstance(error, PacelineError) else printable(cause)
+    print(f"paceline: {text}", file=sys.stderr)
     if frames:
         print(printable(below(frames)), file=sys.stderr)
+
+
+def _with_codes(cause: str, error: PacelineError) -> str:
+    """The printable text of an error, with `[code]` after each problem; dim in a terminal."""
+    shown = "\x1b[2m[{}]\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else "[{}]"
+    texts = [problem.text for problem in error.problems]
+    if not cause.startswith(whole := "\n".join(texts)):  # the text has a place or a summary around its problem
+        return f"{printable(cause)}  {shown.format(error.code)}"
+    lines = [f"{printable(problem.text)}  {shown.format(problem.code)}" for problem in error.problems]
+    return "\n".join(lines) + printable(cause.removeprefix(whole))
 
 
 def cause_and_traceback(error: Exception) -> tuple[str, str]:

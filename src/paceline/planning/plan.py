@@ -108,7 +108,7 @@ def _named(reason: Callable[[str, Any], str | None], example: str) -> _Kind:
     def problem(key: str, value: Any) -> PlanProblem | None:
         if (found := reason(key, value)) is None:
             return None
-        return PlanProblem("plan.wrong_value", "{where}{reason}", where="", key=key, value=value, reason=found)
+        return PlanProblem("plan.value_refused", "{where}{reason}", where="", key=key, value=value, reason=found)
 
     return _Kind(str, problem, example)
 
@@ -221,9 +221,7 @@ class Plan:
                 problems.append(problem)
         if problems:
             where = f'plan "{text}": '
-            raise PlanError.of_problems(
-                [PlanProblem(one.code, one.template, **(one.fields | {"where": where})) for one in problems]
-            )
+            raise PlanError.of_problems([problem.replaced(where=where) for problem in problems])
         return cls(**values)
 
     def __repr__(self) -> str:

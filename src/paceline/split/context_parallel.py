@@ -85,7 +85,7 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
         context.undo, line = divide_rows(model, parts, cp, graph)
     except PlanError as error:
         raise PlanError(
-            "plan.tokens_not_divisible", "{reasons}\n{error}", reasons="\n".join(reasons), error=error
+            "plan.rows_not_divisible", "{reasons}\n{error}", reasons="\n".join(reasons), error=error
         ) from None
     context.lines = [line, *(f"  no ring attention: {reason}" for reason in reasons)]
     return context

@@ -129,7 +129,8 @@ def bert(
     if hidden % heads:
         raise JobError(
             "model.hidden_not_multiple",
-            "model bert: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+            "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+            name="bert",
             hidden=hidden,
             heads=heads,
             fitting=heads * max(1, round(hidden / heads)),

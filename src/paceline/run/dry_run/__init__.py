@@ -46,7 +46,7 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     if known.is_file():
         return
     if (refusal := _asked(job, plan, cluster, world)) is not None:
-        problems = [PlanProblem(code, template, **fields) for code, template, fields in refusal.problems]
+        problems = [PlanProblem.of_parts(*parts) for parts in refusal.problems]
         raise PlanError.of_problems(problems, nearest=refusal.nearest)
     with suppress(OSError):  # a home that cannot be written: then the next start asks again
         made_cache_folder(_FOLDER)

@@ -1,0 +1,41 @@
+"""Assertions on errors: their code and fields, never their wording."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+
+from paceline.errors import InvalidValue, PacelineError, Problem
+
+E = TypeVar("E", bound=PacelineError | InvalidValue)
+
+
+@contextmanager
+def raises(kind: type[E], code: str, **fields: Any) -> Iterator[pytest.ExceptionInfo[E]]:
+    """Context that must end with an error of a class, a code and fields.
+
+    One of the error's problems must have the code and all of the fields. A field is compared as text if it is not
+    equal; `re.compile(…)` must be found in its text.
+    """
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert_problem(caught.value, code, **fields)
+
+
+def assert_problem(error: PacelineError | InvalidValue, code: str, **fields: Any) -> Problem:
+    """Assert that one of the problems of an error has a code and fields; return it."""
+    found = [problem for problem in error.problems if problem.code == code]
+    assert found, f"code {code} expected, got {', '.join(p.code for p in error.problems)}: {error}"
+    matching = [p for p in found if all(name in p.fields and _agrees(p.fields[name], fields[name]) for name in fields)]
+    assert matching, f"{code} with {fields} expected, got {[problem.fields for problem in found]}"
+    return matching[0]
+
+
+def _agrees(found: object, expected: object) -> bool:
+    if isinstance(expected, re.Pattern):
+        return expected.search(str(found)) is not None
+    return found == expected or str(found) == str(expected)
