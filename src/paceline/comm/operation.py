@@ -143,11 +143,9 @@ class Driver(ABC):
 
     Attributes:
         lock: guards all state here; it is not held while an operation's completion callback runs.
-        failure: class of the error of an operation that can wait no longer.
-        advice: last sentence of such an error, if nothing else explains it.
+        advice: last sentence of a time-out, if nothing else explains it.
     """
 
-    failure: ClassVar[type[Exception]] = DistBackendError
     advice: ClassVar[str] = ""
     _of_process: ClassVar[Any] = None
     _users: ClassVar[int] = 0
@@ -274,6 +272,10 @@ class Driver(ABC):
                     error = fault
                 if error is not None:
                     queue.operations[0].fail(error)
+
+    def failure(self, reason: str) -> Exception:
+        """Make the error of an operation that can wait no longer."""
+        return DistBackendError(reason)
 
     def _hopeless(self, operation: Operation) -> Exception | None:
         """The error of an operation that can wait no longer; None while it may."""

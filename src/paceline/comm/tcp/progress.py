@@ -28,11 +28,14 @@ class TcpProgress(Driver, SocketLoop):
         unauthenticated: connections that the groups' listeners have turned away so far.
     """
 
-    failure = SyncError
     advice = (
         ". Look for the first error of the ranks that did not come; if they, or the network, are only slow, raise "
         "deadline_s."
     )
+
+    def failure(self, reason: str) -> SyncError:
+        """Make the error of an operation that can wait no longer."""
+        return SyncError("ranks.operation_failed", "{reason}", reason=reason)
 
     def __init__(self) -> None:
         Driver.__init__(self)  # its lock also guards the links of all groups
