@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all engines compiled check docs results dist lock clean
+.PHONY: help install demo test test-all engines compiled check docs results pictures dist lock clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1#/p' $(MAKEFILE_LIST) | awk -F'#' '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -73,6 +73,9 @@ docs: $(VENV)/.test ## Build the documentation site in build/site; a link that l
 
 results: $(VENV)/.test ## Write docs/results/*.md and the README's figures from docs/results/data/*.json.
 	@$(BIN)/python docs/results.py
+
+pictures: $(VENV)/.test ## Draw docs/images/* from docs/images/data and docs/results/data; needs Chromium for pictures of pages.
+	@$(BIN)/python docs/pictures.py
 
 dist: $(VENV)/.test ## Build the wheel and the sdist in dist/.
 	@rm -rf dist

@@ -20,7 +20,7 @@ from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.report.charts import SERIES, Figure
 from paceline.report.figures import DEFINITIONS, PARTS, WALL, Definition
-from paceline.report.svg import chart
+from paceline.report.svg import chart, picture
 from paceline.units import Shown, size
 
 PAGE = "report.html"
@@ -150,6 +150,21 @@ def write_page(
         raise RunError(
             "file.unwritable", "{file} cannot be written: {reason}", file=file, reason=error.strerror or error
         ) from error
+    return file
+
+
+def write_picture(file: Path, figure: Figure, width: int, title: str) -> Path:
+    """Write a figure as an SVG file, in the light colours of the pages.
+
+    Args:
+        width: width of the picture in pixels.
+        title: text for people who cannot see the picture.
+    """
+    lines = _source("style.css").splitlines()
+    colours = "".join(lines[: lines.index("}") + 1]).removesuffix("}") + "}"
+    rules = "".join(line for line in lines if line.startswith(".plot "))
+    own = ".plot { font-family: system-ui, 'DejaVu Sans', sans-serif; font-size: 13px; } .paper { fill: var(--card); }"
+    write_whole(file, picture(figure, width, title, colours + rules + own))
     return file
 
 

@@ -26,6 +26,7 @@ _WIDTHS = (260, 440, 860)  # pixels of axes for which labels are chosen: of a te
 _FONT_PX, _LINE_PX = 13, 16
 _X_PX, _TITLE_PX = 22, 20  # heights of the labels and of the title under the x axis
 _KEY_PX = 22
+_MARGIN_PX = 20  # of a picture, both sides together
 
 
 def chart(figure: Figure) -> Markup:
@@ -44,7 +45,7 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
     """
     parts, height = [], 0
     for panel in figure.panels or [figure]:
-        axes = _Axes(panel)
+        axes = _Axes(panel, width)
         left = max((text_px(line) for label in axes.labels for line in label.split("\n")), default=0) + 12
         if panel.y.title or axes.heading:
             parts.append(f'<text class="head" x="0" y="{height + 14}">{escape(axes.heading or panel.y.title)}</text>')
@@ -52,7 +53,7 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
         inside = f'x="{left}" y="{height}" width="{width - left - 20}" height="{axes.height}"'
         parts.append(f'<svg {inside} overflow="visible">{axes.drawn()}</svg>')
         height += axes.height
-    if figure.legend and not figure.panels:
+    if figure.legend:
         keys, x = [], 0
         for trace in figure.traces:
             if not isinstance(trace, Points) or trace.in_legend:
@@ -63,10 +64,12 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
                 x += text_px(trace.name) + 44
         parts += keys
         height += 24
+    wide, high, corner = width + _MARGIN_PX, height + _MARGIN_PX, -_MARGIN_PX // 2
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img"><title>{escape(title)}</title><style>{style}</style>'
-        f'<rect class="paper" width="100%" height="100%"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" width="{wide}" height="{high}" role="img" '
+        f'viewBox="{corner} {corner} {wide} {high}"><title>{escape(title)}</title><style>{style}</style>'
+        f'<rect class="paper" x="{corner}" y="{corner}" width="100%" height="100%"/>'
+        f"{''.join(parts)}</svg>\n"
     )
 
 
@@ -122,8 +125,10 @@ class _Placed:
 class _Axes:
     """One set of axes and what is drawn in it."""
 
-    def __init__(self, figure: Figure) -> None:
+    def __init__(self, figure: Figure, width: int | None = None) -> None:
         self.figure = figure
+        # of a picture; a page hides labels by its style sheet
+        self.tier = len(_WIDTHS) if width is None else sum(width > each + 60 for each in _WIDTHS) - 1
         # a panel of bars has its title above and no labels under it
         self.heading = figure.x.title if figure.x.ticks is not None and not figure.x.ticks else ""
         self.heading = "" if figure.stacked else self.heading
@@ -163,7 +168,7 @@ class _Axes:
             at = _percent(self.x(value))
             if figure.x.grid:
                 parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{self.top}" y2="{self.bottom}"/>')
-            if tier is not None:
+            if tier is not None and tier <= self.tier:
                 turn = 'text-anchor="end" dx="14"' if self.x(value) > 0.97 and len(text) > 4 else 'text-anchor="middle"'
                 place = f'x="{at}" y="{self.bottom + 16}" {turn}'
                 parts.append(f'<text class="xtick tier-{tier}" {place}>{escape(text)}</text>')

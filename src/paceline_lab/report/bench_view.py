@@ -286,7 +286,6 @@ def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting |
         [GREY, *(LEAF if s.scaling == "weak" else BLUE for s in compared)],
         opacity=[1.0, *(1.0 if s.is_speedup else 0.25 for s in compared)],
         thick=0.6,
-        words=["the reference", *words],
         low=[1.0, *(gain.low for gain in gains)],
         high=[1.0, *(gain.high for gain in gains)],
         hints=["1 device", *(f"{s.label}\n{s.plan}\n{text}" for s, text in zip(compared, words, strict=True))],
@@ -294,12 +293,14 @@ def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting |
     ideal = [float(s.devices) for s in compared]
     hints = [f"ideal: {devices:g} ×" for devices in ideal]
     ticks = Points("ideal", ideal, places[1:], INK, width=0, marks=34, symbol="tick", hints=hints)
+    ends = [1.0, *(max(gain.high, ideal[i]) for i, gain in enumerate(gains))]
+    said = Points("words", ends, places, INK, width=0, words=["the reference", *words], hints=())
     most = max(*ideal, *(min(gain.high, 1.6 * s.devices) for s, gain in zip(compared, gains, strict=True)))
     return Figure(
         Axis("times the speed of one device", span=(0, 1.45 * most)),
         Axis(span=(len(names) - 0.5, -0.5), ticks=list(zip(places, names, strict=True)), grid=False),
         height=52 + 46 * len(names),
-        traces=[bars, ticks],
+        traces=[bars, ticks, said],
         legend=False,
     )
 
