@@ -89,7 +89,7 @@ def train_own_loop(request: OwnLoop) -> list[float]:
     loader = DataLoader(data, batch_size=16)
     if request.kind == "plain PyTorch":
         return [_plain_update(model, optimizer, *batch) for batch in _repeated(loader, request.steps)]
-    precision = "fp16" if request.kind == "setup fp16" else request.precision
+    precision: Any = "fp16" if request.kind == "setup fp16" else request.precision
     engine = paceline.setup(model, optimizer, loader=loader, precision=precision)
     scaler = torch.amp.GradScaler(engine.group.device.type) if request.kind == "GradScaler" else None
     losses = []

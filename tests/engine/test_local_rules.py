@@ -204,7 +204,7 @@ def test_an_evaluation_measures_what_all_agree_on_and_changes_nothing(ranks: Ran
     assert one["metrics"]["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
-def joined_in_every_step(batch_norm: str) -> None:
+def joined_in_every_step(batch_norm: Any) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Points(), batch_size=7)

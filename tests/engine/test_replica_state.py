@@ -241,7 +241,12 @@ def test_state_that_is_the_same_on_every_rank_or_known_to_be_its_own_is_no_error
 
 def test_an_unknown_setting_is_refused() -> None:
     with pytest.raises(JobError, match="there are same"):
-        paceline.setup(Words(), torch.optim.SGD(Words().parameters()), loss=F.cross_entropy, buffers="mine")
+        paceline.setup(
+            Words(),
+            torch.optim.SGD(Words().parameters()),
+            loss=F.cross_entropy,
+            buffers="mine",  # type: ignore[arg-type]
+        )
 
 
 # (update with a comparison, rank, bit, False: of a weight, before it; True: of the optimizer's state, after it)

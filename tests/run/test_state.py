@@ -267,7 +267,7 @@ class Residual(nn.Module):
         return y
 
 
-def losses(plan: str, norm: type[nn.Module] = nn.BatchNorm1d, batch_norm: str = "sync") -> list[float]:
+def losses(plan: str, norm: type[nn.Module] = nn.BatchNorm1d, batch_norm: Any = "sync") -> list[float]:
     torch.manual_seed(1)
     model = Residual(norm).double()
     data = TensorDataset(torch.randn(32, 6).double(), torch.randint(0, 3, (32,)))

@@ -119,7 +119,7 @@ class Preflight:
             failed = PlanProblem("plan.step_fails", "plan {plan}: {error}", plan=plan, error=str(error))
             return [failed] if self._whole_runs(job) else []
         except PlanError as error:
-            return _problems_of(error)
+            return list(error.problems)
         except PacelineError:
             raise  # the job itself is wrong
         except Exception:  # noqa: BLE001 - of tensors without values, where the model was divided already: the ranks will tell
@@ -142,10 +142,6 @@ class Preflight:
 _TRIED_HERE = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
 
 
-def _problems_of(error: PlanError) -> list[Problem]:
-    return list(error.problems) or [PlanProblem("plan.cannot_divide", "{text}", text=str(error))]
-
-
 def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[Problem]:
     """Reasons why the plan would train another loss; empty if none is found.
 
@@ -158,7 +154,7 @@ def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[Problem]:
         with kept_random():
             _try(job, plan, data)
     except PlanError as error:
-        return _problems_of(error)
+        return list(error.problems)
     except Exception:  # noqa: BLE001 - whatever the user's model or loss raises: the ranks tell it with its place
         return []
     return []

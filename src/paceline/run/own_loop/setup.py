@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from paceline.comm import Group
 from paceline.comm.backend import join, leave
 from paceline.data.deal import deal
 from paceline.data.loader import Loader
-from paceline.engine.guard import Policy, Settings
+from paceline.engine.guard import Settings
 from paceline.errors import DataError, JobError, PlanError
 from paceline.job.job import Precision
 from paceline.job.loss import Loss
@@ -46,11 +46,11 @@ def setup(
     loss: Loss | Callable[[Any, Any], torch.Tensor] | None = None,
     loader: DataLoader[Any] | None = None,
     plan: AnyPlan = "auto",
-    precision: str = "fp32",
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32",
     clip_norm: float | None = None,
-    nonfinite: Policy = "stop",
-    batch_norm: str = "local",
-    buffers: str = "same",
+    nonfinite: Literal["stop", "skip"] = "stop",
+    batch_norm: Literal["local", "sync"] = "local",
+    buffers: Literal["same", "local"] = "same",
     seed: int = 0,
     deadline_s: float = 300.0,
     on_step: Sequence[OnStep] = (),
