@@ -3,7 +3,8 @@
     python docs/pictures.py [NAME ...] [--measure]
 
 Charts are SVG files. Pages of paceline are photographed by headless Chromium. Data is in `docs/images/data` and
-`docs/results/data`; `--measure` makes the benchmark and the runs of `docs/images/data` again, which takes minutes.
+`docs/results/data`. `--measure` makes the benchmark of `report` and the run of `trace` again; the data of `shares` is
+from a run of `benchmarks/balance.py`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def slow_network() -> Path:
 
     panels = [
         Panel("seconds of a step", values("step")),
-        Panel("seconds to the loss of 150 synchronous steps", values("time to the loss")),
+        Panel(
+            "seconds to the loss of 150 synchronous steps (no bar: not reached, or not measured)",
+            values("time to the loss"),
+        ),
     ]
     figure = panelled(names, panels)
     for panel in figure.panels:  # one colour: the names tell the rules apart

@@ -87,7 +87,7 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
     ),
     "optimizer": Part("optimizer", "The part of a step in which the parameters are updated.", LEAF, "the optimizer"),
     "checkpoint": Part(
-        "checkpoint stall", "The part of a step in which training waits for a checkpoint.", GREY, "checkpoints"
+        "checkpoint stall", "The part of a step in which training waits for a checkpoint.", PALE, "checkpoints"
     ),
 }
 WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`

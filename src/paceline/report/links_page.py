@@ -69,7 +69,7 @@ _DASHES: dict[str, Dash] = {
 _DECADES = {
     n * scale: f"{n} {unit}" for scale, unit in ((1e3, "kB/s"), (1e6, "MB/s"), (1e9, "GB/s")) for n in (1, 10, 100)
 }
-_SYMBOLS = {"flat": "circle", "ring": "diamond", "hierarchical": "square", "auto": "cross"}
+_SYMBOLS = ("circle", "square", "triangle", "diamond", "cross")
 
 
 def write_links_page(
@@ -198,7 +198,7 @@ def _figure(name: str, sizes: Sequence[int], found: Sequence[Curve], transports:
                 SERIES[colours.index(getattr(curve, by)) % len(SERIES)],
                 dash=_DASHES.get(curve.algorithm, "solid"),
                 marks=7,
-                symbol=_SYMBOLS.get(curve.algorithm, "circle"),
+                symbol=_SYMBOLS[colours.index(getattr(curve, by)) % len(_SYMBOLS)],
                 hints=about,
             )
         )

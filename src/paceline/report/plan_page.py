@@ -275,7 +275,7 @@ def _thousands(tokens_per_s: float) -> Shown:
 PREDICTED_PARTS = {
     "compute": Part(PART_NAMES["compute"], "Forward and backward pass: products of matrices and other kernels.", BLUE),
     "recompute": Part(
-        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", AZURE
+        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", ICE
     ),
     "launch": Part(PART_NAMES["launch"], "Kernels that wait for the host to start them.", GREY),
     "tp": Part(PART_NAMES["tp"], "Sums and gathers between the ranks that shard a layer’s matrices.", VERMILLION),
@@ -287,7 +287,7 @@ PREDICTED_PARTS = {
     "pp": Part(
         PART_NAMES["pp"],
         "Activations on their way from stage to stage, as far as they hold up the next one.",
-        ICE,
+        AZURE,
     ),
     "bubble": Part(PART_NAMES["bubble"], "Stages of the pipeline that wait for their neighbours.", PALE),
     "dp": Part(PART_NAMES["dp"], "Gradients between the replicas, as far as the backward pass does not hide it.", PINK),

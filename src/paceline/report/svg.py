@@ -101,7 +101,8 @@ def _key(trace: Points | Bars) -> str:
     """The sample of a trace in a legend."""
     colour = _at(trace.colour, 0)
     if isinstance(trace, Bars) or trace.fill == "stack" or (trace.fill and not trace.width):
-        return f'<rect class="edge" width="{_KEY_PX}" height="10" fill="{colour}"/>'
+        look = "band" if not isinstance(trace, Bars) and trace.fill == "band" else "edge"
+        return f'<rect class="{look}" width="{_KEY_PX}" height="10" fill="{colour}"/>'
     line = f'<path d="M0 5H{_KEY_PX}" {_stroke(trace)}/>' if trace.width else ""
     if not trace.marks:
         return line
