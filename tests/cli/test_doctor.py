@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from commands import BIN, ended, in_a_process, started
+from commands import BIN, ended, in_a_process, processes_of, started, wait_for
 from paceline.cli.doctor import _show_collectives, _show_local
 from paceline.cluster.discover import discover
 from paceline.cluster.probe import ProbedSpeed
@@ -45,6 +46,13 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
     assert environment["torch"].startswith("2.")
     assert all("over shared memory: " in why for why in environment["not_measured"]), "which not every machine allows"
     assert {finding["level"] for finding in environment["doctor"]} <= {"ok", "note"}
+
+
+def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    with started("paceline", "doctor", folder=tmp_path) as process:
+        wait_for(lambda: processes_of(process), process)
+        process.send_signal(signal.SIGINT)
+        assert ended(process, deadline_s=60).code == 130
 
 
 def test_its_tables_fit_80_columns() -> None:

@@ -84,8 +84,8 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command, and its arguments."""
         if args[0] not in self.commands and not args[0].startswith("-"):
-            known = ", ".join(f"{ctx.command_path} {name}" for name in self.commands)
-            ctx.fail(f"{args[0]!r} is not a command of {ctx.command_path}. The commands are: {known}.")
+            known = " or ".join(f"{ctx.command_path} {name}" for name in self.commands)
+            ctx.fail(f"{args[0]!r} is not a command of {ctx.command_path}. Say {known}.")
         return super().resolve_command(ctx, args)
 
 
@@ -195,6 +195,13 @@ def not_at_a_url(file: Path) -> Path:
     """Refuse a URL where only a file is read."""
     if _URL_AS_PATH.match(str(file)):
         raise typer.BadParameter("a job at a URL is read by train, check and bench alone; fetch it first")
+    return file
+
+
+def in_a_folder(file: Path | None) -> Path | None:
+    """Refuse a file to write whose folder does not exist, before any work is done for it."""
+    if file is not None and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}")
     return file
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Hosts, start_on
+from paceline.cli.command import Hosts, in_a_folder, start_on
 from paceline.cluster.launch_engines import is_rank
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def command(
         typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine"),
     ] = None,
     hosts: Hosts = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.", callback=in_a_folder)
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
     ] = False,

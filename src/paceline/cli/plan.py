@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.command import Command, SetKeys, load_job
+from paceline.cli.command import Command, SetKeys, in_a_folder, load_job
 from paceline.cli.plan_options import (
     AsJson,
     CalibrateOn,
@@ -248,7 +248,11 @@ def batch(
     calibrate_on: CalibrateOn = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.yaml", help="Write a job with that batch and learning rate; JOB stays as it is."),
+        typer.Option(
+            metavar="FILE.yaml",
+            help="Write a job with that batch and learning rate; JOB stays as it is.",
+            callback=in_a_folder,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from paceline.cli.command import load_job, not_at_a_url
+from paceline.cli.command import in_a_folder, load_job, not_at_a_url
 from paceline.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ CalibrateOn = Annotated[
         "torchtitan; may be repeated.",
     ),
 ]
-PageFile = Annotated[Path | None, typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.")]
+PageFile = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.", callback=in_a_folder),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON that has every figure.")]
 Price = Annotated[
     float | None, typer.Option(min=0, metavar="X", help="Price of a device for an hour, in any currency.")

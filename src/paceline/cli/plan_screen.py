@@ -304,7 +304,7 @@ def _gains(console: Console, title: str, about: str, rows: Sequence[tuple[str, s
 def _run(explanation: Explanation, console: Console) -> None:
     if (run := explanation.run) is None:
         return
-    about = f"{run.amount.words}, by the first plan; ± {percent(run.error, 0)} (80 %), by {run.rests_on}"
+    about = f"{run.amount.words}, with this plan; ± {percent(run.error, 0)} (80 %), by {run.rests_on}"
     titled(console, "what the training takes", about)
     show_run(run, console)
 

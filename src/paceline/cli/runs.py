@@ -47,7 +47,8 @@ def runs(
     A failed run has not ended, and the process that trained it is gone.
     """
     if folder is not None and not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is not a folder", param_hint="DIR")
+        advice = f"; `paceline logs {folder}` shows the log of a run" if len(folder.parts) == 1 else ""
+        raise typer.BadParameter(f"{folder} is not a folder{advice}", param_hint="DIR")
     rows = sorted(_rows(folder), key=lambda row: -row.since)
     if not rows:
         where = RUNS if folder is None else folder

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.command import in_a_folder
+
 if TYPE_CHECKING:
     from paceline.report.timeline import StepRange
 
@@ -22,7 +24,9 @@ def command(
     ] = "3",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write the timeline.", show_default="trace.json in the run"),
+        typer.Option(
+            metavar="FILE", help="File of the timeline.", show_default="trace.json in the run", callback=in_a_folder
+        ),
     ] = None,
     operations: Annotated[
         bool, typer.Option("--operations", help="Train that many steps again, and trace what every rank does in them.")

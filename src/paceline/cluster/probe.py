@@ -116,10 +116,12 @@ class Probe:
         assert self._process.stdout is not None
         timer = threading.Timer(self.deadline_s, self._process.kill)
         timer.start()
-        line = self._process.stdout.readline()
-        is_late = not timer.is_alive()
-        timer.cancel()
-        timer.join()
+        try:
+            line = self._process.stdout.readline()
+            is_late = not timer.is_alive()
+        finally:  # also on Ctrl-C: Python does not end before the timer does
+            timer.cancel()
+            timer.join()
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer

@@ -288,7 +288,12 @@ def text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError("config.unreadable", "{file} cannot be read: {error}", file=file, error=error) from None
+        raise PlanError(
+            "config.unreadable",
+            "{file} cannot be read: {error}",
+            file=file,
+            error=getattr(error, "strerror", None) or error,
+        ) from None
 
 
 _DEEPEST = 20

@@ -68,7 +68,13 @@ class Run:
                 weakref.finalize(self, held.pop_all().close)
         self.path = Path(path)
         if not (self.path / "job.yaml").is_file():
-            raise RunError("run.not_a_run", "{path} is not a run directory: it has no job.yaml", path=self.path)
+            other = Path("runs", path)
+            raise RunError(
+                "run.not_a_run",
+                "{path} is not a run directory: it has no job.yaml{hint}",
+                path=self.path,
+                hint=f". Did you mean {other}?" if (other / "job.yaml").is_file() else "",
+            )
 
     def __repr__(self) -> str:
         """Return the directory, the newest step and loss, and how the run ended."""
