@@ -20,19 +20,19 @@ _DEPLOY = "paceline federate deploy examples/federated.yaml app --superlink 192.
 def simulate(
     job: JobFile,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Simulated clients, in the place of the job's federate.clients.")
+        int | None, typer.Option(min=1, help="Number of simulated clients, instead of the job's federate.clients.")
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="DIR", help="Directory of the run.", show_default="runs/JOB-TIME")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
+        bool, typer.Option("--resume", help="Continue --run, or else the newest run of this job.")
     ] = False,
     in_turn: Annotated[
         bool, typer.Option("--in-turn", help="Train clients one by one instead of side by side.")
     ] = False,
 ) -> None:
-    """Train with simulated clients, thousands in one process."""
+    """Train with simulated clients, thousands of them in one process."""
     from paceline.cli.train import last
     from paceline.job.job import Job
     from paceline.text import printable
@@ -58,14 +58,16 @@ def deploy(
         typer.Option(
             "--superlink",
             metavar="NAME|ADDRESS:PORT",
-            help="Run the app on this SuperLink: a connection of Flower's configuration, or an address. "
-            "Without one, the app is written only.",
+            help="SuperLink to run the app on: a connection of Flower's configuration, or an address.",
+            show_default="only write the app",
         ),
     ] = None,
     root_certificates: Annotated[
         Path | None,
         typer.Option(
-            "--root-certificates", metavar="FILE", help="Authority that signed the certificate at ADDRESS:PORT."
+            "--root-certificates",
+            metavar="FILE",
+            help="Certificate of the authority that signed the one of ADDRESS:PORT.",
         ),
     ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Connect to ADDRESS:PORT without TLS.")] = False,
@@ -76,7 +78,7 @@ def deploy(
         ),
     ] = None,
 ) -> None:
-    """Run the job on Flower, with clients that keep their data."""
+    """Write a Flower app that trains the job, and run it on a SuperLink."""
     from paceline.job.job import Job
     from paceline.run.record.run import Run
     from paceline.text import printable

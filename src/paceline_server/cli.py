@@ -12,26 +12,36 @@ from paceline.cli.command import Command
 
 def command(
     what: Annotated[
-        list[str], typer.Argument(metavar="WHAT…", help="What clients may use: pkg.mod:name or file.py:name.")
+        list[str],
+        typer.Argument(
+            metavar="WHAT…", help="Modules, objects and functions that clients may use: pkg.mod:name or file.py:name."
+        ),
     ],
     listen: Annotated[
-        str, typer.Option("--listen", metavar="WHERE", help="ADDRESS:PORT, or the path of a new Unix socket.")
+        str,
+        typer.Option(
+            "--listen", metavar="ADDRESS:PORT|PATH", help="Address to listen on, or the path of a new Unix socket."
+        ),
     ],
     key: Annotated[
         Path | None,
         typer.Option(
-            "--key", metavar="FILE", help="Key of the run.", show_default="PACELINE_KEY_FILE, ~/.paceline/key"
+            "--key",
+            metavar="FILE",
+            help="File of the key of the run.",
+            show_default="PACELINE_KEY_FILE, ~/.paceline/key",
         ),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=2, help="Number of calls that may run at once.")] = 32,
     grace: Annotated[
-        float, typer.Option("--grace", metavar="S", min=0.0, help="Seconds until a lost client's objects are deleted.")
+        float,
+        typer.Option("--grace", metavar="S", min=0.0, help="Seconds until the objects of a lost client are deleted."),
     ] = 30.0,
 ) -> None:
-    """Serve modules, objects and functions to other processes until Ctrl-C or SIGTERM.
+    """Serve modules, objects and functions to other processes.
 
-    Clients can only use what is listed here. Between hosts, both ends prove that they have the run's key. A Unix
-    socket is private to this user.
+    Clients can use nothing else. Between hosts, both ends prove that they have the key of the run. A Unix socket is
+    private to this user. Ctrl-C or SIGTERM ends the service.
     """
     import threading
 

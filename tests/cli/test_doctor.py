@@ -50,7 +50,7 @@ def test_a_healthy_machine_is_described_and_measured(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     with started("paceline", "doctor", folder=tmp_path) as process:
-        wait_for(lambda: processes_of(process), process)
+        wait_for(lambda: any("paceline.cluster.probe" in one.cmdline() for one in processes_of(process)), process)
         process.send_signal(signal.SIGINT)
         assert ended(process, deadline_s=60).code == 130
 

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import paceline as package
 from commands import in_a_process, paceline, parsed
 from paceline.cli import commands
+from paceline.cli.command import Panel
 from paceline.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,14 +81,14 @@ def test_importing_the_package_needs_nothing_heavy() -> None:
     assert not loaded & HEAVY
 
 
-def test_help_says_what_each_command_and_option_is_for(tmp_path: Path) -> None:
-    shown = paceline("--help", folder=tmp_path, columns=200)
-    assert shown.says("Train PyTorch models", "train", "Train a job on this machine's devices", "export", "checkpoint")
-    assert shown.says(
-        "bench", "how a job scales", "report", "report.html", "doctor", "how fast it is", "links", "hardware's limits"
-    )
+def test_every_command_argument_and_option_says_what_it_is_for(tmp_path: Path) -> None:
+    for name, command in commands_of(commands()).items():
+        assert command.help, name
+        assert [one.name for one in command.params if not one.help] == [], name
+    listed = paceline("--help", folder=tmp_path, columns=200)
+    assert listed.says(*(f" {name} " for name in commands()), *(f" {panel} " for panel in get_args(Panel)))
     shown = paceline("train", "--help", folder=tmp_path, columns=200)
-    assert shown.says("JOB", "--plan", "--resume", "--restarts", "Directory of the run.", "runs/JOB-TIME", "a free one")
+    assert shown.says("JOB", "--plan", "--resume", "--restarts", "runs/JOB-TIME")
 
 
 def test_it_is_a_module_as_well(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def _about(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version of paceline and exit."),
     ] = False,
     traceback: Annotated[  # read by `main`
-        bool, typer.Option("--traceback", help="Also show the traceback of an error; may stand anywhere.")
+        bool,
+        typer.Option("--traceback", help="Show the traceback of an error as well; may stand anywhere in the command."),
     ] = False,
 ) -> None:
     """Train PyTorch models on your machines, and know how fast it went and why."""
@@ -88,11 +89,13 @@ def _about(
 
 
 def main() -> None:
-    """Run the command line. An error is printed with its cause first, and sets the exit code."""
+    """Run the command line; print an error, and leave with its exit code."""
     arguments = [word for word in sys.argv[1:] if word != "--traceback"]  # which may stand anywhere
     show_traceback(len(arguments) < len(sys.argv) - 1)
     try:
         app(args=arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except PacelineError as error:
         show(error)
         sys.exit(error.exit_code)

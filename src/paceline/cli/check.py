@@ -30,30 +30,29 @@ CANNOT_TELL = 3  # the exit code
 def command(
     job: JobFile,
     plan: Annotated[
-        str | None, typer.Option(help='The plan to check, e.g. "dp=2 tp=2"; auto is what train would choose.')
+        str | None, typer.Option(help='Plan to check, e.g. "dp=2 tp=2", or auto for the one that train would choose.')
     ] = None,
     changes: SetKeys = None,
     cluster: ClusterFile = None,
     hosts: Hosts = None,
     every: Annotated[bool, typer.Option("--all", help="Check every plan that can run the job.")] = False,
     max_ranks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="With --all: the most ranks of a plan.", show_default="4")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Largest number of ranks of a plan, with --all.", show_default="4"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Start no ranks: run one rank of the plan, of any size, on tensors without memory."
-        ),
+        typer.Option("--dry-run", help="Start no ranks: run one rank of a plan of any size on tensors without memory."),
     ] = False,
 ) -> None:
-    """Compare a plan with one process in float64, step by step.
+    """Check that a plan computes what one process computes, step by step.
 
-    Compared are losses, gradients, parameters and buffers.
+    Losses, gradients, parameters and buffers are compared in float64.
 
     Exit code 1: they differ.
 
-    Exit code 3: undecided, as rounding or random numbers could hide a mistake.
+    Exit code 3: undecided, because rounding or random numbers could hide a mistake.
     """
     start_on(hosts, cluster)
     if not dry_run:

@@ -84,8 +84,8 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command, and its arguments."""
         if args[0] not in self.commands and not args[0].startswith("-"):
-            known = " or ".join(f"{ctx.command_path} {name}" for name in self.commands)
-            ctx.fail(f"{args[0]!r} is not a command of {ctx.command_path}. Say {known}.")
+            known = ", ".join(f"`{ctx.command_path} {name}`" for name in self.commands)
+            ctx.fail(f"{args[0]!r} is not a command. The commands are {known}.")
         return super().resolve_command(ctx, args)
 
 
@@ -147,7 +147,7 @@ _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _COUNT = re.compile(r"\d+(\.\.\d+)?")  # of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
-JobFile = Annotated[str, typer.Argument(metavar="JOB", help="YAML file that says what to train, or its URL.")]
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (YAML) or its URL: what to train.")]
 Checkpoint = Annotated[
     str,
     typer.Option(
@@ -166,7 +166,10 @@ SetKeys = Annotated[
 ClusterFile = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="FILE", help="YAML file that says where, e.g. emulated hosts.", show_default="this machine"
+        "--cluster",
+        metavar="FILE",
+        help="Cluster file (YAML): where to run, e.g. on emulated hosts.",
+        show_default="this machine",
     ),
 ]
 Hosts = Annotated[
@@ -174,7 +177,7 @@ Hosts = Annotated[
     typer.Option(
         "--hosts",
         metavar="LIST",
-        help="Hosts to start this command on by ssh, e.g. a,b:2 (2 devices of b), or a file that lists them.",
+        help="Hosts to run on, reached by ssh, e.g. a,b:2 (2 devices of b), or a file that lists them.",
         show_default="this machine",
     ),
 ]
@@ -185,7 +188,7 @@ NumHosts = Annotated[
     typer.Option(
         "--num-hosts",
         metavar="N|MIN..MAX",
-        help="Number of hosts, if a launcher starts this command on each of them: 4, or 2..8 to go on with 2 to 8.",
+        help="Number of hosts that a launcher starts this command on: 4, or 2..8 to go on with 2 to 8.",
         show_default="as the launcher says",
     ),
 ]
@@ -199,7 +202,7 @@ def not_at_a_url(file: Path) -> Path:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Refuse a file to write whose folder does not exist, before any work is done for it."""
+    """Refuse a file to write whose folder does not exist, before any work."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     return file

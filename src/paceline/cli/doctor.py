@@ -29,12 +29,12 @@ _RANKS = (2, 8)  # on cores: at least, at most
 
 def command(
     as_json: Annotated[
-        bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
+        bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
 ) -> None:
-    """Say what this machine has for training, what is missing, and how fast it is.
+    """Check what this machine has for training, what is missing, and how fast it is.
 
-    Exit code 1 where it cannot train at all.
+    Exit code 1: it cannot train.
     """
     from paceline.cluster.discover import environment
     from paceline.cluster.probe import Probe

@@ -24,11 +24,11 @@ class ExportLayout(StrEnum):
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="What to write, e.g. model.safetensors; with --layout hf a folder.")
+        Path, typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; a folder with --layout hf.")
     ],
     layout: Annotated[
         ExportLayout,
-        typer.Option(help="file: one safetensors file. hf: a folder that transformers loads with from_pretrained."),
+        typer.Option(help="One safetensors file (file), or a folder for from_pretrained of transformers (hf)."),
     ] = ExportLayout.FILE,
     checkpoint: Checkpoint = "newest",
 ) -> None:

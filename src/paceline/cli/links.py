@@ -24,7 +24,7 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 def command(
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="How many ranks.", show_default="one for each device")
+        int | None, typer.Option(min=2, help="Number of ranks.", show_default="one for each device")
     ] = None,
     sizes: Annotated[
         str | None, typer.Option(help="Sizes to measure, e.g. 1KiB,64KiB,16MiB.", show_default="1KiB to 16MiB")
@@ -32,41 +32,39 @@ def command(
     transports: Annotated[
         str | None,
         typer.Option(
-            help="Which of shm, gloo, tcp and torch's between accelerators, e.g. gloo,tcp.",
+            help="Transports to measure: shm, gloo, tcp, or the backend of the accelerators.",
             show_default="all there are",
         ),
     ] = None,
     collectives: Annotated[
         str | None,
         typer.Option(
-            help="Which of all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.",
+            help="Collectives: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_receive.",
             show_default="all",
         ),
     ] = None,
     algorithms: Annotated[
         str | None,
         typer.Option(
-            help="Which of the all-reduce: flat, ring, hierarchical, auto.",
+            help="Algorithms of the all-reduce: flat, ring, hierarchical, auto.",
             show_default="flat; between hosts the first three",
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Cluster file with hosts to emulate.", show_default="this machine"),
+        typer.Option(metavar="FILE", help="Cluster file (YAML) with hosts to emulate.", show_default="this machine"),
     ] = None,
     hosts: Hosts = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with the curves.", callback=in_a_folder)
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help='End with one line: {"figures": {…}, "environment": {…}}.')
+        bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
 ) -> None:
-    """Measure and check the collectives between ranks against the hardware's limits.
+    """Measure the collectives between ranks against the hardware's limits, and check their results.
 
-    Shown are time, algorithm bandwidth and bus bandwidth by size.
-
-    Between real hosts: torchrun … --no-python paceline links --transports gloo, on every host.
+    Under torchrun, start it on every host: torchrun … --no-python paceline links --transports gloo
     """
     start_on(hosts, cluster)
     from paceline.cli.command import to_run_on

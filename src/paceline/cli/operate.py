@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 
 def submit(
-    job: Annotated[
-        Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
-    ],
-    on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="slurm, ray, kubernetes or sky.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.", callback=not_at_a_url)],
+    on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="Scheduler: slurm, ray, kubernetes or sky.")],
     num_hosts: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 1,
-    plan: Annotated[str, typer.Option(help="How to train, as `paceline train` takes it.")] = "auto",
+    plan: Annotated[str, typer.Option(help="Plan, as for `paceline train`.")] = "auto",
     run: Annotated[
         str | None,
-        typer.Option(metavar="DIR|URL", help="Directory of the run, as the hosts see it.", show_default="runs/NAME"),
+        typer.Option(
+            metavar="DIR|URL", help="Directory or URL of the run, as the hosts see it.", show_default="runs/NAME"
+        ),
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="As `paceline train` takes it.")] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="Number of restarts, as for `paceline train`.")] = 0,
     limit: Annotated[
         str | None,
-        typer.Option("--time", metavar="TIME", help="Time limit, e.g. 1h30m: it saves, queues again and goes on."),
+        typer.Option(
+            "--time", metavar="TIME", help="Time limit, e.g. 1h30m; at its end the run saves, queues again and goes on."
+        ),
     ] = None,
     options: Annotated[
         list[str] | None,
@@ -41,7 +43,7 @@ def submit(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and stop.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log after submitting.")] = False,
 ) -> None:
     """Submit a job to a cluster's scheduler, and follow it to its end.
 
@@ -111,9 +113,9 @@ def request_from(
 def cancel(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a run, as `paceline runs` lists it.")],
 ) -> None:
-    """End a run that was submitted.
+    """End a submitted run.
 
-    It saves a checkpoint as far as its scheduler gives it time.
+    It saves a checkpoint if its scheduler gives it the time.
     """
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import find
@@ -132,12 +134,14 @@ _WAIT_S = 15.0  # for the launcher to answer
 
 
 def scale(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run that trains.")],
-    by: Annotated[str, typer.Argument(metavar="+1|-1", help="One replica more or fewer; over hosts, one host.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run that is training.")],
+    by: Annotated[
+        str, typer.Argument(metavar="+1|-1", help="Add or remove one replica, or one host on several hosts.")
+    ],
 ) -> None:
-    """Grow or shrink a run while it trains, after a step. The global batch stays.
+    """Add or remove one replica while a run trains.
 
-    It gets back what has left it, up to the plan's replicas.
+    The global batch stays the same. A run has at most the replicas of its plan.
     """
     from paceline.elastic.recovery import ask
     from paceline.errors import RunError
@@ -205,13 +209,13 @@ def _holder(run: Path) -> str:
 def key(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="New file, which only you can read.", show_default="~/.paceline/key"),
+        typer.Argument(metavar="FILE", help="New file, which only you can read.", show_default="~/.paceline/key"),
     ] = None,
 ) -> None:
-    """Make the key of runs on several hosts.
+    """Make a key for runs on several hosts.
 
-    Every host needs a copy: at ~/.paceline/key it is found, elsewhere name it in PACELINE_KEY_FILE. Who has it belongs
-    to the run.
+    Copy it to every host, as ~/.paceline/key or as the file that PACELINE_KEY_FILE names. Any process that has the key
+    can join the run.
     """
     from paceline.files import private_folder
     from paceline.wire.key import RunKey, default_key_file, write_key

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 _AMOUNT, _FAILURES, _POWER = "How much to train", "Failures and preemptions", "Energy"
 
-JobPath = Annotated[
-    Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.", callback=not_at_a_url)
-]
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.", callback=not_at_a_url)]
 ClusterName = Annotated[
     str | None,
     typer.Option(

@@ -13,10 +13,10 @@ def command(
         str, typer.Argument(metavar="DIR|URL", help="Directory of a run or of a benchmark, or the URL of a run.")
     ],
 ) -> None:
-    """Write report.html about a run or a benchmark.
+    """Write a page about a run or a benchmark: report.html in its directory.
 
-    The page is one file that any browser opens, without a network. The page of a URL is written to NAME.report.html in
-    the current directory.
+    The page is one file that opens in any browser without a network. For a URL it is NAME.report.html in the current
+    directory.
     """
     from paceline.storage.url import is_url
 

@@ -42,9 +42,9 @@ def runs(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help=f"List every run instead of the newest {_MOST}.")] = False,
 ) -> None:
-    """List local and submitted runs: state, newest step and loss, age, and where.
+    """List local and submitted runs with their state, newest step, loss and age.
 
-    A failed run has not ended, and the process that trained it is gone.
+    A run that has not ended failed if the process that trained it is gone.
     """
     if folder is not None and not folder.is_dir():
         advice = f"; `paceline logs {folder}` shows the log of a run" if len(folder.parts) == 1 else ""
@@ -155,7 +155,8 @@ def logs(
         str, typer.Argument(metavar="NAME", help="Name of a run as `paceline runs` lists it, or its directory.")
     ],
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on until the run ends, or stop at what there is now.")
+        bool,
+        typer.Option("--follow/--no-follow", help="Follow the log until the run ends, or show what there is and stop."),
     ] = True,
 ) -> None:
     """Show the log of a run, and follow it to its end.

@@ -16,11 +16,9 @@ _MOST_OPERATIONS = 50  # steps
 
 
 def command(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Directory of a run, while it trains or after, or its URL.")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
     steps: Annotated[
-        str, typer.Option(metavar="N|A-B", help="The newest N steps, or those from A to B, such as 40-42.")
+        str, typer.Option(metavar="N|A-B", help="Steps to show: the newest N, or those from A to B.")
     ] = "3",
     out: Annotated[
         Path | None,
@@ -29,13 +27,15 @@ def command(
         ),
     ] = None,
     operations: Annotated[
-        bool, typer.Option("--operations", help="Train that many steps again, and trace what every rank does in them.")
+        bool,
+        typer.Option(
+            "--operations", help="Train these steps again here with torch's profiler, and write operations.json."
+        ),
     ] = False,
 ) -> None:
-    """Write a timeline of all ranks for Perfetto, and say what the critical path is.
+    """Write a timeline of all ranks for Perfetto, and name the critical path.
 
-    It is made from the run's record alone. Open the file at ui.perfetto.dev, or in chrome://tracing: nothing leaves
-    your machine. With --operations the ranks are started here, and torch's profiler writes operations.json.
+    Open the file at ui.perfetto.dev or in chrome://tracing; it does not leave your machine.
     """
     wanted = _range(steps)
     if operations:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def command(
     job: JobFile,
     plan: Annotated[
-        str, typer.Option(help='How to train, e.g. "dp=2 precision=bf16"; auto finds the fastest here.')
+        str, typer.Option(help='Plan, e.g. "dp=2 precision=bf16", or auto to find the fastest one.')
     ] = "auto",
     changes: SetKeys = None,
     cluster: ClusterFile = None,
@@ -26,22 +26,21 @@ def command(
             "--run",
             "--run-dir",  # torchrun of Python < 3.12.8 takes --run for an abbreviation of an option of its own
             metavar="DIR|URL",
-            help="Directory of the run. Or its URL, e.g. s3://bucket/run. Say --run-dir under torchrun, "
-            "which has options that begin with --run.",
+            help="Directory or URL of the run, e.g. s3://bucket/run; under torchrun say --run-dir.",
             show_default="runs/JOB-TIME",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --run, or else with the newest run of this job.")
+        bool, typer.Option("--resume", help="Continue --run, or else the newest run of this job.")
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=0, help="How often in an hour to start again from the newest checkpoint.")
+        int, typer.Option(min=0, help="Number of restarts from the newest checkpoint allowed in an hour.")
     ] = 0,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the rendezvous.", show_default="a free one")
+        int | None, typer.Option(min=1, max=65535, help="Port at which the ranks meet.", show_default="a free one")
     ] = None,
 ) -> None:
-    """Train a job on this machine's devices, on hosts it emulates, or on torchrun's ranks."""
+    """Train a job on this machine, on several hosts, or under torchrun."""
     start_on(hosts, cluster)
     from paceline.cluster.launch_engines import is_rank
     from paceline.elastic.forkserver import warm_up

@@ -22,22 +22,22 @@ _LINE_EVERY_S = 5.0  # where the output is no terminal
 
 
 def watch(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Directories of runs, while they train or after.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Directories of runs.")],
     every: Annotated[
         float,
         typer.Option(
             "--every",
             metavar="S",
             min=0.05,
-            help="Seconds from look to look, or more so that it takes 0.5 % of a core at most.",
+            help="Seconds between two looks; longer if that would take more than 0.5 % of a core.",
         ),
     ] = 0.5,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show what there is, and stop.")] = False,
 ) -> None:
-    """Watch runs while they train: progress, loss, where each rank's step goes, and what happens.
+    """Watch runs in the terminal: progress, loss, where each rank's time goes, and events.
 
-    It reads the runs' files and nothing else, so it may be started, stopped and started again at any time, on any
-    machine that sees them. Several runs are shown beside each other. It ends with the last of them, or by Ctrl-C.
+    The command only reads the files of the runs, so it may be started and stopped at any time, on any machine that
+    sees them. It ends with the last run, or by Ctrl-C.
     """
     from paceline.cli.watch_screen import screen
     from paceline.console import Console
@@ -126,17 +126,18 @@ def _in_lines(watched: list[LiveRun], every: float) -> None:
 def dashboard(
     where: Annotated[
         list[str],
-        typer.Argument(metavar="RUN…", help="Directories of runs, or their URLs.", show_default=False),
+        typer.Argument(metavar="RUN…", help="Directories of runs.", show_default=False),
     ],
     listen: Annotated[
-        str | None, typer.Option("--listen", metavar="127.0.0.1:PORT", help="Address.", show_default="a free port")
+        str | None,
+        typer.Option("--listen", metavar="127.0.0.1:PORT", help="Address to listen on.", show_default="a free port"),
     ] = None,
     opens: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serve a live page of runs to a browser on this machine.
+    """Show runs in a browser while they train.
 
-    The page shows what `paceline watch` shows, and more, while the runs train. The address has a token, so keep it to
-    yourself. Ctrl-C or SIGTERM ends the page, and the runs go on.
+    The page is served on this machine only. The address has a token, so keep it to yourself. Ctrl-C ends the page, and
+    the runs go on.
     """
     import asyncio
 

@@ -11,29 +11,31 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Directory of a run, while it trains or after, or its URL.")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
     one: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN", help="A run of the same job on one device to compare with.", show_default="a prediction"
+            metavar="RUN", help="Run of the same job on one device to compare with.", show_default="a prediction"
         ),
     ] = None,
     tries: Annotated[
-        int, typer.Option("--try", metavar="N", min=0, help="Measure the N best plans beside that of the run.")
+        int,
+        typer.Option(
+            "--try", metavar="N", min=0, help="Number of better plans to measure in turn with the plan of the run."
+        ),
     ] = 0,
     predict: Annotated[
         bool,
         typer.Option(
-            "--predict/--no-predict", help="Build the job's model to predict; without, only the record is read."
+            "--predict/--no-predict",
+            help="Predict other plans, for which the model of the job is built, or only read the record.",
         ),
     ] = True,
 ) -> None:
-    """Say why a run is no faster than it is, and what to try.
+    """Explain why a run is not faster, and what to try.
 
-    The run is compared with one device. A change is advised only if its predicted gain is larger than the error of
-    predictions. `--try` measures changes on this machine, in turn with the run's own plan, and advises the fastest.
+    The run is compared with one device. A change is advised only if its predicted gain is larger than the error of the
+    prediction.
     """
     if tries and not predict:
         raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")

@@ -24,10 +24,10 @@ Plans = Annotated[
     str | None,
     typer.Option(help='More settings to measure, each a plan, e.g. "dp=2 fused=on; dp=1 threads=2".'),
 ]
-Repeat = Annotated[int, typer.Option(min=1, help="Runs of each setting; fewer than 3 show no difference.")]
+Repeat = Annotated[int, typer.Option(min=1, help="Number of runs of each setting; fewer than 3 show no difference.")]
 Steps = Annotated[
     int | None,
-    typer.Option(min=6, help="Steps of each run.", show_default="to the target that the job names, else 60"),
+    typer.Option(min=6, help="Number of steps of each run.", show_default="to the target that the job names, else 60"),
 ]
 Out = Annotated[
     str | None,
@@ -82,17 +82,16 @@ def compare(
     kill_rank: Annotated[
         bool, typer.Option("--kill-rank", help="Run each system once more, and kill a rank half-way.")
     ] = False,
-    weak: Annotated[
-        bool, typer.Option("--weak/--no-weak", help="Compare at a global batch that is N times as large on N devices.")
-    ] = False,
+    weak: Annotated[bool, typer.Option("--weak/--no-weak", help="Use N times the global batch on N devices.")] = False,
     repeat: Repeat = 5,
     steps: Steps = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the same job under paceline and other systems, losses before times.
+    """Measure the same job under paceline and other systems.
 
-    The systems run on this machine, or on hosts that it emulates (--cluster), in interleaved runs.
+    Their losses are compared before their times. The systems run on this machine, or on hosts that it emulates
+    (--cluster), in interleaved runs.
     """
     start_on(None, cluster)
     asked = _asked(job, changes, cluster, plans, repeat, steps, out)

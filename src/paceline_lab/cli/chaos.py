@@ -19,46 +19,47 @@ _WIDTH = 150  # of the table, at least
 
 
 def command(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.")],
     faults: Annotated[
         str | None,
         typer.Option(
-            help="Kinds: kill, stop, oom, partition, cut, slow, disk-full, corrupt, clock, store.",
+            help="Kinds of faults: kill, stop, oom, partition, cut, slow, disk-full, corrupt, clock, store.",
             show_default="all that can be made here",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the schedule of the faults.")] = 1,
-    minutes: Annotated[float, typer.Option(min=0.05, help="Length of the run where nothing happens.")] = 5.0,
-    ranks: Annotated[int, typer.Option(min=1, help="Replicas on this machine, a rank each.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the schedule of faults.")] = 1,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Length of the undisturbed run in minutes.")] = 5.0,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of replicas on this machine, each with one rank.")] = 3,
     emulate: Annotated[
         int, typer.Option(min=0, max=250, help="Number of emulated hosts, with one replica on each; needs root.")
     ] = 0,
     plan: Annotated[
-        str | None, typer.Option(help="How to train, instead of a replica per rank.", show_default="dp=N")
+        str | None, typer.Option(help="Plan, instead of one replica per rank.", show_default="dp=N")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of a run, instead of --minutes.", show_default="as --minutes says")
+        int | None,
+        typer.Option(min=1, help="Number of steps of the run, instead of --minutes.", show_default="as --minutes says"),
     ] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of faults.", show_default="one for every 10 s")
     ] = None,
     schedule: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Play this schedule instead of one that is drawn.")
+        Path | None, typer.Option(metavar="FILE", help="Schedule of faults to play, as an earlier run has written it.")
     ] = None,
     tries: Annotated[
-        int, typer.Option(min=0, help="Runs at most to find the shortest part of a failing schedule; 0 leaves it.")
+        int, typer.Option(min=0, help="Largest number of runs to shorten a failing schedule; 0 leaves it as it is.")
     ] = 16,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Directory for the runs.", show_default="chaos/JOB")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
-    """Train a job under faults drawn from a seed, and check what paceline promises.
+    """Train a job under random faults, and check what paceline promises.
 
-    The run ends; losses are those of an undisturbed run; every sample once an epoch; no checkpoint is lost;
-    nothing is left behind; over a minute, memory, processes, descriptors, threads and files do not grow.
+    The run ends. Its losses are those of an undisturbed run. Every sample is used once in an epoch. No checkpoint is
+    lost, and nothing is left behind. Memory, processes, descriptors, threads and files do not grow over a minute.
 
-    Exit code 1: a promise was broken. The schedule is then shrunk to the shortest that still breaks it.
+    Exit code 1: a promise was broken. The schedule is then shortened as far as it still breaks the promise.
     """
     from paceline.console import Console
     from paceline.elastic.failure import sigterm_as_exit

@@ -25,26 +25,39 @@ if TYPE_CHECKING:
 _WIDE = 3  # columns of keys that were read
 _EXPLAIN = 'paceline config explain pretrain.sh --cluster "16x8xH100-SXM"'
 _WRITE = 'paceline config write examples/plan/llama_70b.yaml megatron out.sh --cluster "16x8xH100-SXM"'
-ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE", help='Where, e.g. "8xH100-SXM".')]
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        "--cluster", metavar="NAME|FILE", help='Cluster to plan for: a YAML file, or a name such as "8xH100-SXM".'
+    ),
+]
 
 
 def explain(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration of another system.")],
     cluster: ClusterName,
-    model: Annotated[str | None, typer.Option(metavar="NAME|JOB", help="Model, if the file names none.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of a step.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Samples of a microbatch.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|JOB", help="Name of the model, or a job with its dimensions, if the file names no model."
+        ),
+    ] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of samples of a step.")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of samples of a microbatch.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of tokens of a sample.")] = None,
     calibrate_on: CalibrateOn = None,
     write: Annotated[
         tuple[str, Path] | None,
         typer.Option(
-            metavar="SYSTEM OUT", help="Write the better plan for megatron, deepspeed, torchtitan, accelerate."
+            metavar="SYSTEM OUT",
+            help="System and file to write the better plan to: megatron, deepspeed, torchtitan or accelerate.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a configuration, search for a better plan, and show both."""
+    """Predict the speed of a configuration, and find a better plan."""
     from paceline.cli.plan_screen import fitted
     from paceline.console import Console
 
@@ -56,11 +69,13 @@ def explain(
 
 
 def write(
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="YAML file that says what to train.")],
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="megatron, deepspeed, torchtitan or accelerate.")],
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.")],
+    system: Annotated[
+        str, typer.Argument(metavar="SYSTEM", help="System: megatron, deepspeed, torchtitan or accelerate.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.")],
     cluster: ClusterName,
-    plan: Annotated[str | None, typer.Option(help="Plan to write.", show_default="the fastest that is found")] = None,
+    plan: Annotated[str | None, typer.Option(help="Plan to write.", show_default="the best plan")] = None,
 ) -> None:
     """Write the plan of a job as a configuration of another system."""
     from paceline.cli.plan_screen import fitted
