@@ -22,12 +22,22 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class Cluster(Part):
-    """The hosts that a job may use. `name` is what messages call it.
+    """The hosts that a job may use.
 
-    With `emulate` alone, the hosts are those that it stands for on this machine, which is asked when the cluster is
-    made. With `catalogue` (`64x8xH100-SXM, 400gbit`) alone, they are as the catalogue of hardware has them: such a
-    cluster can be planned for only. A price is of one device for an hour, in any currency.
-    Failures are those after which a host, or a rank on it, has to be started again.
+    Attributes:
+        name: the name in messages.
+        hosts: the hosts, with their cores, memory, devices and links.
+        emulate: hosts emulated on this machine, instead of `hosts`.
+        catalogue: a name such as `64x8xH100-SXM, 400gbit`, instead of `hosts`. Such a cluster can only be planned for.
+        price_per_hour: price of one device for an hour, in any currency.
+        failures_per_host_day: failures of a host per day, after which the host or a rank on it is started again.
+
+    Raises:
+        ClusterError: a value is wrong, or the catalogue has no such device.
+
+    Example:
+        >>> paceline.Cluster(catalogue="8xH100-SXM")
+        <Cluster 8xH100-SXM: 1 host of 8 × H100-SXM (80 GiB)>
     """
 
     name: str = "this cluster"

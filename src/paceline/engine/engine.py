@@ -70,19 +70,19 @@ class Outcome:
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
-    Where replicas take local steps, `grad_norm` and `problem` are of this replica; so is `loss` in steps that are not
-    `agreed`.
+    If replicas take local steps, `grad_norm` and `problem` are those of this replica; so is `loss` in steps that are
+    not `agreed`.
 
     Attributes:
-        step: optimizer steps so far, this one included.
+        step: number of optimizer steps so far, this one included.
         loss: mean over the global batch, before the update.
-        samples: the global batch.
+        samples: number of samples of the global batch.
         grad_norm: L2 norm of the whole gradient, before clipping.
-        problem: why the update was left out (loss or gradient not finite, a spike); None when it was made.
-        votes: how many ranks asked for a stop, for a checkpoint, … (see `StepSignals`).
-        timing: this rank's times; on accelerators those of the step before, and None at the first, unless the engine
-            runs ahead.
-        agreed: whether loss and votes are what all replicas know.
+        problem: why the update was left out (loss or gradient not finite, a spike); None if it was made.
+        votes: number of ranks that asked for a stop, for a checkpoint, and so on.
+        timing: this rank's times. On accelerators they are those of the step before, and None at the first step, unless
+            the engine runs ahead.
+        agreed: True if loss and votes are those of all replicas.
     """
 
     step: int

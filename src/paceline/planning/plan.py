@@ -161,7 +161,11 @@ class Plan:
     The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
 
     Raises:
-        PlanError: a value that the field does not take.
+        PlanError: a field has a wrong value.
+
+    Example:
+        >>> paceline.Plan(dp=2, tp=2, sync="diloco:30") == paceline.Plan.parse("dp=2 tp=2 sync=diloco:30")
+        True
     """
 
     dp: int = 1  # replicas, each with a share of the global batch

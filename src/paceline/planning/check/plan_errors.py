@@ -51,7 +51,7 @@ def plan_errors(
         >>> [problem.code for problem in found]
         ['plan.heads_not_divisible']
         >>> found.nearest
-        Plan('tp=2')
+        Plan(tp=2)
     """
     job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
     problems = reasons_against(plan, job, cluster, world)

@@ -55,12 +55,22 @@ class Engine(RankEngine):
     With a loss, `step` does a whole step. Without one, the loop calls `backward`, then `update` or `optimizer.step()`.
 
     Attributes:
-        models: the modules as `setup` was given them: one, a list, or a dict.
-        optimizers: in the order in which `setup` was given them.
-        steps: which of the optimizers may step.
-        refusals: errors for what would train something else.
-        on_step: called with the `StepResult` of every `step` and `update`, on every rank; the place for trackers.
+        model: the model on this rank's device: the object given to `setup`, not a wrapper. In a pipeline it is this
+            rank's stages.
+        models: the modules as `setup` got them: one, a list, or a dict.
+        optimizers: the optimizers, in the order in which `setup` got them.
+        loader: this rank's batches, one epoch per iteration.
+        plan: the plan.
+        step_count: optimizer steps so far.
+        on_step: functions that get the `StepResult` of every `step` and `update`, on every rank, such as trackers.
         is_main: True on the first rank, which prints and logs.
+
+    Example:
+        >>> engine = paceline.setup(model, optimizer, loader=loader)
+        >>> for inputs, labels in engine.loader:
+        ...     loss = cross_entropy(model(inputs), labels)
+        ...     engine.backward(loss)
+        ...     engine.update()
     """
 
     def __init__(
@@ -124,24 +134,26 @@ class Engine(RankEngine):
     ) -> Tensor:
         """Add the gradient of the global mean loss to `.grad`; every rank calls it.
 
-        It reaches the parameters that the loss reaches.
+        Only parameters that the loss depends on get a gradient.
 
         Args:
-            loss: this rank's mean over its samples of the batch. It counts by its share of the global batch.
-            optimizers: those for whose parameters the gradients are meant (a GAN's generator has one, its discriminator
-                another); the loss leaves no gradient elsewhere. None: all that it reaches.
-            items: what the mean was taken over, where that is not the samples of the loader's last batch: tokens, valid
-                labels, samples of another batch. The loss then counts by its share of all ranks' items; a loss with 0
-                items adds nothing, whatever its value.
-            sync: False leaves the gradients this rank's own, and saves the communication, until a later call with True,
-                or `update` (gradient accumulation).
+            loss: mean over this rank's samples of the batch. Its weight is this rank's share of the global batch.
+            optimizers: optimizers whose parameters get gradients, such as that of a GAN's generator; the loss leaves no
+                gradient elsewhere. Without any, every parameter that the loss depends on gets one.
+            items: number of items that the mean was taken over, if these are not the samples of the loader's last
+                batch: tokens, valid labels, samples of another batch. The weight of the loss is then this rank's share
+                of all ranks' items; a loss with 0 items adds nothing, whatever its value.
+            sync: False keeps the gradients on this rank, without communication, until a later call with True, or
+                `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.
 
         Returns:
             The mean loss over all ranks, the same number on each, without a gradient.
 
         Raises:
-            JobError, PlanError, DataError: the call cannot give the numbers of one process, with what to write instead.
+            JobError: the result would differ from that of one process; the message says what to write instead.
+            PlanError: the plan does not allow this call.
+            DataError: the samples of the loss are not known.
         """
         check_backward(self, loss, casts=self._casting or self.compute.casts, sync=sync)
         if items is None:
@@ -187,9 +199,12 @@ class Engine(RankEngine):
         """Clip the gradients, step the optimizers and clear their gradients; every rank calls it.
 
         Args:
-            optimizers: those to step; all, if none is named.
-            clip_norm: largest L2 norm of their gradients together; `setup`'s where none is given.
-            clip_value: largest absolute value of a gradient's element; before the norm.
+            optimizers: the optimizers to step; all if none is named.
+            clip_norm: largest L2 norm of their gradients together; None takes that of `setup`.
+            clip_value: largest absolute value of an element of a gradient; applied before `clip_norm`.
+
+        Returns:
+            The numbers of the step, the same on every rank.
 
         Raises:
             NonFiniteError: a gradient or the loss is not finite, and the policy is to stop. Nothing was updated.
@@ -265,7 +280,16 @@ class Engine(RankEngine):
         self._follow_changes()
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """Divide the batches of another loader among the ranks; `save` keeps its position, too."""
+        """Divide the batches of another loader among the ranks.
+
+        Every rank calls it, in the same order. `save` keeps the loader's position, too.
+
+        Args:
+            loader: a `DataLoader` as one process would use it; its `batch_size` is the global batch.
+
+        Returns:
+            This rank's batches, one epoch per iteration.
+        """
         dealt = super().deal(loader)
         self._serve(dealt)
         self.loaders.append(dealt)
@@ -276,9 +300,12 @@ class Engine(RankEngine):
         loader.fills_empty, loader.device = True, self.device
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows (dim 0) in rank order, for a loss over the global batch.
+        """Gather the rows of all ranks in rank order.
 
-        Gradients flow back to every rank's own rows.
+        It is for losses over the global batch. Gradients flow back to every rank's own rows.
+
+        Args:
+            rows: this rank's rows, shape (rows, …); ranks may have different numbers of rows.
         """
         counts = torch.zeros(self.data_group.size, dtype=torch.int64, device=self.device)
         counts[self.data_group.rank] = len(rows)
@@ -286,30 +313,29 @@ class Engine(RankEngine):
         return gather(self.data_group, rows, counts.tolist())
 
     def mean(self, value: float | Tensor, items: float | Tensor | None = None) -> float:
-        """Mean over all ranks of a number, weighted by samples or `items`."""
+        """Average a number over all ranks; every rank calls it.
+
+        Args:
+            value: this rank's number.
+            items: weight of this rank's number; None takes its samples of the loader's last batch.
+        """
         _, mean = self.shares.weigh(torch.as_tensor(value, device=self.device), items, local_steps=self.local_steps)
         return float(mean)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Context for forward pass and loss in the precision given to `setup`.
-
-        Nothing changes with fp32.
-        """
+        """Compute forward pass and loss in the precision given to `setup`; with fp32, nothing changes."""
         self._casting = True
         with self.compute.autocast():
             yield
 
     def print(self, *values: object, **keywords: Any) -> None:
-        """`print`, on the first rank only."""
+        """Print on the first rank only; arguments are those of `print`."""
         if self.is_main:
             print(*values, **keywords)
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Exempt an optimizer whose parameters every rank trains by itself.
-
-        For instance a probe for a measurement.
-        """
+        """Exempt an optimizer whose parameters every rank trains by itself, such as a probe."""
         self.steps.ignore(optimizer)
 
     @overload
@@ -321,16 +347,19 @@ class Engine(RankEngine):
     def evaluate(self, data: Any, metrics: Any = None) -> dict[str, float]:
         """Measure the model on a validation set; every rank calls it.
 
-        Each result is the mean over all samples, the same on any number of ranks. The model is in eval mode
-        without gradients meanwhile, and in `setup`'s precision. Replicas with local parameters take those
-        that they agree on, and batch-norm statistics are averaged.
+        Each result is the mean over all samples, the same on any number of ranks. The model is measured in eval mode,
+        without gradients, and in the precision of `setup`. If replicas take local steps, the parameters of their last
+        synchronization are measured. Batch-norm statistics are averaged.
 
         Args:
-            data: a `DataLoader` as one process would use it; its batches are dealt to the ranks in turn.
-            metrics: `measure(batch)`, which computes a batch and returns a dict of numbers: each is the mean
-                over the batch's samples, or a 1-D tensor with one value per sample, or a pair (sum, count).
-                None: the loss given to `setup`. A list of metrics (`paceline.job.loss.Metric`) is called with
-                the model's output and the target; if `data` is not a `DataLoader`, it has this rank's batches.
+            data: a `DataLoader` as one process would use it; the ranks take its batches in turn. An iterable that is no
+                `DataLoader` has this rank's batches.
+            metrics: a function `measure(batch)` that computes a batch and returns a dict. Each value is the mean over
+                the batch's samples, a 1-D tensor with one value per sample, or a pair (sum, count). Or a list of
+                `paceline.Metric`, which get the model's output and the target. None measures the loss of `setup`.
+
+        Returns:
+            The results by name, the same on every rank.
         """
         if isinstance(metrics, list):
             return super().evaluate(own_batches(data, self) if isinstance(data, DataLoader) else data, metrics)
@@ -339,28 +368,45 @@ class Engine(RankEngine):
     def save(self, folder: str | Path, *, keep: int = 2, **objects: Any) -> Path:
         """Write a checkpoint into `folder`, for any plan; every rank calls it.
 
-        It holds models, optimizers, the position in the data, random states, and `objects`: anything with a
-        `state_dict` (schedulers, averages, samplers) and plain values. safetensors and JSON; nothing is pickled.
+        A checkpoint holds models, optimizers, the position in the data, and random states, as safetensors and JSON.
+        Nothing is pickled.
 
         Args:
-            folder: the same for all ranks, on storage that they share.
-            keep: how many of the newest checkpoints stay in it.
+            folder: the same folder for all ranks, on storage that they share.
+            keep: number of the newest checkpoints that stay in the folder.
+            objects: further state by name: anything with a `state_dict` (schedulers, averages, samplers), and plain
+                values.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
         """
         return own_state.save(self, Path(folder), objects, keep)
 
     def load(self, folder: str | Path, **objects: Any) -> dict[str, Any] | None:
-        """Resume from the newest whole checkpoint in `folder`; None where there is none.
+        """Resume from the newest whole checkpoint in `folder`, if there is one.
 
-        Every rank calls it, before the first step. The next iteration of the loaders continues behind the
-        last batch. `objects` get their state by `load_state_dict`; what else was saved by name is returned. A
-        data set is refused if its number of samples, or its first, middle or last sample, has changed.
+        Every rank calls it, before the first step. The next iteration of the loaders continues behind the last batch.
+
+        Args:
+            folder: the folder that `save` got.
+            objects: objects that get their state by `load_state_dict`, by the names given to `save`.
+
+        Returns:
+            The plain values that were saved, by name; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another model.
+            DataError: the data set has another number of samples, or its first, middle or last sample has changed.
         """
         return own_state.load(self, Path(folder), objects)
 
     def export(self, path: str | Path) -> None:
-        """Write the model that `evaluate` measures as one safetensors file.
+        """Write the model that `evaluate` measures as one safetensors file; every rank calls it.
 
-        For `model.load_state_dict(load_file(path))`.
+        One process reads it by `model.load_state_dict(safetensors.torch.load_file(path))`.
         """
         own_state.export(self, Path(path))
 
@@ -371,7 +417,7 @@ class Engine(RankEngine):
         self.shares.forget()
 
     def close(self) -> None:
-        """Let go of the model and the optimizers: no hooks of paceline remain."""
+        """Remove all hooks of paceline from the model and the optimizers."""
         _OPEN.discard(self)
         self.steps.close()
         self.refusals.close()

@@ -131,7 +131,7 @@ class Parity:
 
     @property
     def verdict(self) -> Verdict:
-        """`holds` or `differs`; `cannot tell` where rounding, or random numbers, could hide a mistake."""
+        """`holds` or `differs`; `cannot tell` if rounding or random numbers could hide a mistake."""
         if self.undecided is not None:
             return "cannot tell"
         # Where rounding moves one quantity beyond its cap, how far it moves the others is chance: a difference within
@@ -143,7 +143,7 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """True if every step is within a tolerance that tells something."""
+        """True if every step is within a tolerance that is small enough to rely on."""
         return self.verdict == "holds"
 
     @property

@@ -40,21 +40,26 @@ WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fil
 
 
 class Run:
-    """A run directory, or a copy of one that is at a URL.
+    """The record of a run in its directory or at a URL.
 
-    `job.yaml cluster.yaml plan.txt environment.json` say what ran; `steps/rank-*.jsonl` (one line a step),
-    `events.jsonl` and `checkpoints/` are written while it runs. A step that was trained again after a crash stands
-    there twice; the later line counts.
+    `job.yaml`, `cluster.yaml`, `plan.txt` and `environment.json` say what ran. `steps/rank-*.jsonl` (one line a step),
+    `events.jsonl` and `checkpoints/` are written during the run. If a step was trained again after a crash, it has two
+    lines, and the later one counts.
 
     Args:
         path: the directory; or a URL, whose record is fetched, without the checkpoints, into a temporary directory.
 
     Attributes:
-        url: where the directory was uploaded to while it trained, or fetched from; None without.
+        path: the directory.
+        url: URL that the directory was uploaded to during training, or fetched from; None without.
 
     Raises:
         RunError: there is no run.
         StorageError: the store cannot be used.
+
+    Example:
+        >>> run = paceline.Run("runs/digits-20260101-120000")
+        >>> run.losses[-1], run.metrics["accuracy"], run.throughput
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -161,12 +161,20 @@ CLOSE_S = 30.0  # for a tracker to store what it has, at the end
 
 
 def tracker(name: str, **settings: Any) -> LoopTracker:
-    """The tracker of a name, paceline's or an installed package's, for `on_step`.
+    """Make a tracker for `paceline.setup(…, on_step=[…])`.
 
-    It logs on the first rank, and does nothing on the others.
+    It logs every step on the first rank, and does nothing on the others.
+
+    Args:
+        name: `tensorboard`, `wandb`, `mlflow`, `opentelemetry`, or a tracker of an installed package.
+        settings: the tracker's own settings, such as `folder` of `tensorboard` or those of `wandb.init`.
 
     Raises:
-        JobError: no such tracker; its package is missing; or it does not take the settings.
+        JobError: there is no such tracker, its package is missing, or it does not take the settings.
+
+    Example:
+        >>> log = paceline.tracker("tensorboard", folder="logs")
+        >>> engine = paceline.setup(model, optimizer, loss=loss, loader=loader, on_step=[log])
     """
     check(name)
     if own_rank() != 0:
