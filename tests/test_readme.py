@@ -63,7 +63,7 @@ KINDS: dict[str, type[BaseModel]] = {
     "dataset": Custom,
     "synthetic": Synthetic,
 }
-OF_ALL_KINDS = ("kind", "held_out", "num_workers", "limit", "collate", "collate_held_out")
+OF_ALL_KINDS = ("kind", "held_out", "test", "num_workers", "limit", "collate", "collate_held_out")
 # defaults of parts
 IN_WORDS = {
     "evaluate": "each epoch",

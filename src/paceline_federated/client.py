@@ -193,6 +193,11 @@ def federated(job: Job) -> FederateSpec:
             "federate.epochs",
             "stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps",
         )
+    if job.data.test is not None:
+        raise JobError(
+            "federate.test_set",
+            "data.test: a federated run measures no test set: leave it out, and use paceline evaluate RUN --data FILE",
+        )
     if job.checkpoint.best is not None:
         raise JobError(
             "federate.best_checkpoint",

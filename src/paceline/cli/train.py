@@ -80,6 +80,8 @@ def summary(run: Run) -> str:
     lines = [f"stopped      {end['reason']}"]
     if run.metrics:
         lines.append("validation   " + ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items()))
+    if run.test_metrics:
+        lines.append("test         " + ", ".join(f"{name} {value:.4f}" for name, value in run.test_metrics.items()))
     if steps and steps[-1]["loss"] is not None:
         lines.append(f"training     loss {steps[-1]['loss']:.4f} after {end['step']} steps")
     lines.append(f"time         {end['elapsed_s']:.1f} s from the first step to the stop rule{synthetic}")

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from paceline.comm import Group
+from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.device import forked_random, widened, widest_float
 from paceline.engine.compute import Compute
 from paceline.errors import DataError, JobError
@@ -110,6 +112,22 @@ class Evaluation:
             compute.normalization.measured(m, output, placed) if isinstance(m, LossMetric) else m(output, target)
             for m in metrics
         ]
+
+
+def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> Iterable[Batch | None]:
+    """Return this rank's batches of a set to measure.
+
+    If ranks wait for each other in every batch, all have equally many; None stands for a missing one.
+    """
+    # a measure of a whole batch depends on the samples in it
+    whole = getattr(compute.loss, "whole_batch", False)
+    rank, size = compute.data_group.rank, compute.data_group.size
+    batch = global_batch if whole else max(1, global_batch // size)
+    batches = held_out_batches(dataset, batch=batch, replica=rank, replicas=size, in_turn=whole)
+    if compute.split is None or not compute.split.all_must_compute:
+        return batches
+    samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
+    return padded(batches, most_batches(samples, batch=batch, replicas=size, in_turn=whole))
 
 
 LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks together

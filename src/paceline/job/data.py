@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -50,12 +50,15 @@ def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
 
 
+_SHARE_OF = {"digits", "synthetic"}  # kinds without files
 _PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
 
 
 class _Data(Spec):
     # share of the samples kept for evaluation, the same ones for every plan
     held_out: float = Field(default=0.1, ge=0, lt=1)
+    # a share of the samples apart from `held_out`, or a file, folder or factory: measured once, at the end of training
+    test: float | str | None = None
     num_workers: int = Field(default=0, ge=0)  # loader processes per rank
     # use only the first samples (also of a validation set with files of its own)
     limit: int | None = Field(default=None, ge=1)
@@ -78,6 +81,32 @@ class _Data(Spec):
         if isinstance(value, tuple):
             return tuple(p if is_url(p) else _expand(p, base) for p in value)
         return value if is_url(value) or not value else _expand(value, base)
+
+    @field_validator("test", mode="after")
+    @classmethod
+    def _resolve_test(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
+        if isinstance(value, (float, int)) and not 0 < value < 1:
+            raise ValueError(f"the test set is a share between 0 and 1, or a path, not {value:g}")
+        return cls.resolved(value, info.context) if isinstance(value, str) else value
+
+    @classmethod
+    def resolved(cls, source: str, context: Mapping[str, Any] | None = None) -> str:
+        """The absolute path, URL or import path of another source of such data.
+
+        Raises:
+            ValueError: this kind of data has no other source.
+        """
+        kind = get_args(cls.model_fields["kind"].annotation)[0]
+        if kind in _SHARE_OF:
+            raise ValueError(f"{kind} has no files: give a share of its samples, e.g. 0.1")
+        if kind == "dataset":
+            return resolve_import_path(source, context)
+        if not is_url(source):
+            return str(_expand(Path(source), (context or {}).get("base", Path.cwd())))
+        try:
+            return checked_url(source)
+        except StorageError as error:
+            raise ValueError(str(error)) from None
 
     @property
     def keeps_no_validation_set(self) -> bool:
@@ -116,12 +145,14 @@ class _Data(Spec):
             except StorageError as error:
                 raise DataError("data.invalid", "data.{field}: {error}", field=field, error=error) from error
 
-        fields = {field: getattr(self, field, None) for field in ("path", "held_out_path")}
+        fields = {field: getattr(self, field, None) for field in ("path", "held_out_path", "test")}
         paths = {field: local(field, value) for field, value in fields.items() if value is not None}
+        if isinstance(paths.get("test"), Path):
+            paths["test"] = str(paths["test"])
         return self.model_copy(update=paths)
 
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-        """The training and validation sets.
+        """The training, validation and test sets.
 
         Images are resized to `input_shape` (channels, height, width) where the model names one.
 
@@ -150,7 +181,7 @@ class Digits(_Data):
 class Cifar10(_Data):
     """CIFAR-10 in its binary distribution: a folder with `data_batch_*.bin`.
 
-    `test_batch.bin` beside them, where there is one, is the validation set, unless `held_out` is 0.
+    `test_batch.bin` beside them, where there is one, is the validation set, unless `held_out` is 0 or it is `test`.
     """
 
     kind: Literal["cifar10"]

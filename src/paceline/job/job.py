@@ -198,7 +198,7 @@ class Job(Spec):
                 "share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below",
                 key=next(iter(watched.values())),
             )
-        if nothing_held_out and self.metrics:
+        if nothing_held_out and self.metrics and self.data.test is None:
             named = ", ".join(metric.name for metric in self.metrics)
             raise InvalidValue(
                 "job.metrics_without_held_out",

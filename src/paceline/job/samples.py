@@ -29,6 +29,8 @@ class SplitSpec(Protocol):
     @property
     def held_out(self) -> float: ...
     @property
+    def test(self) -> float | str | None: ...
+    @property
     def limit(self) -> int | None: ...
 
 
@@ -207,38 +209,57 @@ def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]
     return dataset, found
 
 
-def split(dataset: Dataset[Any], spec: SplitSpec, seed: int) -> DataSets:
-    """Split the first `spec.limit` samples into a training and a validation set.
+def split(
+    dataset: Dataset[Any],
+    spec: SplitSpec,
+    seed: int,
+    *,
+    held_out: Dataset[Any] | None = None,
+    test: Dataset[Any] | None = None,
+) -> DataSets:
+    """Split the first `spec.limit` samples into a training, a validation and a test set.
 
-    A share of `spec.held_out`, drawn by `seed`, becomes the validation set. Both sides stay in order.
+    Shares of `spec.held_out` and `spec.test`, drawn by `seed`, become validation and test set; they have no sample in
+    common, and the validation set does not depend on the test set. All sets stay in order.
+
+    Args:
+        held_out: a validation set with samples of its own, of which the first `spec.limit` count as well.
+        test: the same for the test set.
 
     Raises:
-        DataError: too few samples for one on each side.
+        DataError: too few samples for one in each set.
     """
     samples = min(_length(dataset), spec.limit or _length(dataset))
-    kept = held_out_samples(samples, spec.held_out)
-    if kept == 0:
-        return DataSets(Selection.first(dataset, spec.limit), None)
+    kept, tested = shares(samples, spec, has_held_out=held_out is not None)
     order = np.random.default_rng(seed).permutation(samples)
-    return DataSets(Selection(dataset, np.sort(order[kept:])), Selection(dataset, np.sort(order[:kept])))
+    own = [None if other is None else Selection.first(other, spec.limit) for other in (held_out, test)]
+    return DataSets(
+        Selection(dataset, np.sort(order[kept + tested :])),
+        Selection(dataset, np.sort(order[:kept])) if kept else own[0],
+        test=Selection(dataset, np.sort(order[kept : kept + tested])) if tested else own[1],
+    )
 
 
-def held_out_samples(samples: int, share: float) -> int:
-    """Number of validation samples: `share` of `samples`, rounded, at least 1 unless `share` is 0.
+def shares(samples: int, spec: SplitSpec, *, has_held_out: bool = False) -> tuple[int, int]:
+    """Return the numbers of validation and test samples, by the shares of the spec.
+
+    They are rounded, and at least 1 unless the share is 0.
 
     Raises:
         DataError: nothing would be left to train on.
     """
-    kept = max(1, round(samples * share)) if share else 0
-    if kept >= samples:
+    held_out = 0.0 if has_held_out else spec.held_out
+    test = spec.test if isinstance(spec.test, float) else 0.0
+    kept, tested = (max(1, round(samples * share)) if share else 0 for share in (held_out, test))
+    if kept + tested >= samples:
         raise DataError(
             "data.nothing_left_to_train",
-            "data.held_out={share:g} of {samples} leaves none to train on; give more samples, a smaller share, or "
-            "held_out: 0 for no validation set",
-            share=share,
+            "data.{keys} of {samples} leaves none to train on; give more samples, a smaller share, or held_out: 0 for "
+            "no validation set",
+            keys=[f"{key}={share:g}" for key, share in (("held_out", held_out), ("test", test)) if share],
             samples=count(samples, "sample"),
         )
-    return kept
+    return kept, tested
 
 
 def _length(dataset: Dataset[Any]) -> int:
@@ -246,11 +267,20 @@ def _length(dataset: Dataset[Any]) -> int:
 
 
 class DataSets(NamedTuple):
-    """The training and validation sets that `DataSpec.build` returns.
+    """The training, validation and test sets that `DataSpec.build` returns.
 
-    `held_out`, the validation set, is None if the job keeps none. `synthetic` marks figures made on generated data.
+    `held_out`, the validation set, and `test` are None if the job has none. `synthetic` marks figures made on generated
+    data.
     """
 
     train: Dataset[Any]
     held_out: Dataset[Any] | None
     synthetic: bool = False
+    test: Dataset[Any] | None = None
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the classes, if the data set has an attribute `classes` with them."""
+        names: Any = getattr(in_users_data(self.train, [])[0], "classes", None)
+        known = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        return list(names) if known else None

@@ -144,7 +144,8 @@ def steps_per_epoch(job: Job) -> int:
     samples = data.samples if isinstance(data, Synthetic) else _DIGITS if isinstance(data, Digits) else 0
     if data.limit is not None:
         samples = min(samples, data.limit)
-    return -(-round(samples * (1 - data.held_out)) // job.global_batch)
+    apart = data.held_out + (data.test if isinstance(data.test, float) else 0.0)
+    return -(-round(samples * (1 - apart)) // job.global_batch)
 
 
 def saved_share(listed: Sequence[Forecast]) -> float:

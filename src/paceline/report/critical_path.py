@@ -114,7 +114,7 @@ class CriticalPath:
         share, steps = self.shares[part], self.timeline.steps
         if part == BETWEEN:
             events = dict.fromkeys(e for piece in self.pieces if piece.part == BETWEEN for e in piece.events)
-            known = [{"evaluation": "evaluation", "checkpoint_saved": "checkpoints"}.get(e, e) for e in events]
+            known = [{"test": "evaluation", "checkpoint_saved": "checkpoints"}.get(e, e) for e in events]
             what = f" ({listed(known)})" if known else ""
             return f"{percent(share)} between {self.timeline.noun}s{what}"
         by_rank = self.seconds_of(part)

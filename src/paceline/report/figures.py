@@ -316,6 +316,7 @@ DEFINITIONS: Mapping[str, Definition] = {
     "held_out": Definition(
         "validation metric", "Loss or metric on validation samples, which are not used for training."
     ),
+    "test": Definition("test metric", "A measure of the trained model on the test set, taken once, at the end."),
     "interval": Definition(
         "95 % interval",
         "Interval of the median over the repeats: at least 95 of 100 such intervals contain the true median. From 6 "

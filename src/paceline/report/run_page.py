@@ -48,7 +48,7 @@ TROUBLE = (
     "balance",
     "recut",
 )
-TARGETS = ("metric_above", "loss_below")  # stop rules that are reached, not used up
+TARGETS = ("metric_above", "metric_below", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
 EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
 
@@ -166,6 +166,8 @@ def _cards(
         cards.append(Card(f"{noun}_time", units.seconds(speed.step_s), f"over {units.count(len(timed(steps)), noun)}"))
     metrics: dict[str, float] = (_newest(record.events, "evaluation") or {"metrics": {}})["metrics"]
     name = next((n for n in metrics if n != "loss"), None)
+    tested: dict[str, float] = (_newest(record.events, "test") or {"metrics": {}})["metrics"]
+    cards += [Card("test", units.number(value), f"{n} of the test set") for n, value in tested.items()]
     if name is not None:
         return [*cards, Card("held_out", units.number(metrics[name]), f"{name}, newest")]
     losses = [s["loss"] for s in steps if s["loss"] is not None]

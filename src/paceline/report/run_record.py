@@ -165,7 +165,7 @@ def is_event(line: Any) -> bool:
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")
-    return line["event"] != "evaluation" or (
+    return line["event"] not in ("evaluation", "test") or (
         "step" in line and isinstance(metrics, dict) and all(map(_is_number, metrics.values()))
     )
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from paceline.comm import Group
 from paceline.data.loader import Position
-from paceline.data.samples import held_out_batches, most_batches, padded
 from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
+from paceline.engine.evaluation import batches_of
 from paceline.engine.reduction import UnreadStep
 from paceline.errors import NonFiniteError, SyncError, tell_of_failure
 from paceline.job.batch import Batch
@@ -343,6 +343,7 @@ class Loop:
                 "total_steps": self.total_steps,
                 "parameters": engine.parameter_count,
                 "synthetic": self.data.synthetic,
+                "classes": self.data.classes,
                 "balance_off": self.balancing.off,
                 "predicted_state_bytes": predicted_state_bytes(self.job, engine),
             },
@@ -362,6 +363,8 @@ class Loop:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
             self.evaluations.measure()
+        if not interrupted:
+            self.evaluations.test()
         elapsed_s = self.stop.elapsed_s
         self.checkpoints.finish()
         if any(found := self.group.gather_json(self.engine.compute.experts.counts())):
@@ -442,6 +445,7 @@ class Evaluations:
         self.epoch_steps, self.at = epoch_steps, -1
         # Loader processes that are started later must not inherit the files that an evaluation opens.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
+        self._test = data.test
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
         self.on_best: Callable[[], None] = lambda: None
 
@@ -462,15 +466,7 @@ class Evaluations:
             self.at = step
             return None
         engine.on_phase("evaluate", step)
-        # A measure of a whole batch depends on which samples are in it.
-        whole = getattr(engine.loss, "whole_batch", False)
-        rank, size = engine.data_group.rank, engine.data_group.size
-        batch = self.job.global_batch if whole else max(1, self.job.global_batch // size)
-        batches: Iterable[Batch | None]
-        batches = held_out_batches(self._held_out, batch=batch, replica=rank, replicas=size, in_turn=whole)
-        if engine.split is not None and engine.split.all_must_compute:
-            batches = padded(batches, most_batches(len(self._held_out), batch=batch, replicas=size, in_turn=whole))  # type: ignore[arg-type]
-        metrics = engine.evaluate(batches, self.metrics)
+        metrics = engine.evaluate(batches_of(engine.compute, self._held_out, self.job.global_batch), self.metrics)
         self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
         self.told(step, metrics)
         self.at = step
@@ -478,3 +474,12 @@ class Evaluations:
         if self.stop.best is not None and self.stop.best.step == step:
             self.on_best()
         return reason
+
+    def test(self) -> None:
+        """Measure the test set, if any."""
+        if self._test is None:
+            return
+        engine, step = self.engine, self.engine.step_count
+        engine.on_phase("evaluate", step)
+        metrics = engine.evaluate(batches_of(engine.compute, self._test, self.job.global_batch), self.metrics)
+        self.events("test", {"step": step, "metrics": metrics})

@@ -232,7 +232,9 @@ class Setting:
 def target_of(job: Job) -> str | None:
     """The loss or metrics of the job's stop rule as text; None without any."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
-    return " or ".join([*rules, *(f"{name} > {value:g}" for name, value in job.stop.metric_above.items())]) or None
+    rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
+    rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]
+    return " or ".join(rules) or None
 
 
 def settings_for(

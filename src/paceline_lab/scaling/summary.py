@@ -36,7 +36,7 @@ from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
 PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
 FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
 _CURVE_POINTS = 300
-_REACHED = ("metric_above", "loss_below")  # stop rules that are a target
+_REACHED = ("metric_above", "metric_below", "loss_below")  # stop rules that are a target
 
 
 @dataclass(frozen=True)

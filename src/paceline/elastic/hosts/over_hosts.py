@@ -99,7 +99,8 @@ def what_to_look_at(job: Job) -> Look:
     modules = {match["module"] for text in texts if (match := _IMPORT_PATH.fullmatch(text))}
     files = [job.model.hf, job.model.weights]
     if not job.partition.host_files:
-        for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None)):
+        test: Any = job.data.test if isinstance(job.data.test, str) and job.data.kind != "dataset" else None
+        for path in (getattr(job.data, "path", None), getattr(job.data, "held_out_path", None), test):
             files += path if isinstance(path, tuple) else [path]
     local = sorted({str(file) for file in files if file is not None and not is_url(file)})
     return Look(sorted(modules), local, list(getattr(job.data, "suffixes", ())))

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.samples import DataSets, TensorSamples, held_out_samples, split
+from paceline.job.samples import DataSets, TensorSamples, split
+from paceline.job.samples import shares as shares_of
 from paceline.text import nearest
 
 if TYPE_CHECKING:
@@ -107,15 +108,20 @@ def build_arrays(spec: Arrays, seed: int) -> DataSets:
     Inputs: columns (one-dimensional arrays), one or several, become a float32 matrix; a single array of more dimensions
     keeps its shape, its integers as int64 (tokens). Target: integers become int64 (classes), other numbers float32.
     """
+    test = _samples(spec, Path(spec.test)) if isinstance(spec.test, str) else None
+    return split(_samples(spec, spec.path), spec, seed, test=test)
+
+
+def _samples(spec: Arrays, path: Path) -> TensorSamples:
     names = (spec.inputs,) if isinstance(spec.inputs, str) else spec.inputs
-    with reading(spec.path, _EXPECTED):
-        arrays = _read(spec.path, [*names, spec.target])
+    with reading(path, _EXPECTED):
+        arrays = _read(path, [*names, spec.target])
     for name, array in arrays.items():
-        _check_numbers(spec.path, name, array)
-    _check_rows(spec.path, arrays)
-    inputs = _inputs(spec.path, {name: arrays[name] for name in names})
-    target = _target(spec.path, spec.target, arrays[spec.target])
-    return split(TensorSamples(torch.from_numpy(inputs), torch.from_numpy(target)), spec, seed)
+        _check_numbers(path, name, array)
+    _check_rows(path, arrays)
+    inputs = _inputs(path, {name: arrays[name] for name in names})
+    target = _target(path, spec.target, arrays[spec.target])
+    return TensorSamples(torch.from_numpy(inputs), torch.from_numpy(target))
 
 
 def _read(path: Path, names: list[str]) -> dict[str, Array]:
@@ -331,8 +337,20 @@ Words = npt.NDArray[np.uint64]
 def build_text(spec: Text, seed: int) -> DataSets:
     """Windows over all bytes of the files, in the given order; folders are sorted.
 
-    The validation set is the last part of the bytes; training and validation windows share no byte.
+    The validation set is the last part of the bytes, and a share for the test set lies before it. Windows of two sets
+    share no byte.
     """
+    other = spec.model_copy(update={"path": (Path(spec.test),)}) if isinstance(spec.test, str) else None
+    test = None if other is None else _windows(other, seed, shares=(0, 0))[0]
+    train, held_out, share = _windows(spec, seed)
+    assert train is not None
+    return DataSets(train, held_out, test=test or share)
+
+
+def _windows(
+    spec: Text, seed: int, shares: tuple[int, int] | None = None
+) -> tuple[Windows | None, Windows | None, Windows | None]:
+    """Windows of the training set, the validation set and the test share."""
     with reading(spec.path[0], _EXPECTED_TEXT):
         corpus = Corpus(_files(spec))
     # the byte after a window, which is the target of its last position
@@ -348,21 +366,22 @@ def build_text(spec: Text, seed: int) -> DataSets:
             needed=spec.context + overlap,
         )
     samples = min(available, spec.limit or available)
-    kept = held_out_samples(samples, spec.held_out)
-    one_each = overlap * (2 if kept else 1)  # each side has an overlap of its own
-    end = corpus.size if samples == available else samples * spec.context + one_each
-    if not kept:
-        return DataSets(Windows(corpus, 0, end, spec, seed), None)
-    cut = end - kept * spec.context - overlap
-    if cut < spec.context + overlap:
+    kept, tested = shares_of(samples, spec) if shares is None else shares
+    sides = 1 + bool(kept) + bool(tested)  # each has an overlap of its own
+    end = corpus.size if samples == available else samples * spec.context + overlap * sides
+    cut = end - kept * spec.context - overlap if kept else end
+    before = cut - tested * spec.context - overlap if tested else cut
+    if before < spec.context + overlap:
         raise DataError(
             "data.text_too_short_for_validation",
-            "{file}: {size} bytes of text are too few for a training and a validation sample; add text or set "
-            "held_out: 0",
+            "{file}: {size} bytes of text are too few for a training and a validation sample, and one to test where "
+            "data.test is a share; add text or set held_out: 0",
             file=_named(spec),
             size=end,
         )
-    return DataSets(Windows(corpus, 0, cut, spec, seed), Windows(corpus, cut, end, spec, seed))
+    bounds = ((0, before), (cut, end), (before, cut))
+    train, held_out, test = (Windows(corpus, a, b, spec, seed) if b > a else None for a, b in bounds)
+    return train, held_out, test
 
 
 class Corpus:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.errors import DataError, JobError
-from paceline.job.samples import Batch, Collated, DataSets, Labels, Selection, apart, held_out_samples, split
+from paceline.job.samples import Batch, Collated, DataSets, Labels, apart, shares, split
 from paceline.job.spec import load_object
 from paceline.job.zoo.arrays import build_arrays, build_text
 from paceline.job.zoo.images import build_cifar10, build_digits, build_images
@@ -32,7 +32,9 @@ def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int
     built = _build(spec, input_shape, seed)
     held_out = ("collate_held_out", spec.collate_held_out) if spec.collate_held_out else ("collate", spec.collate)
     return built._replace(
-        train=_collated(built.train, "collate", spec.collate), held_out=_collated(built.held_out, *held_out)
+        train=_collated(built.train, "collate", spec.collate),
+        held_out=_collated(built.held_out, *held_out),
+        test=_collated(built.test, *held_out),
     )
 
 
@@ -74,9 +76,8 @@ def _build_custom(spec: Custom, seed: int) -> DataSets:
     with OwnRandom(seed):
         samples = _call(spec, spec.factory)
         held_out = None if spec.held_out_factory is None else _call(spec, spec.held_out_factory)
-    if held_out is None:
-        return split(samples, spec, seed)
-    return DataSets(Selection.first(samples, spec.limit), Selection.first(held_out, spec.limit))
+        test = _call(spec, spec.test) if isinstance(spec.test, str) else None
+    return split(samples, spec, seed, held_out=held_out, test=test)
 
 
 def _call(spec: Custom, factory: str) -> Dataset[Any]:
@@ -165,10 +166,18 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
             shape=list(shape),
         )
     samples = min(spec.samples, spec.limit or spec.samples)
-    kept = held_out_samples(samples, spec.held_out)
+    kept, tested = shares(samples, spec)
     inputs, target = _bank(spec, shape, samples, seed)
-    train = Invented(inputs, target, 0, samples - kept)
-    return DataSets(train, Invented(inputs, target, samples - kept, kept) if kept else None, synthetic=True)
+    train, held_out, test = (
+        Invented(inputs, target, first, number) if number else None
+        for first, number in (
+            (0, samples - kept - tested),
+            (samples - kept, kept),
+            (samples - kept - tested, tested),
+        )
+    )
+    assert train is not None
+    return DataSets(train, held_out, synthetic=True, test=test)
 
 
 class Invented(Dataset[Batch]):

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from paceline.errors import DataError
-from paceline.job.samples import Batch, DataSets, Labels, Selection, TensorSamples, split
+from paceline.job.samples import Batch, DataSets, Labels, TensorSamples, split
 from paceline.job.zoo.arrays import files_below, folder_entries, optional_package, reading
 
 if TYPE_CHECKING:
@@ -92,10 +92,13 @@ def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int)
                 expected=_CIFAR_FILES,
             )
         train = _cifar_samples(batches, shape)
-        if "test_batch.bin" not in names or not spec.held_out:
-            return split(train, spec, seed)
-        held_out = _cifar_samples([names["test_batch.bin"]], shape)
-    return DataSets(Selection.first(train, spec.limit), Selection.first(held_out, spec.limit))
+        given = Path(spec.test) if isinstance(spec.test, str) else None
+        file = given / "test_batch.bin" if given is not None and given.is_dir() else given
+        test = None if file is None else _cifar_samples([file], shape)
+        beside = names.get("test_batch.bin")
+        validates = beside is not None and spec.held_out and not (file is not None and file.samefile(beside))
+        held_out = _cifar_samples([beside], shape) if beside is not None and validates else None
+    return split(train, spec, seed, held_out=held_out, test=test)
 
 
 def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
@@ -109,10 +112,11 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
     shape = _photo_shape("images", wanted)
     optional_package("PIL", "Pillow")
     train = ImageFolder(spec.path, shape)
-    if spec.held_out_path is None:
-        return split(train, spec, seed)
-    held_out = ImageFolder(spec.held_out_path, shape, train.classes)
-    return DataSets(Selection.first(train, spec.limit), Selection.first(held_out, spec.limit))
+    held_out, test = (
+        None if path is None else ImageFolder(Path(path), shape, train.classes)
+        for path in (spec.held_out_path, spec.test if isinstance(spec.test, str) else None)
+    )
+    return split(train, spec, seed, held_out=held_out, test=test)
 
 
 class ImageFolder(Dataset[Batch]):

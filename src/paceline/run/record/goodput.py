@@ -267,7 +267,7 @@ class _Clock:
                 self.failures.append(Failure(self._place(time), f"rank {event.get('rank')} healed"))
             case "rewind":
                 self._failed(time, "recovery", "rewind")
-            case "evaluation" if self._until == "between":
+            case "evaluation" | "test" if self._until == "between":
                 self._add(time, "evaluation")
             case "end" if self._at is not None:
                 # a run ends with a checkpoint that is waited for

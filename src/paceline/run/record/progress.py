@@ -284,8 +284,8 @@ def event_sentence(event: dict[str, Any]) -> str | None:
     match event["event"]:
         case "sync" | "loss":
             return "; ".join(event["said"])
-        case "evaluation":
-            return f"step {event['step']}: validation " + ", ".join(
+        case "evaluation" | "test" as kind:
+            return f"step {event['step']}: {'test' if kind == 'test' else 'validation'} " + ", ".join(
                 f"{name} {value:.4f}" for name, value in event["metrics"].items()
             )
         case "checkpoint_failed":

@@ -236,6 +236,11 @@ class Run:
         return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "evaluation"), {})
 
     @property
+    def test_metrics(self) -> dict[str, float]:
+        """The metrics of the test set; empty before the end, and without one."""
+        return next((e["metrics"] for e in reversed(self.events()) if e["event"] == "test"), {})
+
+    @property
     def reason(self) -> str | None:
         """Reason of the run's end: its stop rule or the signal.
 

@@ -57,6 +57,7 @@ class Follower:
     Attributes:
         logged: the newest step that the tracker has; steps that are trained again after a restart are left out.
         evaluated: step of the newest evaluation that it has.
+        tested: step of the newest measurement of the test set that it has.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -66,6 +67,7 @@ class Follower:
         self._state_file = folder / f"{number}-{spec.name}.json"
         kept = json.loads(self._state_file.read_text()) if self._state_file.exists() else {}
         self.logged, self.evaluated = int(kept.get("step", 0)), int(kept.get("evaluated", -1))
+        self.tested = int(kept.get("tested", -1))
         self._steps, self._events = NewLines(run.path / "steps" / "rank-0.jsonl"), NewLines(run.path / "events.jsonl")
         self._interrupted = False
         tracked = TrackedRun(run.path.resolve().name, run.job.name, config_of(run), folder, str(kept.get("id", "")))
@@ -94,6 +96,9 @@ class Follower:
             if event["event"] == "evaluation" and event["step"] > self.evaluated:
                 self.evaluated = event["step"]
                 self._log(event["step"], {f"val/{name}": value for name, value in event["metrics"].items()})
+            if event["event"] == "test" and event["step"] > self.tested:
+                self.tested = event["step"]
+                self._log(event["step"], {f"test/{name}": value for name, value in event["metrics"].items()})
         if newest is not None:
             self._log(newest["step"], {**values_of(newest), **use})
 
@@ -104,7 +109,7 @@ class Follower:
 
     def _keep(self) -> None:
         with suppress(OSError):  # a full disk; what is lost is that a run is one there after a restart
-            state = {"id": self.tracker.id, "step": self.logged, "evaluated": self.evaluated}
+            state = {"id": self.tracker.id, "step": self.logged, "evaluated": self.evaluated, "tested": self.tested}
             write_whole(self._state_file, json.dumps(state))
 
 

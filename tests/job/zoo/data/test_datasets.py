@@ -91,14 +91,14 @@ def build(tmp_path: Path) -> Any:
 
 
 def test_a_users_data_set_is_split_like_any_other(build: Any) -> None:
-    train, held_out, synthetic = build("points", args={"samples": 20})
+    train, held_out, synthetic, _ = build("points", args={"samples": 20})
     assert (len(train), len(held_out), synthetic) == (18, 2, False)
     assert sorted(int(s[i][0]) for s in (train, held_out) for i in range(len(s))) == list(range(20))
 
 
 def test_a_users_held_out_set_leaves_all_samples_to_train_on(build: Any, tmp_path: Path) -> None:
     file = tmp_path / f"own_data_{tmp_path.name}.py"
-    train, held_out, _ = build("points", held_out_factory=f"{file}:points", args={"samples": 8})
+    train, held_out, *_ = build("points", held_out_factory=f"{file}:points", args={"samples": 8})
     assert (len(train), len(held_out)) == (8, 8)
 
 
@@ -119,7 +119,7 @@ def test_samples_may_be_dicts(build: Any) -> None:
 
 
 def test_a_jobs_own_collate_makes_the_batches_of_both_sets_from_samples_of_any_kind(build: Any, tmp_path: Path) -> None:
-    train, held_out, _ = build("words", collate=f"own_data_{tmp_path.name}.py:pad", held_out=0.5)
+    train, held_out, *_ = build("words", collate=f"own_data_{tmp_path.name}.py:pad", held_out=0.5)
     (first,) = held_out_batches(held_out, batch=2, replica=0, replicas=1)
     assert first["input_ids"].shape == (2, max(len(held_out[0]), len(held_out[1])))
     partition = Partition(PartitionSpec(shuffle=False), samples=2, global_batch=2, seed=0, replica=0, replicas=1)
@@ -140,7 +140,7 @@ def test_a_jobs_own_collate_gets_samples_also_of_a_built_in_data_set(tmp_path: P
     file = tmp_path / f"own_data_{tmp_path.name}.py"
     file.write_text(CODE)
     spec = {"kind": "synthetic", "shape": [3], "samples": 4, "held_out": 0, "collate": f"{file.name}:doubled"}
-    train, _, _ = (
+    train, _, *_ = (
         TypeAdapter(DataSpec).validate_python(spec, context={"base": tmp_path}).build(input_shape=None, seed=0)
     )
     (batch,) = held_out_batches(train, batch=4, replica=0, replicas=1)

@@ -99,7 +99,7 @@ def test_cifar_records_become_planes_and_labels(tmp_path: Path) -> None:
 def test_the_test_batch_is_the_held_out_set(tmp_path: Path) -> None:
     write_cifar(tmp_path / "data_batch_1.bin", 20, 1)
     test = write_cifar(tmp_path / "test_batch.bin", 5, 2)
-    train, held_out, _ = build(kind="cifar10", path=tmp_path)
+    train, held_out, *_ = build(kind="cifar10", path=tmp_path)
     assert len(train) == 20  # type: ignore[arg-type]
     assert held_out.labels.tolist() == test[:, 0].tolist()  # type: ignore[union-attr]
     limited = build(kind="cifar10", path=tmp_path, limit=3)
@@ -245,7 +245,7 @@ def test_pixels_of_unknown_range_are_refused_rather_than_cut_to_white(tmp_path: 
 def test_a_held_out_folder_uses_the_training_classes(folder: Path, tmp_path: Path) -> None:
     paint(tmp_path / "test" / "zebra" / "t.png", RED)
     values: dict[str, Any] = {"kind": "images", "path": folder, "held_out_path": tmp_path / "test", "shape": [3, 4, 4]}
-    train, held_out, _ = build(**values)
+    train, held_out, *_ = build(**values)
     assert len(train) == 8  # type: ignore[arg-type]
     assert held_out.labels.tolist() == [1]  # type: ignore[union-attr]
     paint(tmp_path / "test" / "wolf" / "t.png", RED)

@@ -47,7 +47,7 @@ def spec(held_out: float, limit: int | None = None) -> Synthetic:
 def test_each_sample_is_trained_on_or_held_out_but_never_both(
     samples: int, share: float, limit: int | None, seed: int
 ) -> None:
-    train, held_out, synthetic = split(Squares(samples), spec(share, limit), seed)
+    train, held_out, synthetic, _ = split(Squares(samples), spec(share, limit), seed)
     used = min(samples, limit or samples)
     assert isinstance(train, Selection)
     assert isinstance(held_out, Selection)
@@ -66,7 +66,7 @@ def test_the_split_is_the_same_in_every_run_of_a_job_and_another_with_another_se
 
 
 def test_nothing_is_held_out_where_the_share_is_zero() -> None:
-    train, held_out, _ = split(Squares(10), spec(0.0, 4), 0)
+    train, held_out, *_ = split(Squares(10), spec(0.0, 4), 0)
     assert held_out is None
     assert [train[i] for i in range(4)] == [(0, 0), (1, 1), (2, 4), (3, 9)]
 

@@ -50,7 +50,7 @@ def test_the_seed_alone_decides_the_samples() -> None:
 
 
 def test_a_billion_large_images_cost_no_more_memory_than_a_few() -> None:
-    train, held_out, _ = build(shape=[3, 224, 224], samples=10**9)
+    train, held_out, *_ = build(shape=[3, 224, 224], samples=10**9)
     assert length(train) + length(held_out) == 10**9
     assert train.inputs.nbytes <= 64 << 20  # type: ignore[attr-defined]
     last = length(train) - 1
@@ -65,7 +65,7 @@ def test_labels_are_those_of_the_samples() -> None:
 
 
 def test_a_limit_bounds_both_sides_together() -> None:
-    train, held_out, _ = build(shape=[2], limit=10, held_out=0.2)
+    train, held_out, *_ = build(shape=[2], limit=10, held_out=0.2)
     assert (length(train), length(held_out)) == (8, 2)
     assert build(shape=[2], held_out=0.0).held_out is None
 

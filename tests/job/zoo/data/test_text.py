@@ -51,7 +51,7 @@ def test_every_byte_is_predicted_at_most_once_and_none_is_on_both_sides(
         for file, start, size in zip(files, starts, sizes, strict=False):
             file.write_bytes(everything[start : start + size])
         try:
-            train, kept, _ = build([str(f) for f in files], context=context, held_out=held_out, limit=limit)
+            train, kept, *_ = build([str(f) for f in files], context=context, held_out=held_out, limit=limit)
         except DataError:
             assert len(everything) < 4 * context + 2 or limit in (1, 2)
             return
@@ -68,7 +68,7 @@ def test_every_byte_is_predicted_at_most_once_and_none_is_on_both_sides(
 
 
 def test_pythons_own_library_is_read_as_it_is() -> None:
-    train, held_out, _ = build(str(LIBRARY), context=64)
+    train, held_out, *_ = build(str(LIBRARY), context=64)
     text = b"".join(f.read_bytes() for f in sorted(LIBRARY.rglob("*.py")))
     inputs, target = train[5]
     assert bytes(inputs.tolist()) == text[5 * 64 : 6 * 64]
