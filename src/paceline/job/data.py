@@ -86,7 +86,11 @@ class _Data(Spec):
     @classmethod
     def _resolve_test(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
         if isinstance(value, (float, int)) and not 0 < value < 1:
-            raise ValueError(f"the test set is a share between 0 and 1, or a path, not {value:g}")
+            raise InvalidValue(
+                "data.test_share",
+                "the test set is a share between 0 and 1, a path or an import path, not {value}",
+                value=value,
+            )
         return cls.resolved(value, info.context) if isinstance(value, str) else value
 
     @classmethod
@@ -94,11 +98,13 @@ class _Data(Spec):
         """The absolute path, URL or import path of another source of such data.
 
         Raises:
-            ValueError: this kind of data has no other source.
+            InvalidValue: this kind of data has no other source.
         """
         kind = get_args(cls.model_fields["kind"].annotation)[0]
         if kind in _SHARE_OF:
-            raise ValueError(f"{kind} has no files: give a share of its samples, e.g. 0.1")
+            raise InvalidValue(
+                "data.no_other_source", "{kind} has no files: give a share of its samples, e.g. 0.1", kind=kind
+            )
         if kind == "dataset":
             return resolve_import_path(source, context)
         if not is_url(source):
@@ -106,7 +112,7 @@ class _Data(Spec):
         try:
             return checked_url(source)
         except StorageError as error:
-            raise ValueError(str(error)) from None
+            raise InvalidValue.of_error(error) from None
 
     @property
     def keeps_no_validation_set(self) -> bool:
