@@ -9,7 +9,22 @@ from typing import Annotated, Any
 import typer
 
 import paceline
-from paceline.cli import check, doctor, export, links, operate, plan, report, runs, trace, train, watch, why
+from paceline.cli import (
+    check,
+    doctor,
+    export,
+    init,
+    links,
+    operate,
+    plan,
+    report,
+    runs,
+    sweep,
+    trace,
+    train,
+    watch,
+    why,
+)
 from paceline.cli.command import Command, Commands, commands_of
 from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
@@ -18,8 +33,14 @@ from paceline.torch_versions import untested
 # In the order of `paceline --help`, below each heading.
 Commands.known = commands_of(
     {
+        "init": Command(init.command, "Train", "paceline init images --data photos/"),
         "train": Command(
             train.command, "Train", 'paceline train examples/digits.yaml --plan "dp=2"', starts_ranks=True
+        ),
+        "sweep": Command(
+            sweep.command,
+            "Train",
+            'paceline sweep examples/digits.yaml --plan "dp=2" --grid optimizer.lr=1e-3,1e-2 --repeat 3',
         ),
         "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
         "runs": Command(runs.runs, "Runs", "paceline runs"),

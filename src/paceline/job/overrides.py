@@ -13,8 +13,8 @@ from paceline.errors import JobError, Problem
 from paceline.job.spec import Spec
 from paceline.yaml_file import KeyPath, Positions, annotation_below, parse_value, specs_of
 
-# `KEY=VALUE` texts as on the command line, or values by their dotted keys
-Overrides: TypeAlias = Mapping[str, Any] | Sequence[str]
+# values by their dotted keys, or `KEY=VALUE` texts as on the command line; a sequence may have both
+Overrides: TypeAlias = Mapping[str, Any] | Sequence[str | tuple[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,216 @@
+"""`paceline init`: commented starter jobs, with the Python files that they need."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Annotated, NamedTuple
+
+import typer
+
+Values = dict[str, str]
+
+
+class _Starter(NamedTuple):
+    """One kind of starter job.
+
+    `values`: fills its template from the paths of the data and the model, and the folder that it is written to.
+    """
+
+    about: str
+    values: Callable[[Path | None, Path | None, Path], Values]
+    python: bool = False
+    takes_model: bool = False
+
+
+def command(
+    kind: Annotated[
+        str | None, typer.Argument(help="images, table, text, model or finetune.", show_default="lists them")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR|FILE.yaml", help="Where to write the job.", show_default="KIND.yaml here"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Your data: a folder of images, a table, text.", show_default="an example"),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="For finetune: the folder of a Hugging Face model, or its config.json."),
+    ] = None,
+) -> None:
+    """Write a commented starter job for a kind of task.
+
+    Without a kind, list the kinds. Nothing is overwritten.
+    """
+    from paceline.errors import JobError
+    from paceline.text import nearest
+
+    if kind is None:
+        for name, known in _STARTERS.items():
+            typer.echo(f"{name:<9} {known.about}")
+        return
+    if kind not in _STARTERS:
+        raise JobError(
+            "init.unknown_kind",
+            "there is no starter job for {kind!r}. {hint}",
+            kind=kind,
+            hint=nearest(kind, _STARTERS),
+        )
+    starter = _STARTERS[kind]
+    if model is not None and not starter.takes_model:
+        raise typer.BadParameter(f"a job for {kind} has no model to name; leave it out", param_hint="--model")
+    if data is not None and not data.exists():
+        raise JobError("init.no_data", "--data {path}: no such file or folder", path=data)
+    job = out if out is not None and out.suffix in (".yaml", ".yml") else (out or Path()) / f"{kind}.yaml"
+    written = [job, *([job.with_name(f"{kind}.py")] if starter.python else [])]
+    for file in written:
+        if file.exists() or file.is_symlink():
+            raise JobError(
+                "init.exists",
+                "{file} is there already and is not overwritten. Name another place with --out.",
+                file=file,
+            )
+    texts = [_text(f"{kind}{file.suffix if file is not job else '.yaml'}") for file in written]
+    texts[0] = Template(texts[0]).substitute(starter.values(data, model, job.parent), job=_shown(job))
+    try:
+        job.parent.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(written, texts, strict=True):
+            with file.open("x", encoding="utf-8") as opened:
+                opened.write(text)
+    except OSError as error:
+        raise JobError(
+            "init.cannot_write",
+            "{file} cannot be written: {reason}. Name a place with --out.",
+            file=error.filename or job,
+            reason=error.strerror,
+        ) from error
+    typer.echo(f"wrote {' and '.join(map(str, written))}. Train it: paceline train {_shown(job)}")
+
+
+def _text(name: str) -> str:
+    return files("paceline.cli.starters").joinpath(name).read_text(encoding="utf-8")
+
+
+def _shown(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(str(path))
+
+
+def _relative(path: Path, folder: Path) -> str:
+    """A path as YAML: relative to the job's folder if near, else absolute."""
+    found = os.path.relpath(path, folder)
+    return json.dumps(str(path.resolve()) if found.startswith(os.path.join("..", "..")) else found)
+
+
+def _absolute(path: Path) -> str:
+    """An absolute path as YAML: the user's code does not know the job's folder."""
+    return json.dumps(str(path.resolve()))
+
+
+def _batch(samples: int | None) -> str:
+    """A global batch: 64, or less where the data has fewer than 8 of these."""
+    return str(64 if samples is None else min(64, 2 ** max(0, (samples // 8).bit_length() - 1)))
+
+
+def _images(data: Path | None, model: Path | None, folder: Path) -> Values:
+    classes = [entry for entry in data.iterdir() if entry.is_dir()] if data and data.is_dir() else []
+    images = sum(1 for one in classes for _ in one.iterdir()) if classes else None
+    return {
+        "data": _relative(data or folder / "images", folder),
+        "classes": str(len(classes) or 10),
+        "batch": _batch(images),
+    }
+
+
+def _table(data: Path | None, model: Path | None, folder: Path) -> Values:
+    from paceline.errors import DataError
+
+    path, target, inputs, classes, rows = data or folder / "table.csv", "target", 8, 2, None
+    if data is not None:
+        try:
+            import pyarrow.csv
+            import pyarrow.parquet
+
+            from paceline.cli.starters.table import Rows
+
+            of_parquet = data.suffix == ".parquet"
+            schema = pyarrow.parquet.read_schema(data) if of_parquet else pyarrow.csv.open_csv(data).schema
+            target = schema.names[-1]
+            table = Rows(str(data), target)
+        except ImportError as error:
+            raise DataError(
+                "init.no_pyarrow", "a table is read by pyarrow: pip install 'paceline[data]' ({error})", error=error
+            ) from error
+        except Exception as error:
+            raise DataError(
+                "init.unreadable_table",
+                "--data {path} cannot be read as a table of numbers: {error}",
+                path=data,
+                error=error,
+            ) from error
+        inputs, rows = table.inputs.shape[1], len(table)
+        classes = 0 if table.targets.is_floating_point() else len(table.classes)
+    return {
+        "path": _absolute(path),
+        "target": json.dumps(target),
+        "inputs": str(inputs),
+        "outputs": str(classes or 1),
+        "loss": "cross_entropy" if classes else "mse",
+        "metric": "accuracy" if classes else "mae",
+        "batch": _batch(rows),
+    }
+
+
+def _text_values(data: Path | None, model: Path | None, folder: Path) -> Values:
+    return {"data": _relative(data, folder) if data else '"{stdlib}/pydoc_data"'}
+
+
+def _model_values(data: Path | None, model: Path | None, folder: Path) -> Values:
+    return {}
+
+
+def _finetune(data: Path | None, model: Path | None, folder: Path) -> Values:
+    from paceline.errors import JobError
+
+    if model is None or not (config := model / "config.json" if model.is_dir() else model).is_file():
+        raise JobError(
+            "init.no_model",
+            "a job for fine-tuning needs --model: the folder of a Hugging Face model on this machine, or its "
+            "config.json. paceline downloads nothing; `hf download NAME --local-dir DIR` does",
+        )
+    weights = f"  weights: {_relative(model, folder)}"
+    if not (model.is_dir() and any(model.glob("*.safetensors"))):
+        weights = (
+            "  # there are no weights (*.safetensors) beside the configuration, so the model starts from random ones"
+        )
+    tokenizer = config.with_name("tokenizer.json")
+    if tokenizer.is_file():
+        import sysconfig
+
+        path = data or Path(sysconfig.get_path("stdlib"), "pydoc_data")
+        text = f"""  kind: dataset
+  factory: finetune.py:Tokens # tokens of the model's own tokenizer
+  args: {{path: {_absolute(path)}, tokenizer: {_absolute(tokenizer)}, context: 128}}
+  held_out: 0.1"""
+    else:
+        text = f"""  # there is no tokenizer.json beside the configuration, so the text is read as bytes
+  kind: text
+  path: {_relative(data, folder) if data else '"{stdlib}/pydoc_data"'}
+  context: 128"""
+    return {"config": _relative(config, folder), "weights": weights, "data": text}
+
+
+_STARTERS = {
+    "images": _Starter("classify images: a folder for each class", _images),
+    "table": _Starter("predict a column of a table (CSV or Parquet)", _table, python=True),
+    "text": _Starter("a small GPT that learns to write from text files", _text_values),
+    "model": _Starter("your own nn.Module and Dataset", _model_values, python=True),
+    "finetune": _Starter("train a Hugging Face language model on text", _finetune, python=True, takes_model=True),
+}

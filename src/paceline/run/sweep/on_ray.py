@@ -1,0 +1,245 @@
+"""A sweep's runs on Ray Tune, which may stop bad ones early.
+
+Ray Tune starts the runs on the hosts of its cluster. Each trial is the command `paceline train` in a process of its
+own, watched through its run directory. The directory of the sweep must therefore be at the same path on every host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+
+from paceline.elastic.failure import StopSignals
+from paceline.elastic.rank import PR_SET_PDEATHSIG
+from paceline.files import write_whole
+from paceline.planning.plan import Plan
+from paceline.run.record.run import read_lines
+from paceline.run.sweep.results import SweepRun
+from paceline.run.sweep.sweep import Sweep
+
+_STEP_S, _LOOK_S = 1.0, 0.1  # how often a trial reports, and looks at its process
+_STOP_S = 120  # from SIGTERM on, for the last step and a checkpoint
+_MOST_EVALUATIONS = 10**6  # ASHA would stop a run that has more
+_ERROR_LINES = 20
+_SETTINGS = {
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # a signal stops the trials by `_Stopper`, so that they save
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_FORCE_TRIAL_CLEANUP_S": str(2 * _STOP_S),
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+
+
+def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
+    """Make the missing runs of a sweep on Ray.
+
+    The Ray cluster is the one of RAY_ADDRESS, or else started on this machine. A trial gets all
+    devices of a host without accelerators, since runs that share cores would disturb each other; else as many
+    accelerators as its plan has ranks.
+
+    Args:
+        scheduler: `asha` stops runs whose metric at an evaluation is worse than that of most others (Li et al., 2020,
+            arXiv:1810.05934). Such runs are recorded as stopped early and are not compared.
+    """
+    if not sweep.missing:
+        return
+    os.environ.update({**_SETTINGS, **{name: os.environ[name] for name in _SETTINGS if name in os.environ}})
+    artifacts = f"ray-{secrets.token_hex(4)}"
+    with sweep.held() as lock, StopSignals() as signals:
+        trials = [_trial_of(sweep, run) for run in sweep.missing]
+        local = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": sweep.cluster.devices}
+        ray.init(log_to_driver=False, logging_level="ERROR", **local)
+        try:
+            tune.Tuner(
+                tune.with_resources(Trial, _resources(sweep)),
+                param_space=tune.grid_search([asdict(trial) for trial in trials]),
+                tune_config=tune.TuneConfig(
+                    metric="compared",
+                    mode="max",
+                    scheduler=ASHAScheduler(time_attr="evaluations", max_t=_MOST_EVALUATIONS) if scheduler else None,
+                ),
+                run_config=tune.RunConfig(
+                    name=artifacts,
+                    storage_path=str(sweep.path.resolve()),
+                    callbacks=[_Recorder(sweep)],
+                    stop=_Stopper(signals),
+                    verbose=0,
+                ),
+            ).fit()
+        finally:
+            ray.shutdown()
+            shutil.rmtree(sweep.path / artifacts, ignore_errors=True)
+        lock.check()
+        for run in sweep.missing:
+            if run.state != "failed" and (sweep.path / run.run / "job.yaml").is_file():  # it was stopped
+                sweep.take(run)
+        if not signals.first:
+            for run in (run for run in sweep.runs if run.state == "interrupted"):
+                run.state = "stopped early"
+        sweep.stopped_by = signals.first
+        sweep.save()
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """What a trial needs to know. `position`: of its run in the sweep."""
+
+    position: int
+    command: list[str]
+    folder: str
+    run: str
+    log: str
+    metric: str
+    higher_is_better: bool
+
+
+def _trial_of(sweep: Sweep, run: SweepRun) -> TrialConfig:
+    """Write a run's job to a file, and describe the command that trains it."""
+    path = sweep.path.resolve()
+    job, directory = path / "jobs" / f"{Path(run.run).name}.yaml", path / run.run
+    job.parent.mkdir(exist_ok=True)
+    write_whole(job, sweep.job_of(run).to_yaml())
+    command = ["train", str(job), "--plan", sweep.request.plan, "--run", str(directory)]
+    command += ["--resume"] if (directory / "job.yaml").is_file() else []
+    return TrialConfig(
+        sweep.runs.index(run),
+        command,
+        str(Path.cwd()),
+        str(directory),
+        str(job.with_suffix(".log")),
+        sweep.metric,
+        sweep.higher_is_better,
+    )
+
+
+def _resources(sweep: Sweep) -> dict[str, float]:
+    if not sweep.cluster.has_accelerators:
+        return {"cpu": sweep.cluster.devices}
+    ranks = sweep.cluster.devices if sweep.request.plan == "auto" else Plan.parse(sweep.request.plan).ranks
+    return {"cpu": 1, "gpu": ranks}
+
+
+class Trial(tune.Trainable):
+    """One run as Ray Tune sees it. A step lasts a second, or until the run has ended."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Start the command of the run.
+
+        Raises:
+            RuntimeError: this host does not see the directory of the sweep.
+        """
+        self.trial = TrialConfig(**config)
+        if not Path(self.trial.command[1]).is_file():
+            raise RuntimeError(
+                f"host {socket.gethostname()} has no {self.trial.command[1]}: the directory of a sweep on several "
+                "hosts must be on a file system that all of them share (--out)"
+            )
+        with open(self.trial.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", *self.trial.command],
+                cwd=self.trial.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent,
+            )
+
+    def step(self) -> dict[str, Any]:
+        """Wait a second, and report the newest evaluation."""
+        until = time.monotonic() + _STEP_S
+        while (code := self.process.poll()) is None and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        events = Path(self.trial.run) / "events.jsonl"
+        evaluations = [event for event in read_lines(events) if event["event"] == "evaluation"]
+        value = float(evaluations[-1]["metrics"].get(self.trial.metric, math.nan)) if evaluations else math.nan
+        error = "" if not code else "\n".join(Path(self.trial.log).read_text().splitlines()[-_ERROR_LINES:])
+        return {
+            "compared": value * (1 if self.trial.higher_is_better else -1) if math.isfinite(value) else -math.inf,
+            "evaluations": len(evaluations),
+            "error": error,
+            "done": code is not None,
+        }
+
+    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+        """Keep nothing: the run has checkpoints of its own."""
+        return {}
+
+    def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
+        """Restore nothing: the command resumes its run."""
+
+    def cleanup(self) -> None:
+        """End the run if it was stopped early; it saves a checkpoint."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+class _Stopper(tune.Stopper):
+    """Stops all trials once a signal has come."""
+
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Stop no single trial."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Stop all trials after a signal."""
+        return self._signals.first is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune keeps a copy on the disk, which nothing reads: the sweep goes on from its own file
+
+
+class _Recorder(tune.Callback):
+    """Records each run when its trial ends."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # as `_Stopper`
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Record a run that ended by itself; a stopped one is still saving."""
+        run, result = self._sweep.runs[trial.config["position"]], trial.last_result
+        if result.get("error"):
+            self._failed(run, result["error"])
+        elif result.get("done") and (self._sweep.path / run.run / "job.yaml").is_file():
+            self._sweep.take(run)
+            self._record(run)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Record a trial that Ray lost, or that could not start."""
+        self._failed(self._sweep.runs[trial.config["position"]], str(trial.get_error() or "Ray lost the trial"))
+
+    def _failed(self, run: SweepRun, error: str) -> None:
+        text = error.rpartition("paceline: ")[2] if "paceline: " in error else error.strip().splitlines()[-1]
+        run.state, run.error = "failed", text
+        self._record(run)
+
+    def _record(self, run: SweepRun) -> None:
+        self._sweep.save()
+        self._sweep.tell(run)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,402 @@
+"""A sweep in its directory: all jobs are checked, then run one after another."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.discover import environment
+from paceline.cluster.launch_engines import is_rank, own_engine
+from paceline.console import Console as SafeConsole
+from paceline.elastic.failure import StopSignals, below, cause_and_traceback
+from paceline.elastic.leadership import RunLock
+from paceline.errors import JobError, LaunchError, PacelineError, Problem, RunError
+from paceline.files import private_folder, read_text, write_whole
+from paceline.job.job import Job
+from paceline.job.loss import build_metrics
+from paceline.planning.arguments import cluster_to_run_on
+from paceline.planning.check.plan_errors import auto_plan, plan_errors
+from paceline.planning.model.model_info import model_info
+from paceline.run.record.run import Run, differences
+from paceline.run.sweep.results import Combination, SweepRun, Verdict, combinations_of, verdict
+from paceline.run.sweep.space import combinations, titled, values_of
+from paceline.run.trackers.follow import check_trackers
+from paceline.run.train import train
+from paceline.text import nearest
+from paceline.units import clock, count
+
+SWEEPS = Path("sweeps")  # under the current directory, where no other is named
+FILE = "sweep.json"
+FINAL_STEPS = 10  # whose mean is the final training loss: that of a single batch says little
+_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}  # by the exit code of a run that one has ended
+_MOST_ERRORS = 10  # that are listed before the first run
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """What to sweep over, and how runs are compared.
+
+    Attributes:
+        job: YAML file of the job, or its URL.
+        grid: `KEY=V1,V2` and `KEY=loguniform(LOW,HIGH)` texts.
+        set: `KEY=VALUE` texts that hold for every run.
+        draws: number of random combinations; None is the whole grid.
+        seed: of the draws.
+        repeat: runs of every combination, each with a seed of its own: the job's, and those that follow.
+        metric: name of the metric to compare; None is the job's first metric, else its loss.
+        mode: `min` or `max`; None asks the metric.
+        plan: of every run.
+        command: the command line, for the page.
+    """
+
+    job: str
+    grid: Sequence[str]
+    set: Sequence[str] = ()
+    draws: int | None = None
+    seed: int = 0
+    repeat: int = 1
+    metric: str | None = None
+    mode: Mode | None = None
+    plan: str = "auto"
+    command: str = "paceline sweep"
+
+
+class Sweep:
+    """A sweep and its directory; continues what was begun there by the same request.
+
+    The directory has `sweep.json`, which is written again after every run, and the directories of the runs.
+
+    Args:
+        cluster: where to train; None is this machine.
+        out: the directory; None makes `sweeps/<job>-<time>`.
+        console: where progress is shown; None is stderr.
+
+    Attributes:
+        job: the job of the first combination.
+        runs: all runs, in order.
+        stopped_by: the signal that stopped the sweep, or None.
+
+    Raises:
+        PacelineError: a combination cannot be run, two are the same, or the directory holds another sweep.
+    """
+
+    def __init__(
+        self,
+        request: SweepRequest,
+        cluster: Cluster | None = None,
+        *,
+        out: Path | None = None,
+        console: Console | None = None,
+    ) -> None:
+        if is_rank() or own_engine().hosts() is not None:
+            raise LaunchError(
+                "sweep.already_launched",
+                "a sweep starts its runs itself, on this machine: call it once, without torchrun, srun or mpirun",
+            )
+        self.request = request
+        self.console = console or SafeConsole(stderr=True, soft_wrap=True)
+        self.cluster = cluster_to_run_on(cluster)
+        self.stopped_by: str | None = None
+        self.parameters = combinations(values_of(request.grid), request.draws, request.seed)
+        self.jobs = self._checked_jobs()
+        self.job = self.jobs[0]
+        self.path = out if out is not None else SWEEPS / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.metric, self.higher_is_better = compared(self.job, request.metric, request.mode)
+        self.runs = self._planned()
+        self._continue()
+
+    # Before the first run
+
+    def _checked_jobs(self) -> list[Job]:
+        """The job of every combination; all problems of all combinations are told in one error."""
+        if self.request.repeat > 1 and any("seed" in each for each in self.parameters):
+            raise JobError(
+                "sweep.seed_and_repeat",
+                "--repeat gives each run of a combination a seed of its own: leave seed out of --grid",
+            )
+        found: dict[str, dict[str, Any]] = {}
+        jobs: list[Job] = []
+        wrong: list[Problem] = []
+        for parameters in self.parameters:
+            try:
+                job = Job.load(self.request.job, set=[*self.request.set, *parameters.items()])
+                if (same := found.setdefault(job.to_yaml(), parameters)) is not parameters:
+                    raise JobError(
+                        "sweep.same_job", "this is the same job as {same}: leave one of them out", same=titled(same)
+                    )
+                self._check(job)
+                jobs.append(job)
+            except PacelineError as error:
+                wrong += (problem.at(titled(parameters)) for problem in error.problems)
+        if wrong:
+            refused = Problem(
+                "sweep.refused",
+                "{wrong} of {count} combinations cannot run, so nothing was started",
+                wrong=len({problem.fields["place"] for problem in wrong}),
+                count=len(self.parameters),
+            )
+            raise JobError.of_problems([refused, *wrong[:_MOST_ERRORS]])
+        return jobs
+
+    def _check(self, job: Job) -> None:
+        job.model.must_be_at_hand()
+        check_trackers(job)
+        job.fetch()
+        model_info(job.model)  # builds it, without memory for its weights if its code allows that
+        job.loss.build()
+        build_metrics(job.metrics)
+        if self.request.plan == "auto":
+            auto_plan(job, self.cluster)
+        elif reasons := plan_errors(job, self.request.plan, cluster=self.cluster):
+            raise JobError.of_problems(reasons)
+
+    def _planned(self) -> list[SweepRun]:
+        digits = len(str(len(self.parameters)))
+        return [
+            SweepRun(
+                number,
+                parameters,
+                job.seed + repeat,
+                f"runs/{number:0{digits}}" + (f"-seed{job.seed + repeat}" if self.request.repeat > 1 else ""),
+            )
+            for repeat in range(self.request.repeat)  # round by round, so that a shorter sweep has compared all
+            for number, (parameters, job) in enumerate(zip(self.parameters, self.jobs, strict=True), 1)
+        ]
+
+    def _description(self) -> dict[str, Any]:
+        """What must be the same for a sweep to go on."""
+        described = {
+            "job": self.job.model_dump(mode="json"),
+            "combinations": self.parameters,
+            "repeat": self.request.repeat,
+            "plan": self.request.plan,
+            "metric": self.metric,
+            "higher_is_better": self.higher_is_better,
+        }
+        found: dict[str, Any] = json.loads(json.dumps(described))
+        return found
+
+    def _continue(self) -> None:
+        file = self.path / FILE
+        if not file.is_file():
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise RunError(
+                    "sweep.not_a_sweep",
+                    "{path} is not a sweep's directory: it has no {file}. Name a new one with --out.",
+                    path=self.path,
+                    file=FILE,
+                )
+            return
+        try:
+            kept = json.loads(read_text(file))
+            before = msgspec.convert(kept["runs"], list[SweepRun])
+            if found := list(differences(kept["sweep"], self._description())):
+                raise RunError(
+                    "sweep.another_sweep",
+                    "{path} belongs to another sweep: {differences}. Name another directory with --out.",
+                    path=self.path,
+                    differences="; ".join(found),
+                )
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # msgspec's is a ValueError
+            raise RunError(
+                "sweep.unreadable",
+                "{file} cannot be read: {error}. Name another directory with --out.",
+                file=file,
+                error=repr(error),
+            ) from error
+        known = {run.run: run for run in before}
+        self.runs = [known.get(run.run, run) for run in self.runs]
+
+    # The runs
+
+    @property
+    def missing(self) -> list[SweepRun]:
+        """The runs that are still to be made, in order."""
+        return [run for run in self.runs if not run.is_over]
+
+    @property
+    def combinations(self) -> list[Combination]:
+        """The runs by their combinations."""
+        return combinations_of(self.runs)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The best combination so far."""
+        return verdict(self.combinations, self.metric, higher_is_better=self.higher_is_better)
+
+    def run(self) -> None:
+        """Make the missing runs, one after another.
+
+        A run that fails is recorded with its error, and the sweep goes on. A signal ends the sweep; the same request
+        continues it, and an interrupted run goes on from its checkpoint.
+        """
+        with self.held() as lock, StopSignals() as signals:
+            for position, run in enumerate(missing := self.missing):
+                lock.check()
+                if signals.first:
+                    break
+                started = time.monotonic()
+                self._make(run)
+                self.save()
+                if self.stopped_by:
+                    break
+                left_s = (time.monotonic() - started) * (len(missing) - position - 1)
+                self.tell(run, f" · {clock(left_s)} left" if left_s else "")
+            self.stopped_by = self.stopped_by or (signals.first if self.missing else None)
+
+    @contextmanager
+    def held(self) -> Iterator[RunLock]:
+        """Hold the directory, so that no other process sweeps in it; `sweep.json` is there within."""
+        try:
+            private_folder(self.path)
+            (self.path / "runs").mkdir(exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                "sweep.cannot_keep",
+                "the sweep cannot be kept in {path}: {reason}. Name a directory with --out.",
+                path=self.path,
+                reason=error.strerror,
+            ) from error
+        with RunLock(self.path, self.say) as lock:
+            missing, due = len(self.missing), len(self.runs)
+            there = f"; {due - missing} are there already" if missing < due else ""
+            self.say(f"sweep {self.job.name} · {count(due, 'run')}{there} · {self.path}")
+            self.save()
+            yield lock
+
+    def job_of(self, run: SweepRun) -> Job:
+        """The job of a run, with the run's seed."""
+        return self.jobs[run.number - 1].replace({"seed": run.seed})
+
+    def _make(self, run: SweepRun) -> None:
+        path = self.path / run.run
+        try:
+            train(
+                self.job_of(run),
+                self.request.plan,
+                cluster=self.cluster,
+                run=path,
+                resume=(path / "job.yaml").is_file(),
+                console=Console(file=io.StringIO(), quiet=True),
+            )
+            self.take(run)
+        except SystemExit as stopped:  # a signal came before the first step, or a second one killed the ranks
+            self.stopped_by = _SIGNALS.get(int(str(stopped.code)) if str(stopped.code).isdecimal() else 0, "SIGINT")
+        except Exception as error:  # noqa: BLE001 - also one of the user's code must not end the sweep
+            if getattr(error, "exit_code", 1) in _SIGNALS:
+                self.stopped_by = _SIGNALS[error.exit_code]  # type: ignore[attr-defined]
+            else:
+                cause, frames = cause_and_traceback(error)
+                run.state, run.error = "failed", cause
+                if frames:
+                    self.say(below(frames, f"failed-{run.number}", self.path), style="red")
+        if self.stopped_by:
+            run.state = "interrupted"
+
+    def take(self, run: SweepRun) -> None:
+        """Read what a run's directory says about its end."""
+        record = Run(self.path / run.run)
+        end: dict[str, Any] = next(
+            (e for e in reversed(record.events()) if e["event"] in ("start", "resume", "end")), {}
+        )
+        metrics, losses = record.metrics, record.losses
+        training_loss = statistics.fmean(losses[-FINAL_STEPS:]) if losses else math.nan
+        loss = metrics.get("loss", training_loss)
+        run.plan, run.steps, run.time_s = str(record.plan), len(losses), record.training_time_s
+        run.loss = loss if math.isfinite(loss) else None
+        value = loss if self.metric == "loss" else metrics.get(self.metric, math.nan)
+        run.metric = value if math.isfinite(value) else None
+        run.reason, run.error, run.state = end.get("reason"), None, "finished"
+        if end.get("event") != "end" or end.get("interrupted"):
+            run.state = "interrupted"
+            self.stopped_by = self.stopped_by or end.get("reason")
+
+    def content(self) -> dict[str, Any]:
+        """The content of `sweep.json`."""
+        found = self.verdict
+        return {
+            "sweep": self._description(),
+            "command": self.request.command,
+            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "cluster": self.cluster.describe(),
+            "verdict": {"best": found.best, "is_clear": found.is_clear, "text": found.text},
+            "runs": [asdict(run) for run in self.runs],
+            "environment": environment(),
+        }
+
+    def save(self) -> None:
+        """Write `sweep.json`.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        try:
+            write_whole(self.path / FILE, json.dumps(self.content(), indent=1))
+        except OSError as error:
+            raise RunError(
+                "sweep.cannot_write",
+                "{file} cannot be written: {reason}",
+                file=self.path / FILE,
+                reason=error.strerror or error,
+            ) from error
+
+    # The screen
+
+    def tell(self, run: SweepRun, more: str = "") -> None:
+        """Show one line about a run that has ended."""
+        over = sum(r.state not in ("waiting", "interrupted") for r in self.runs)
+        seed = f", seed={run.seed}" if self.request.repeat > 1 else ""
+        text = f"run {over} of {len(self.runs)} · {titled(run.parameters)}{seed}"
+        if run.state == "failed":
+            first = str(run.error).partition("\n")[0]
+            self.say(f"{text} · failed: {first}{more}", style="red")
+            return
+        value = "not measured" if run.metric is None else f"{run.metric:.4g}"
+        self.say(f"{text} · {self.metric} {value} · {run.time_s or 0:.1f} s{more}")
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Show a line."""
+        self.console.print(text, style=style, highlight=False, markup=False)
+
+
+def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool]:
+    """Find the metric to compare runs by, and whether higher values are better.
+
+    Raises:
+        JobError: the job does not measure the metric, or the metric does not tell which value is better.
+    """
+    metrics = (
+        {found.name: found for found in build_metrics(job.metrics)} if not job.data.keeps_no_validation_set else {}
+    )
+    name = metric or next(iter(metrics), "loss")
+    if name == "loss":
+        return name, mode == "max"
+    if name not in metrics:
+        raise JobError(
+            "sweep.metric_not_measured",
+            "--metric {name}: the job does not measure it. {hint} List it in metrics, and hold out samples to measure "
+            "it on.",
+            name=name,
+            hint=nearest(name, [*metrics, "loss"]),
+        )
+    higher = getattr(metrics[name], "higher_is_better", None) if mode is None else mode == "max"
+    if higher is None:
+        raise JobError(
+            "sweep.metric_direction",
+            "--metric {name}: say whether a higher value is better (--mode max) or a lower one (--mode min)",
+            name=name,
+        )
+    return name, bool(higher)
