@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch, *, end: str = "Complete
     monkeypatch.setenv("PATH", f"{here / 'bin'}:/usr/bin:/bin")
 
 
+@pytest.mark.parametrize("where", [["--on", "slurm"], ["--on", "sky", "--run", "s3://a/b"]], ids=["slurm", "sky"])
+def test_hosts_train_the_overridden_job(where: list[str], here: Path) -> None:
+    change = "stop={steps: 2}"
+    shown = paceline("submit", "job.yaml", *where, "--dry-run", "--set", change, folder=here)
+    assert shown.code == 0, shown.err
+    [line] = [line for line in shown.out.splitlines() if " train " in line]
+    assert f"--set={change}" in shlex.split(line.strip().removesuffix("&"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -67,6 +77,7 @@ def kubectl(here: Path, monkeypatch: pytest.MonkeyPatch, *, end: str = "Complete
         (["--on", "sky", "--time", "1h"], "no time limit"),
         (["--on", "slurm", "--scheduler-option", "partiton=a"], 'Did you mean "partition"'),
         (["--on", "slurm", "--plan", "dq=2"], "dq"),
+        (["--on", "slurm", "--set", "optimizer.lrr=1"], "--set optimizer.lrr"),
         (["--on", "ray"], "RAY_ADDRESS"),
         (["--on", "ray", "--scheduler-option", "address=http://a:1", "--scheduler-option", "cpus=two"], "whole number"),
         (["--on", "sky"], "--run s3://bucket/run"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import not_at_a_url
+from paceline.cli.command import SetKeys, not_at_a_url
 from paceline.cli.runs import follow_submitted
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.", callback=not_at_a_url)],
     on: Annotated[str, typer.Option("--on", metavar="SCHEDULER", help="Scheduler: slurm, ray, kubernetes or sky.")],
     num_hosts: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 1,
+    changes: SetKeys = None,
     plan: Annotated[str, typer.Option(help="Plan, as for `paceline train`.")] = "auto",
     run: Annotated[
         str | None,
@@ -53,7 +54,7 @@ def submit(
     from paceline.elastic.submit.scheduler import Submission, save
 
     where = scheduler_named(on)
-    request = request_from(where, job, num_hosts, plan, run, restarts, limit, options or [])
+    request = request_from(where, job, num_hosts, plan, run, restarts, limit, options or [], changes or [])
     if dry_run:
         typer.echo(where.text(request), nl=False)
         return
@@ -82,6 +83,7 @@ def request_from(
     restarts: int,
     limit: str | None,
     options: list[str],
+    changes: list[str],
 ) -> Request:
     """The request, after every check that needs no scheduler."""
     from paceline.elastic.submit import scheduler as requests
@@ -99,7 +101,7 @@ def request_from(
         )
     time_s = requests.time_from(limit) if limit is not None else None
     chosen = requests.options_from(options, where.options, where.name)
-    what = Job.load(job)
+    what = Job.load(job, set=changes)
     if plan != "auto":
         Plan.parse(plan)
     name = requests.name_for(what.name)
@@ -107,7 +109,7 @@ def request_from(
         run = f"/runs/{name}" if "claim" in chosen else str(Path("runs", name).absolute())
     elif "://" not in run:
         run = str(Path(run).absolute())
-    return requests.Request(job.absolute(), hosts, name, run, plan, restarts, time_s, chosen)
+    return requests.Request(job.absolute(), hosts, name, run, plan, restarts, time_s, chosen, changes)
 
 
 def cancel(

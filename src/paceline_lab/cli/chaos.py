@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Command, not_at_a_url
+from paceline.cli.command import Command, SetKeys, load_job, not_at_a_url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +21,7 @@ _WIDTH = 150  # of the table, at least
 
 def command(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file (YAML): what to train.")],
+    changes: SetKeys = None,
     faults: Annotated[
         str | None,
         typer.Option(
@@ -63,12 +65,11 @@ def command(
     """
     from paceline.console import Console
     from paceline.elastic.failure import sigterm_as_exit
-    from paceline.job.job import Job
     from paceline_lab.chaos.faults import kinds_in, possible_kinds
     from paceline_lab.chaos.schedule import Schedule
     from paceline_lab.chaos.session import Session
 
-    what = Job.load(not_at_a_url(job))
+    what = load_job(str(not_at_a_url(job)), changes)
     given = Schedule.read(schedule) if schedule else None
     hosts = given.hosts if given else emulate
     where = out or Path("chaos") / what.name
@@ -82,7 +83,8 @@ def command(
         found = session.tried(given, f"seed-{given.seed}")
         show(found, Console(highlight=False, markup=False))
         if not found.held:
-            _shrink(session, found, tries, job, where)
+            words = [str(job), *(f"--set={change}" for change in changes or ())]
+            _shrink(session, found, tries, shlex.join(words), where)
     if as_json:
         import json
 
@@ -91,7 +93,7 @@ def command(
         raise typer.Exit(1)
 
 
-def _shrink(session: Session, found: Found, tries: int, job: Path, where: Path) -> None:
+def _shrink(session: Session, found: Found, tries: int, job: str, where: Path) -> None:
     """Find and show the shortest part of a schedule that still breaks a promise."""
     given, shortest = found.schedule, found.schedule
     file = where / f"seed-{given.seed}" / "schedule.json"

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -181,6 +181,7 @@ class Request:
         run: the run's directory or URL, where it is seen by the hosts.
         time_s: time after which the scheduler ends it, where it has such a limit.
         options: the scheduler's own options, from `--scheduler-option`.
+        changes: overridden keys of the job, from `--set`.
     """
 
     job: Path
@@ -191,10 +192,12 @@ class Request:
     restarts: int = 0
     time_s: int | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    changes: Sequence[str] = ()
 
     def train_arguments(self, job: str | None = None) -> list[str]:
         """Arguments of `paceline` on each host; `job` is the job file's path there."""
         arguments = ["train", job or str(self.job), "--plan", self.plan, "--run", self.run, "--resume"]
+        arguments += [f"--set={change}" for change in self.changes]
         return [*arguments, "--restarts", str(self.restarts)] if self.restarts else arguments
 
     @property
