@@ -29,7 +29,7 @@ from paceline.deferred_compiler import COMPILER
 from paceline.elastic.forkserver import wait_for_imports, warm_up
 from paceline.elastic.place import RankPlace, on_this_machine
 from paceline.elastic.run_on_ranks import run_on_ranks as run_rank_function
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, Problem
 from paceline.rank_environment import RankEnvironment
 
 Backend = Literal["gloo", "shm", "tcp", "simccl"]
@@ -64,7 +64,14 @@ _environment: dict[str, str] = {}  # in which the forkserver was started
 
 
 class RankError(AssertionError):
-    """A rank raised, died, or did not end in time. The text is the first one's traceback, or each late one's stack."""
+    """A rank raised, died, or did not end in time. The text is the first one's traceback, or each late one's stack.
+
+    `problems` are those of the launch's error, which are the rank's own if it raised a PacelineError.
+    """
+
+    def __init__(self, text: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(text)
+        self.problems = problems
 
 
 class Ranks(Protocol):
@@ -137,7 +144,7 @@ def run_in_places(
         except SystemExit:  # Ctrl-C
             raise KeyboardInterrupt from None
         except LaunchError as error:
-            raise RankError(_first_failure(Path(folder), len(places)) or str(error)) from None
+            raise RankError(_first_failure(Path(folder), len(places)) or str(error), error.problems) from None
         return [_decoded(result) for result in results]
 
 

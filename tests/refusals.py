@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from paceline.errors import InvalidValue, PacelineError, Problem
+from paceline.errors import Problem
 
-E = TypeVar("E", bound=PacelineError | InvalidValue)
+E = TypeVar("E", bound=BaseException)
 
 
 @contextmanager
-def raises(kind: type[E], code: str, **fields: Any) -> Iterator[pytest.ExceptionInfo[E]]:
+def raises(kind: type[E], code: str, /, **fields: Any) -> Iterator[pytest.ExceptionInfo[E]]:
     """Context that must end with an error of a class, a code and fields.
 
     One of the error's problems must have the code and all of the fields. A field is compared as text if it is not
@@ -26,10 +26,11 @@ def raises(kind: type[E], code: str, **fields: Any) -> Iterator[pytest.Exception
     assert_problem(caught.value, code, **fields)
 
 
-def assert_problem(error: PacelineError | InvalidValue, code: str, **fields: Any) -> Problem:
+def assert_problem(error: BaseException, code: str, /, **fields: Any) -> Problem:
     """Assert that one of the problems of an error has a code and fields; return it."""
-    found = [problem for problem in error.problems if problem.code == code]
-    assert found, f"code {code} expected, got {', '.join(p.code for p in error.problems)}: {error}"
+    problems: tuple[Problem, ...] = getattr(error, "problems", ())
+    found = [problem for problem in problems if problem.code == code]
+    assert found, f"code {code} expected, got {', '.join(p.code for p in problems) or 'none'}: {error}"
     matching = [p for p in found if all(name in p.fields and _agrees(p.fields[name], fields[name]) for name in fields)]
     assert matching, f"{code} with {fields} expected, got {[problem.fields for problem in found]}"
     return matching[0]

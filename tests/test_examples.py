@@ -27,6 +27,7 @@ from paceline.job.data import Text
 from paceline.job.job import Job
 from paceline.job.stop import StopSpec
 from ranks import Ranks
+from refusals import raises
 from small_jobs import new_run, train_as_rank, train_here
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -75,7 +76,7 @@ def test_the_demo_has_the_same_loss_curve_on_one_and_on_two_ranks(folder: Path, 
 
 def test_the_cifar10_example_says_where_it_looks_for_its_data(folder: Path) -> None:
     job = Job.load(folder / NEEDS_A_DOWNLOAD)
-    with pytest.raises(DataError, match=str(folder / "cifar-10-batches-bin")):
+    with raises(DataError, "data.unreadable", place=folder / "cifar-10-batches-bin"):
         job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.rank_environment import HostEntry, RankEnvironment
+from refusals import raises
 
 TORCHRUN = {
     "RANK": "3",
@@ -55,5 +56,5 @@ def test_a_rank_of_torchrun_has_a_place_and_no_launcher_of_ours() -> None:
 
 
 def test_a_rank_without_a_rendezvous_is_told_which_variables_are_missing() -> None:
-    with pytest.raises(LaunchError, match="RANK is set but WORLD_SIZE, MASTER_PORT not"):
+    with raises(LaunchError, "launch.environment_incomplete", absent=["WORLD_SIZE", "MASTER_PORT"]):
         RankEnvironment.from_env({"RANK": "0", "MASTER_ADDR": "localhost"})

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cluster.cgroup import cpu_quota, enter_group, make_group, memory_limit_bytes, place_of_group
 from paceline.errors import ClusterError
+from refusals import raises
 
 V2 = {
     "proc/self/cgroup": "0::/pod/train",
@@ -94,9 +95,9 @@ def test_a_process_that_enters_a_group_does_so_with_all_its_threads(tmp_path: Pa
 
 def test_where_no_group_can_be_made_the_error_says_what_to_do(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/pod/train/cgroup.procs": "1", "sys/fs/cgroup/pod/train/cgroup.subtree_control": ""}
-    with pytest.raises(ClusterError, match="leave `cpu` out of `emulate`"):
+    with raises(ClusterError, "cluster.no_cpu_control_group"):
         place_of_group("ours", machine(tmp_path, V2 | files))
-    with pytest.raises(ClusterError, match="cannot be limited to cpu 1"):
+    with raises(ClusterError, "cluster.control_group_refused", cores=1):
         make_group(tmp_path / "of" / "nothing", 1)
-    with pytest.raises(ClusterError, match="cannot enter the control group"):
+    with raises(ClusterError, "cluster.control_group_not_entered"):
         enter_group(tmp_path / "nowhere")

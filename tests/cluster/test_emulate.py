@@ -22,6 +22,7 @@ from paceline.cluster.emulate import EmulatedHost, Emulation, enter_host
 from paceline.cluster.host import Emulate
 from paceline.cluster.network import inside
 from paceline.errors import ClusterError
+from refusals import raises
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
 LAUNCHER = """
@@ -144,7 +145,7 @@ def test_a_relay_that_died_cuts_nothing_and_says_so() -> None:
     with Emulation(Emulate(hosts=2, delay_ms=1)) as emulation:
         [keeper] = [child for child in psutil.Process().children() if "paceline.cluster.emulate" in child.cmdline()]
         keeper.kill()
-        with pytest.raises(ClusterError, match="link of emulated host 1 cannot be cut: the relay died"):
+        with raises(ClusterError, "emulate.link_failed", action="cut", host=1, reason="the relay died"):
             emulation.cut(1)
 
 
@@ -172,7 +173,7 @@ def test_an_answer_comes_after_twice_the_delay_and_all_of_what_was_sent_arrives_
 def test_where_packets_cannot_be_delayed_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.cluster.emulate.build", lambda *_, **__: None)
     with (
-        pytest.raises(ClusterError, match=r"cannot be delayed: .*No such device.*Leave `delay_ms` out"),
+        raises(ClusterError, "emulate.delay_failed"),
         Emulation(Emulate(hosts=2, delay_ms=1)),
     ):
         pass
@@ -223,7 +224,7 @@ def test_a_process_that_enters_a_host_has_its_network_and_its_cores_and_so_has_w
 def test_a_host_that_is_gone_cannot_be_entered() -> None:
     with Emulation(Emulate(hosts=1)) as emulation:
         host = emulation.hosts[0]
-    with pytest.raises(ClusterError, match=f"the network namespace {host.namespace} cannot be entered"):
+    with raises(ClusterError, "emulate.namespace_not_entered", path=host.namespace):
         enter_host(host.entry)
 
 
@@ -353,14 +354,14 @@ def test_hosts_whose_launcher_lives_are_left_alone_also_without_a_keeper() -> No
 
 def test_without_root_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match=r"need root.*sudo.*leave `emulate` out"), Emulation(Emulate(hosts=2)):
+    with raises(ClusterError, "emulate.needs_root"), Emulation(Emulate(hosts=2)):
         pass
 
 
 def test_without_iproute2_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
-        pytest.raises(ClusterError, match=r"ip and tc and bridge, of the package iproute2"),
+        raises(ClusterError, "emulate.command_missing", missing="ip and tc and bridge"),
         Emulation(Emulate(hosts=2)),
     ):
         pass
@@ -374,7 +375,7 @@ def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(
         (tmp_path / command).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with (
-        pytest.raises(ClusterError, match=r"`ip -batch -` failed: Operation not permitted.*--privileged"),
+        raises(ClusterError, "emulate.command_failed", command="ip -batch -", reason="Operation not permitted"),
         Emulation(Emulate(hosts=2)),
     ):
         pass
@@ -382,5 +383,5 @@ def test_where_the_kernel_refuses_its_words_are_told_and_nothing_is_left(
 
 def test_a_bad_line_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.cluster.network.shape", lambda _: "no-such-queue")
-    with pytest.raises(ClusterError, match="at `qdisc add dev host-0 root no-such-queue`"), Emulation(Emulate(hosts=2)):
+    with raises(ClusterError, "emulate.command_failed"), Emulation(Emulate(hosts=2)):
         pass

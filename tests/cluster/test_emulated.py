@@ -9,7 +9,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.cluster.host import Emulate, bits_per_s
 from paceline.cluster.network import shape
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, InvalidValue
+from refusals import raises
 
 MACHINE = (
     discover().hosts[0].model_copy(update={"cores": 4, "memory_bytes": 8 * 2**30, "affinity": ((0,), (1,), (2,), (3,))})
@@ -105,7 +106,7 @@ def test_a_rate_is_bits_a_second_in_powers_of_ten(text: str, expected: int) -> N
     "text", ["100", "100mb", "100mbps", "100 MB/s", "-1mbit", "0gbit", "1tbit", "", "1e3mbit", "401gbit", "2kbit"]
 )
 def test_what_is_no_rate_or_might_mean_bytes_is_refused_with_what_would_be_one(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a rate such as 25mbit or 1gbit"):
+    with raises(InvalidValue, "cluster.rate_invalid"):
         bits_per_s(text)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster.launch_engines import expand
 from paceline.errors import LaunchError
+from refusals import raises
 
 words = st.text("abz-_.09", min_size=1, max_size=4)
 numbers = st.integers(0, 120)
@@ -45,7 +46,7 @@ def test_a_list_as_slurm_writes_it_keeps_zeros_and_order() -> None:
 
 @pytest.mark.parametrize("text", ["", "n[", "n]", "n[]", "n[2-1]", "n[a]", "n[1-2-3]", "n[1", "a,,b", ",", "a,", "a b"])
 def test_what_is_no_list_is_refused(text: str) -> None:
-    with pytest.raises(LaunchError, match="is no list of nodes"):
+    with raises(LaunchError, "launcher.node_list_invalid"):
         expand(text)
 
 

@@ -10,6 +10,7 @@ import pytest
 from paceline.cluster.discover import discover
 from paceline.cluster.probe import Probe, cache_bytes, copy_bytes
 from paceline.errors import ClusterError
+from refusals import raises
 
 HOST = discover().hosts[0].model_copy(update={"gpus": ()})
 
@@ -79,7 +80,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error_that_says_why(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (
         Probe(HOST) as probe,
-        pytest.raises(ClusterError, match=r"import torch ended with exit code 1: .*libcudart\.so\.12"),
+        raises(ClusterError, "cluster.probe_failed", code=1, task="import torch"),
     ):
         probe.torch()
 
@@ -89,8 +90,8 @@ def test_a_torch_that_crashes_or_hangs_ends_its_own_process_alone(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "torch.py").write_text("import os; os.kill(os.getpid(), 4)")
-    with Probe(HOST) as probe, pytest.raises(ClusterError, match="import torch ended with exit code -4"):
+    with Probe(HOST) as probe, raises(ClusterError, "cluster.probe_failed", code=-4, task="import torch"):
         probe.torch()
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
-    with Probe(HOST, deadline_s=0.5) as probe, pytest.raises(ClusterError, match=r"exit code -9 .*more than 0\.5 s"):
+    with Probe(HOST, deadline_s=0.5) as probe, raises(ClusterError, "cluster.probe_failed", code=-9):
         probe.torch()

@@ -15,6 +15,7 @@ from paceline.cluster import machine
 from paceline.cluster.discover import discover
 from paceline.cluster.machine import hint
 from paceline.errors import ClusterError
+from refusals import raises
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_plugin_that_fails_is_an_error_that_says_why_and_how_to_do_without(
     plugin: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin("raise OSError('libacme.so: cannot open shared object file')")
-    with pytest.raises(ClusterError, match="the torch plugin acme is installed, but torch cannot say") as caught:
+    with raises(ClusterError, "device.unknown_to_torch", hint="the torch plugin acme is installed") as caught:
         discover()
     assert "libacme.so" in str(caught.value)
     assert "PACELINE_DEVICE=cpu" in str(caught.value)
@@ -76,5 +77,5 @@ def test_a_plugin_that_fails_is_an_error_that_says_why_and_how_to_do_without(
 def test_an_accelerator_that_is_asked_for_and_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_DEVICE", "acme")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ClusterError, match="PACELINE_DEVICE=acme, but the accelerators here are not to be found"):
+    with raises(ClusterError, "device.not_there", there="not to be found", variable="PACELINE_DEVICE", wanted="acme"):
         discover()

@@ -14,6 +14,7 @@ from commands import BIN, losses, paceline, write_job
 from paceline.cluster import network as user_namespace
 from paceline.cluster.network import become_root_of_own_namespace
 from paceline.errors import ClusterError
+from refusals import raises
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups"
@@ -94,6 +95,6 @@ def test_where_the_kernel_refuses_the_setting_that_does_is_named(
     monkeypatch.setattr(user_namespace, "call_libc", refuse)
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text(f"{value}\n")
-    with pytest.raises(ClusterError, match="user namespace, which the kernel refuses: Operation not permitted") as told:
+    with raises(ClusterError, "emulate.user_namespace_refused", reason="Operation not permitted") as told:
         become_root_of_own_namespace(tmp_path)
     assert advice in str(told.value)

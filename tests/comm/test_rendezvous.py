@@ -22,6 +22,7 @@ from paceline.rank_environment import RankEnvironment
 from paceline.wire.key import RunKey, write_key
 from paceline.wire.store import StoreClient
 from ranks import Ranks
+from refusals import raises
 
 DEADLINE_S = 30.0
 
@@ -68,7 +69,7 @@ def test_a_rank_with_the_wrong_key_is_told_so(monkeypatch: pytest.MonkeyPatch, t
     server = StoreServer(RunKey.make(), ("127.0.0.1", 0))
     assert isinstance(server.address, tuple)
     environment = RankEnvironment(1, 2, *server.address, store=f"{server.address[0]}:{server.address[1]}")
-    with pytest.raises(LaunchError, match=r"rank 1 cannot meet the others at .*does not have this run's key"):
+    with raises(LaunchError, "rendezvous.refused", rank=1):
         rendezvous_store(environment, DEADLINE_S, 0)
     server.close()
 

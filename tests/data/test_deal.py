@@ -35,6 +35,7 @@ import paceline
 from paceline.engine.engine import RankEngine
 from paceline.errors import DataError, LoaderProcessError
 from ranks import RankError, Ranks
+from refusals import raises
 
 SAMPLES, BATCH = 50, 8
 
@@ -282,9 +283,7 @@ def test_a_sampler_that_does_not_draw_the_same_again_is_not_resumed_in_silence()
     saved = json.dumps(engine.loader.state_dict())
     again = engine_of(loader())
     again.loader.load_state_dict(json.loads(saved))
-    with pytest.raises(
-        DataError, match="Unrepeatable does not draw again what it drew before: its epoch 0 differs within the first 1"
-    ):
+    with raises(DataError, "data.sampler_not_repeatable", batches=1, epoch=0):
         next(iter(again.loader))
 
 
@@ -309,11 +308,9 @@ def test_a_sampler_that_draws_something_else_on_each_rank_is_refused(ranks: Rank
 
 def test_a_sampler_for_one_rank_of_ddp_is_refused_with_the_line_to_write() -> None:
     sampler: Any = DistributedSampler(numbered(), num_replicas=2, rank=0)
-    with pytest.raises(
-        DataError, match=r"DistributedSampler draws the part of one of 2 ranks.*batch_size=16, shuffle=True.*2 x 8"
-    ):
+    with raises(DataError, "data.sampler_distributed", parts=2):
         engine_of(DataLoader(numbered(), batch_size=BATCH, sampler=sampler))
-    with pytest.raises(DataError, match="DistributedSampler draws the part"):
+    with raises(DataError, "data.sampler_distributed"):
         engine_of(DataLoader(numbered(), batch_sampler=BatchSampler(sampler, BATCH, drop_last=False)))
 
 
@@ -324,7 +321,7 @@ class Raises(Drawn):
 
 
 def test_a_sampler_that_raises_is_named_on_every_rank(ranks: Ranks) -> None:
-    with pytest.raises(DataError, match=r"Raises raised KeyError: 'length'"):
+    with raises(DataError, "data.sampler_failed"):
         first_batch(Raises())
     with pytest.raises(RankError, match=r"Raises raised KeyError: 'length'"):
         ranks(2, first_batch, Raises())
@@ -497,9 +494,7 @@ class Slow(Numbered):
 
 def test_a_loader_process_that_does_not_answer_within_timeout_is_an_error() -> None:
     engine = engine_of(DataLoader(Slow(), 1, num_workers=1, timeout=0.1))
-    with pytest.raises(
-        LoaderProcessError, match=r"rank 0, before step 0 of epoch 0: no batch came .* within their timeout of 0\.1 s"
-    ):
+    with raises(LoaderProcessError, "loader.timeout", timeout_s=0.1, where="rank 0, before step 0 of epoch 0"):
         next(iter(engine.loader))
 
 
@@ -538,7 +533,7 @@ class Reversing(DataLoader[Any]):
 
 
 def test_a_subclass_with_an_iteration_of_its_own_is_refused() -> None:
-    with pytest.raises(DataError, match="Reversing has a __iter__ of its own"):
+    with raises(DataError, "data.loader_overridden", class_name="Reversing", name="__iter__"):
         engine_of(Reversing(numbered(), BATCH))
 
 
@@ -577,7 +572,7 @@ def test_a_loss_is_weighed_by_the_loader_under_way_and_not_by_one_that_validated
 def test_a_loader_of_one_ranks_part_is_refused_for_an_evaluation_too() -> None:
     engine: Any = engine_of(DataLoader(numbered(), BATCH))
     sampler: Any = DistributedSampler(numbered(), num_replicas=2, rank=0)
-    with pytest.raises(DataError, match="DistributedSampler draws the part of one of 2 ranks"):
+    with raises(DataError, "data.sampler_distributed", parts=2):
         engine.evaluate(DataLoader(numbered(), BATCH, sampler=sampler))
 
 
@@ -612,7 +607,7 @@ def test_a_position_within_an_epoch_that_is_dealt_in_another_way_is_refused(
     between = json.loads(json.dumps(engine.loader.state_dict()))
     other = engine_of(DataLoader(numbered(), **options), **setup)
     other.loader.load_state_dict(between)
-    with pytest.raises(DataError, match=f"step 1 of an epoch that was dealt in another way.*{said}"):
+    with raises(DataError, "data.position_differs", step=1, differs=said):
         other.loader.load_state_dict(within)
 
 
@@ -627,5 +622,5 @@ def train_on_the_loader_itself() -> None:
 
 def test_a_loop_over_the_dataloader_instead_of_the_engines_is_refused_on_several_ranks(ranks: Ranks) -> None:
     train_on_the_loader_itself()
-    with pytest.raises(RankError, match=r"Write `for batch in engine\.loader`, which is this rank's part"):
+    with raises(RankError, "loop.loader_unused"):
         ranks(2, train_on_the_loader_itself)

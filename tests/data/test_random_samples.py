@@ -16,6 +16,7 @@ from paceline.data.samples import held_out_batches
 from paceline.errors import DataError
 from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.samples import Collated, Selection
+from refusals import raises
 
 SAMPLES, BATCH = 12, 4
 
@@ -105,7 +106,7 @@ class Broken(Noisy):
 
 
 def test_an_error_names_the_sample_of_the_users_data_set() -> None:
-    with pytest.raises(DataError, match=r"sample 7 of .*Broken raised .*dataset\[7\]") as caught:
+    with raises(DataError, "data.sample_raised", index=7, which="sample 7") as caught:
         list(held_out_batches(Selection(Broken(), np.array([1, 7, 9])), batch=3, replica=0, replicas=1))
     assert "Selection" not in str(caught.value)
 
@@ -116,6 +117,6 @@ class Uneven(Noisy):
 
 
 def test_samples_that_make_no_batch_are_named_as_in_the_users_data_set() -> None:
-    with pytest.raises(DataError, match=r"samples 4, 9 of .*Uneven") as caught:
+    with raises(DataError, "data.not_collated", samples="4, 9") as caught:
         list(held_out_batches(Selection(Uneven(), np.array([4, 9])), batch=2, replica=0, replicas=1))
     assert "Selection" not in str(caught.value)

@@ -17,6 +17,7 @@ from paceline.elastic.place import on_this_machine
 from paceline.elastic.ranks import Setting
 from paceline.errors import LaunchError
 from paceline.rank_environment import RankEnvironment
+from refusals import raises
 
 WHAT = Path(__file__).with_name("what_ranks_do.py")
 
@@ -68,7 +69,7 @@ def test_a_fork_has_the_folder_and_the_limits_that_its_launcher_has_now(
 
 
 def test_ranks_are_stopped_and_started_again_where_their_forkserver_is_killed(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"the forkserver of the ranks \(pid \d+\) was killed, and they were stopped"):
+    with raises(LaunchError, "launch.forkserver_killed"):
         run("kill_the_parent", tmp_path)
     assert len(run("tell_of_the_fork", tmp_path)) == 2
 
@@ -89,7 +90,7 @@ def test_an_answer_that_comes_after_its_time_out_is_not_taken_for_the_next_one(m
         with pytest.raises(LaunchError):
             forkserver.fork(["time:sleep", "60"], os.environ, RankEnvironment(0, 1, "127.0.0.1", 0), None)
         os.kill(forkserver.pid, signal.SIGCONT)
-        with pytest.raises(LaunchError, match="process 1 is no rank"):
+        with raises(LaunchError, "launch.forkserver_refused"):
             forkserver.ask({"do": "wait", "pid": 1})
         assert psutil.Process(forkserver.pid).children() == [], "a rank that was forked too late has ended"
     finally:
@@ -156,6 +157,6 @@ def test_a_signal_while_the_forkserver_imports_ends_the_launch(monkeypatch: pyte
             os.kill(os.getpid(), signal.SIGTERM)
 
     settings: dict[str, Any] = {"on_tick": interrupt, "on_event": lambda kind, _: events.append(kind)}
-    with pytest.raises(LaunchError, match="SIGTERM stopped the run before rank 0 was ready to train"):
+    with raises(LaunchError, "launch.stopped_by_signal", signal="SIGTERM", what="rank 0 was ready to train"):
         launch(Setting(["os:getpid"], on_this_machine(1)), **settings)
     assert events == ["stop"]

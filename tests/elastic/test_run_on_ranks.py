@@ -20,6 +20,7 @@ from paceline.elastic.run_on_ranks import run_on_plan, run_on_ranks
 from paceline.errors import LaunchError
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
+from refusals import raises
 from small_jobs import small_job
 
 
@@ -81,18 +82,18 @@ def test_results_so_far_arrive_the_last_one_too() -> None:
 
 def test_a_result_so_far_is_there_before_the_error_is() -> None:
     seen: list[list[int]] = []
-    with pytest.raises(LaunchError, match="ValueError: three is too much"):
+    with raises(LaunchError, "launch.rank_raised", message="ValueError: three is too much", type="ValueError"):
         run_on_ranks(count_to, 9, places=on_this_machine(1), on_partial=seen.append)
     assert seen[-1] == [0, 1, 2, 3]
 
 
 def test_a_rank_that_leaves_without_a_result_is_named() -> None:
-    with pytest.raises(LaunchError, match="rank 1 ended with exit code 0 before it had a result"):
+    with raises(LaunchError, "launch.rank_without_result", rank=1):
         run_on_ranks(leave, 0, places=on_this_machine(2))
 
 
 def test_a_request_of_another_type_is_told_by_the_rank() -> None:
-    with pytest.raises(LaunchError, match="ValidationError"):
+    with raises(LaunchError, "launch.rank_raised", type="ValidationError"):
         run_on_ranks(sleep, "long", places=on_this_machine(1))  # type: ignore[arg-type]
 
 

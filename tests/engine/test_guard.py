@@ -24,6 +24,7 @@ from paceline.job.partition import Partition, PartitionSpec
 from paceline.job.stop import SpikeSpec
 from paceline.run.record.run import Run
 from ranks import Ranks
+from refusals import raises
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 
 
@@ -124,7 +125,7 @@ def test_off_is_what_yaml_reads_as_false(tmp_path: Path, written: str) -> None:
 
 
 def test_a_misspelled_policy_is_refused() -> None:
-    with pytest.raises(JobError, match="spike"):
+    with raises(JobError, "file.choice_unknown"):
         small_job(spike="ignore")
 
 
@@ -180,7 +181,7 @@ def test_a_resumed_run_knows_the_losses_before(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"a spike: .* 20 updates in a row were left out"):
+    with raises(NonFiniteError, "nonfinite.not_recovering", skipped=20):
         train_here(
             tmp_path / "run", job_of("skip", data=points(samples=210, spike_at=list(range(210))), stop={"steps": 90})
         )

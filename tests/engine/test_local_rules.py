@@ -24,6 +24,7 @@ from paceline.run.record.run import Run
 from paceline.state.manifest import checkpoints
 from paceline.state.reader import load_latest
 from ranks import RankError, Ranks
+from refusals import raises
 from small_jobs import CLASSES, FEATURES, Points, new_run, points, small_job, train_as_rank, with_dropout
 
 LOCAL, DILOCO = "dp=2 sync=local:4", "dp=2 sync=diloco:8,fragments=2,overlap=3"
@@ -219,7 +220,7 @@ def joined_in_every_step(batch_norm: Any) -> None:
 
 
 def test_what_joins_replicas_in_every_step_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"sync=local:4 lets replicas train independently.*Use sync=allreduce"):
+    with raises(RankError, "plan.joint_batch_under_local_rule", sync="local:4"):
         ranks(2, joined_in_every_step, "sync")
 
 

@@ -21,6 +21,7 @@ from paceline.comm import Group
 from paceline.errors import PlanError
 from paceline.run.recovery.run import train_in
 from ranks import Ranks
+from refusals import raises
 from small_jobs import new_run, small_job
 
 SAMPLES, TOKENS, VOCAB, BATCH = 20, 6, 7, 8  # the last batch of an epoch has 4 samples
@@ -163,21 +164,21 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("plan", PARTS)
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "code"),
     [
-        (flat_cross_entropy(), r"mean over the labels that are not -100; say so: `loss.items"),
-        (by_mask, r"mean over the labels that are not -100"),
-        (summed, r"It is a sum: .*`loss.reduction = 'sum'`"),
-        (compared, r"compares samples with each other: `loss.whole_batch = True`"),
-        (Wrapped(), r"the weights of their classes\): `loss.items"),
+        (flat_cross_entropy(), "plan.loss_not_the_mean"),
+        (by_mask, "plan.loss_not_the_mean"),
+        (summed, "plan.loss_not_the_mean"),
+        (compared, "plan.loss_not_the_mean"),
+        (Wrapped(), "plan.loss_not_the_mean"),
     ],
 )
 def test_a_loss_that_is_not_the_mean_over_samples_is_refused_with_what_to_write(
-    loss: Any, said: str, plan: str
+    loss: Any, code: str, plan: str
 ) -> None:
     if loss is compared and plan == PARTS[1]:
         plan = "dp=1 microbatches=4"
-    with pytest.raises(PlanError, match=said):
+    with raises(PlanError, code):
         losses(loss, plan)
 
 
@@ -206,14 +207,14 @@ def test_items_that_are_wrong_are_refused() -> None:
         return by_mask(output, target)
 
     miscounted.items = lambda target: target.numel()  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match="not the mean over its items"):
+    with raises(PlanError, "plan.loss_not_the_mean"):
         losses(miscounted, PARTS[0])
 
 
 def test_a_loss_that_only_later_leaves_labels_out_is_still_found() -> None:
     tokens, labels = padded()
     labels[:BATCH] = labels[:BATCH].clamp(min=0)
-    with pytest.raises(PlanError, match="not the mean over its samples"):
+    with raises(PlanError, "plan.loss_not_the_mean"):
         losses(by_mask, PARTS[0], TensorDataset(tokens, labels))
 
 
@@ -345,7 +346,7 @@ def test_a_model_that_compares_its_samples_is_refused_in_parts() -> None:
         return output["loss"]
 
     assert len(losses(loss, "dp=1", Sequences(), InBatch)) == 4
-    with pytest.raises(PlanError, match="terms over the samples that it sees together"):
+    with raises(PlanError, "plan.loss_of_parts"):
         losses(loss, PARTS[0], Sequences(), InBatch)
 
 

@@ -24,6 +24,7 @@ from paceline.run.recovery.run import train_in
 from paceline.split.layout import local
 from paceline.state.reader import load_latest
 from ranks import RankError, Ranks
+from refusals import raises
 from small_jobs import new_run, small_job
 
 ROWS, WIDTH, CLASSES = 20, 4, 3

@@ -29,6 +29,7 @@ from paceline.errors import CheckpointError
 from paceline.state.reader import load, load_latest
 from paceline.state.shard import MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
+from refusals import raises
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 VALUES = 700_000  # float32: three pieces of a shard
@@ -237,9 +238,7 @@ def test_a_full_disk_with_room_for_one_rank_says_that_the_others_need_theirs(tmp
     (tmp_path / ".step-00000001.partial").mkdir()
     (tmp_path / ".step-00000001.partial/rank-0.safetensors").symlink_to("/dev/full")
     saving.save(1, state(1.0))
-    with pytest.raises(
-        CheckpointError, match=r"rank 0 needs .*, the other ranks as much as their parts take, and .* free"
-    ):
+    with raises(CheckpointError, "checkpoint.not_written"):
         saving.close()
 
 
@@ -249,10 +248,7 @@ def test_a_full_disk_is_named_with_what_was_needed_and_the_older_checkpoint_stay
     (tmp_path / ".step-00000002.partial").mkdir()
     (tmp_path / ".step-00000002.partial/rank-0.safetensors").symlink_to("/dev/full")
     saving.save(2, state(2.0))
-    with pytest.raises(
-        CheckpointError,
-        match=r"(?s)step 2 .*No space left.*rank 0 needs 2,800,\d+ bytes.* are free.*untouched: step-00000001",
-    ):
+    with raises(CheckpointError, "checkpoint.not_written", step=2):
         saving.close()
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert loaded_value(tmp_path) == 1.0
@@ -279,7 +275,7 @@ def save_with_a_limit(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"no checkpoint can be written in .*Not a directory.*Make it writable"):
+    with raises(CheckpointError, "checkpoint.folder_unusable"):
         checkpointer(tmp_path / "file" / "checkpoints")
     done = script("claim_without_permission", tmp_path)
     assert "no checkpoint can be written in" in done.stderr
@@ -299,7 +295,7 @@ def test_a_folder_that_vanishes_is_an_error_not_a_hang(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     saving.save(1, state(1.0))
     saving.release()
-    with pytest.raises(CheckpointError, match=r"step 1 was not written: No such file.*none before it"):
+    with raises(CheckpointError, "checkpoint.not_written", step=1):
         saving.close()
 
 
@@ -312,7 +308,7 @@ def test_ranks_that_never_deliver_are_named_after_the_deadline(tmp_path: Path) -
     one.save(2, state(2.0))
     one.close()
     zero.save(2, state(2.0))
-    with pytest.raises(CheckpointError, match=r"step 2 was not written: ranks 2, 3 of 4 delivered nothing for 0\.3 s"):
+    with raises(CheckpointError, "checkpoint.not_written", step=2):
         zero.close()
     assert loaded_value(tmp_path) == 1.0
 
@@ -324,11 +320,9 @@ def test_a_rank_that_fails_ends_the_wait_at_once_with_its_reason(tmp_path: Path)
     shared = {f"model/{i}": torch.ones(300_000) for i in range(2)}
     for saving in (zero, one):
         saving.save(2, Snapshot(shared))
-    with pytest.raises(
-        CheckpointError, match=r"rank 1 could not write its part: No space left on device: rank 1 needs"
-    ):
+    with raises(CheckpointError, "checkpoint.not_written"):
         zero.close()
-    with pytest.raises(CheckpointError, match=r"step 2 was not written: No space left on device: rank 1 needs"):
+    with raises(CheckpointError, "checkpoint.not_written", step=2):
         one.close()
     assert not list(tmp_path.iterdir())
 
@@ -346,10 +340,7 @@ def test_a_divided_state_that_is_not_all_there_is_no_checkpoint(tmp_path: Path) 
         Snapshot(own_parts(random_tensors(), parts), parts=parts, coordinate=MeshCoordinate.of(mesh))
         for mesh, parts in ranks
     ]
-    with pytest.raises(
-        CheckpointError,
-        match=r"(?s)step 2 was not written: .* of qkv do not make up .* by no rank.*untouched: step-00000001",
-    ):
+    with raises(CheckpointError, "checkpoint.not_written", step=2):
         save_all(tmp_path, 2, snapshots)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert loaded_value(tmp_path) == 1.0

@@ -16,6 +16,7 @@ from paceline_federated.client import Layout
 from paceline_federated.rules import FedBuff, FederatedRule, Update
 from paceline_federated.section import FederateSpec
 from paceline_federated.server import Aggregator, Cohort, UpdateCodec
+from refusals import raises
 
 N = 4
 LAYOUT = Layout(("w", "b"), ((3,), (1,)), 2, (), torch.float64)
@@ -140,11 +141,11 @@ def test_a_coded_update_is_near_what_was_sent_and_the_same_for_the_same_round(te
 
 
 def test_codecs_of_sums_and_of_some_numbers_are_refused_where_they_cannot_be() -> None:
-    with pytest.raises(JobError, match=r"federate\.compress: powersgd:4 codes sums over ranks"):
+    with raises(JobError, "federate.compress_invalid", key="federate.compress"):
         UpdateCodec("powersgd:4", 100, seed=0, dtype=torch.float32)
-    with pytest.raises(JobError, match=r"federate\.compress_down: topk:0\.1 sends some numbers only"):
+    with raises(JobError, "federate.compress_partial", key="federate.compress_down", text="topk:0.1"):
         UpdateCodec("topk:0.1", 100, seed=0, weights=True, dtype=torch.float32)
-    with pytest.raises(JobError, match=r"topk:0\.01 would send 256 bytes in the place of 40"):
+    with raises(JobError, "federate.compress_larger", coded=256, plain=40, text="topk:0.01"):
         UpdateCodec("topk:0.01", 10, seed=0, dtype=torch.float32)
-    with pytest.raises(JobError, match='unknown codec "int9"'):
+    with raises(JobError, "federate.compress_invalid"):
         UpdateCodec("int9", 100, seed=0, dtype=torch.float32)

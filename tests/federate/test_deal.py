@@ -18,6 +18,7 @@ from paceline_federated.batched import Timetable, padded
 from paceline_federated.client import Work, keys, one_key, uniform
 from paceline_federated.section import ClientsSpec
 from paceline_federated.simulated_clients import Deal, deal
+from refusals import raises
 
 
 class Labelled(Dataset[Any]):
@@ -94,7 +95,7 @@ def test_a_set_without_classes_or_users_is_refused_with_what_to_do(kind: Any, la
 
 
 def test_more_clients_than_samples_are_refused() -> None:
-    with pytest.raises(DataError, match="20 clients for 12 training samples"):
+    with raises(DataError, "federate.too_many_clients", clients=20, samples=12):
         deal(Labelled([0] * 12), ClientsSpec(), 20, 0)
 
 

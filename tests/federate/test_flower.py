@@ -24,6 +24,7 @@ from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline_federated.flower.app import write_app
 from paceline_federated.simulation import simulate
+from refusals import raises
 
 ROUNDS, CLIENTS = 4, 4
 DEPLOYED_S = 700.0  # each message of a deployment starts a process, which imports torch
@@ -239,25 +240,25 @@ def test_an_app_has_the_job_and_both_ends(tmp_path: Path) -> None:
         file = tmp_path / "app" / f"{module.replace('.', '/')}.py"
         compile(text := file.read_text(), str(file), "exec")
         assert f"{name} = {end[:-3]}_app(" in text
-    with pytest.raises(RunError, match="name another folder"):
+    with raises(RunError, "federate.package_exists"):
         write_app(whole, tmp_path / "app")
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "code"),
     [
-        ({"federate": {"compress": "int8"}}, "Leave them out"),
-        ({"federate": {"rule": "fedbuff:2"}}, "Take another rule"),
-        ({"federate": {"rule": "fedadam", "privacy": {"clip": 1, "noise": 1}}}, "fedavg or fedprox"),
-        ({"federate": {"rule": "scaffold", "secure": {}}}, "weigh: equal"),
-        ({"federate": {"per_round": 2, "secure": {}}}, "3 clients"),
-        ({"stop": {"steps": 3, "metric_above": {"accuracy": 0.9}}}, "give stop.steps alone"),
+        ({"federate": {"compress": "int8"}}, "federate.flower_compress"),
+        ({"federate": {"rule": "fedbuff:2"}}, "federate.flower_no_rounds"),
+        ({"federate": {"rule": "fedadam", "privacy": {"clip": 1, "noise": 1}}}, "federate.flower_privacy"),
+        ({"federate": {"rule": "scaffold", "secure": {}}}, "federate.secure_weights"),
+        ({"federate": {"per_round": 2, "secure": {}}}, "federate.secure_too_few"),
+        ({"stop": {"steps": 3, "metric_above": {"accuracy": 0.9}}}, "federate.flower_stop"),
     ],
 )
-def test_what_a_deployment_cannot_do_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_a_deployment_cannot_do_is_refused(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
     values = job().model_dump(mode="json", exclude_defaults=True)
     values["federate"] |= changes.pop("federate", {})
-    with pytest.raises(JobError, match=said):
+    with raises(JobError, code):
         write_app(Job.model_validate(values | changes), tmp_path / "app")
     assert not (tmp_path / "app").exists()
 

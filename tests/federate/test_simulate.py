@@ -18,6 +18,7 @@ from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline_federated.record import Fairness
 from paceline_federated.simulation import Simulation, simulate
+from refusals import raises
 from small_jobs import points
 
 HARD = {"clients": 8, "per_round": 4, "partition": {"kind": "dirichlet", "alpha": 0.5}}
@@ -117,7 +118,7 @@ def test_clients_whose_data_is_nan_are_refused_and_the_others_go_on(tmp_path: Pa
 
 def test_rounds_without_clients_end_the_run_with_the_reason(tmp_path: Path) -> None:
     job = federated_job({"least": 5, "simulate": {"drop_out": 0.9}, "max_failures": 2}, stop={"steps": 50})
-    with pytest.raises(JobError, match="fewer than 5 sent an update that can be used, in 2 rounds in a row"):
+    with raises(JobError, "federate.too_few_updates", least=5, round=2, rounds="2 rounds"):
         simulate(job, tmp_path / "run")
     failed = [event for event in Run(tmp_path / "run").events() if event["event"] == "round_failed"]
     assert [event["failures"] for event in failed][-2:] == [1, 2]
@@ -178,14 +179,14 @@ def test_the_worst_loss_is_the_highest() -> None:
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     simulate(federated_job(stop={"steps": 1}), tmp_path / "run")
-    with pytest.raises(RunError, match="holds a run already"):
+    with raises(RunError, "run.directory_in_use"):
         simulate(federated_job(), tmp_path / "run")
-    with pytest.raises(JobError, match=r"federate\.rule was fedavg, is fedprox"):
+    with raises(JobError, "run.other_job", differences="federate.rule was fedavg, is fedprox"):
         simulate(federated_job({"rule": "fedprox"}), tmp_path / "run", resume=True)
 
 
 def test_a_job_without_a_federated_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match='the job has no "federate" section'):
+    with raises(JobError, "federate.no_section"):
         simulate(federated_job().model_copy(update={"federate": None}), tmp_path / "run")
 
 

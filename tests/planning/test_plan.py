@@ -19,6 +19,7 @@ from paceline.job.job import Job
 from paceline.planning import sync_info as sync
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.sync_info import CompressSpec, SyncSpec, sync_info
+from refusals import raises
 
 plans = st.builds(
     Plan,
@@ -166,7 +167,7 @@ def test_every_mistake_in_a_text_is_named_at_once() -> None:
     ],
 )
 def test_a_plan_made_in_python_is_held_to_the_same_values(values: dict[str, object]) -> None:
-    with pytest.raises(PlanError, match=next(iter(values))):
+    with raises(PlanError, "plan.wrong_value", key=next(iter(values))):
         Plan(**values)  # type: ignore[arg-type]
 
 

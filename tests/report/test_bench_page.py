@@ -24,6 +24,7 @@ from paceline.text import on_cores
 from paceline_lab.report import figures as of_the_lab
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import MeasuredSetting, RankUse, Report
+from refusals import raises
 
 DEFINITIONS = {**figures.DEFINITIONS, **of_the_lab.DEFINITIONS}
 needs_chromium = pytest.mark.needs_chromium
@@ -415,13 +416,13 @@ def test_run_directories_that_are_still_there_are_linked(tmp_path: Path) -> None
 
 
 def test_a_benchmark_that_measured_nothing_is_an_error_that_says_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"measured nothing yet.*at least one run of one setting"):
+    with raises(RunError, "bench.nothing_measured"):
         page_of(report(settings=[]), tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
 def test_a_page_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="cannot be written: No such file or directory"):
+    with raises(RunError, "file.unwritable", reason="No such file or directory"):
         page_of(report(), tmp_path / "absent")
 
 

@@ -15,6 +15,7 @@ from paceline.planning.plan import Plan, spelled_out
 from paceline.report.advice import measured, model_of, one_device_plan
 from paceline.report.diagnosis import Diagnosis, diagnosis_of, try_suggestions
 from paceline.run.record.run import Run
+from refusals import raises
 
 STEPS = 30
 EVEN = {rank: {"compute": 40, "comm": 8, "optimizer": 2} for rank in (0, 1)}
@@ -159,9 +160,9 @@ def test_nothing_is_predicted_from_a_run_that_the_model_does_not_know(tmp_path: 
 def test_a_run_of_other_work_or_of_several_ranks_is_no_run_of_one_device(tmp_path: Path) -> None:
     many = run_of(tmp_path / "many", EVEN)
     other = run_of(tmp_path / "other", {0: {"compute": 80}}, "dp=1", global_batch=32)
-    with pytest.raises(RunError, match="did other work: global_batch was 64, is 32"):
+    with raises(RunError, "report.other_work", differences="global_batch was 64, is 32"):
         diagnosis_of(many, one=other, predicts=False)
-    with pytest.raises(RunError, match="name a run of one rank"):
+    with raises(RunError, "report.not_one_rank"):
         diagnosis_of(many, one=many, predicts=False)
 
 
@@ -180,12 +181,12 @@ def test_workers_of_servers_record_no_parts_and_none_are_made_up(tmp_path: Path)
 
 def test_a_run_without_enough_steps_is_refused(tmp_path: Path) -> None:
     run = record(tmp_path, EVEN, plan="dp=2", steps=5, of=small())
-    with pytest.raises(RunError, match="no step with times after the first 5"):
+    with raises(RunError, "report.no_timed_steps", warm_up=5):
         diagnosis_of(run, predicts=False)
 
 
 def test_nothing_is_tried_where_the_run_was_not_or_where_a_few_steps_show_nothing(tmp_path: Path) -> None:
     elsewhere = run_of(tmp_path / "elsewhere", EVEN)
     assert elsewhere.cluster == machines()
-    with pytest.raises(RunError, match="measure there, or leave --try out"):
+    with raises(RunError, "report.other_machine"):
         try_suggestions(diagnosis_of(elsewhere, predicts=False), 1, str)

@@ -21,6 +21,7 @@ from paceline.report.run_record import RunRecord
 from paceline.run.record.run import Run
 from paceline_lab.report.bench_view import write_bench_page
 from paceline_lab.scaling.result import Report
+from refusals import raises
 from small_jobs import small_job, train_here
 
 
@@ -150,7 +151,7 @@ def test_an_event_without_what_belongs_to_it_breaks_no_page(run: Path, event: st
 def test_the_page_of_a_benchmark_made_of_wrong_types_is_an_error_of_one_line(tmp_path: Path) -> None:
     for text in ("[]", '{"settings": 3}', "[" * 100_000, '{"settings": [{"step_time_s": 1}]}'):
         (tmp_path / "report.json").write_text(text)
-        with pytest.raises(RunError, match="cannot be read as a benchmark's report"):
+        with raises(RunError, "bench.report_unreadable"):
             write_bench_page(Report.load(tmp_path / "report.json"), tmp_path)
 
 
@@ -160,5 +161,5 @@ def test_a_cluster_file_that_unfolds_to_gigabytes_is_refused(run: Path) -> None:
         *(f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     ]
     (run / "cluster.yaml").write_text("\n".join(lines))
-    with pytest.raises(RunError, match="YAML aliases"):
+    with raises(RunError, "run.file_invalid"):
         write_run_page(Run(run))

@@ -19,6 +19,7 @@ from paceline.units import percent
 from paceline_lab.report.simulated_view import DATA, write_simulated_page
 from paceline_lab.simulated.curve import Chances
 from paceline_lab.simulated.simulation import Simulation, simulate
+from refusals import raises
 
 STOLEN = "</script><script>window.stolen = 1</script>"
 NAMES = ("4x8xH100-SXM, 400gbit", "2x8xA100-SXM-80")
@@ -103,5 +104,5 @@ def test_the_file_beside_the_page_has_the_same_figures(page: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(page: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot be written"):
+    with raises(RunError, "bench.folder_unwritable"):
         write_simulated_page(simulations(), "paceline bench", tmp_path / "file" / "inside")

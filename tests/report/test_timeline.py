@@ -19,6 +19,7 @@ from paceline.report.critical_path import CriticalPath, critical_path
 from paceline.report.timeline import StepRange, timeline_of
 from paceline.report.traces import trace_events, write_operations, write_trace
 from paceline.run.record.run import Run
+from refusals import raises
 
 # Rank 1 computes 6 ms longer than rank 0, which waits for it.
 SLOW_RANK = {
@@ -163,10 +164,10 @@ def test_the_newest_steps_are_those_that_all_ranks_have(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_there_are_refused_with_those_that_are(tmp_path: Path) -> None:
     run = record(tmp_path, SLOW_RANK)
-    with pytest.raises(RunError, match="no step from 20 to 30 with times: those recorded are 1 to 8"):
+    with raises(RunError, "report.steps_not_recorded", earliest=1, first=20, last=30, latest=8):
         timeline_of(run, StepRange.parse("20-30"))
     (tmp_path / "none").mkdir()
-    with pytest.raises(RunError, match="no step with times yet"):
+    with raises(RunError, "report.no_timeline"):
         timeline_of(record(tmp_path / "none", {}), StepRange.parse("3"))
 
 

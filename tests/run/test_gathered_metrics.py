@@ -15,6 +15,7 @@ from paceline.errors import DataError, JobError
 from paceline.job.job import Job
 from paceline.run.record.run import Run
 from ranks import Ranks
+from refusals import raises
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 
 METRICS = ["accuracy", "own_metrics:AUC", {"name": "own_metrics:F1", "args": {"average": "weighted"}}, "own_metrics:R2"]
@@ -68,13 +69,13 @@ def test_a_rank_without_a_validation_sample_takes_part(tmp_path: Path, ranks: Ra
 
 
 def test_a_metric_whose_rows_do_not_match_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="one row per sample"):
+    with raises(JobError, "metric.gathers_invalid"):
         train_here(tmp_path / "run", job(metrics=["own_metrics:Uneven"]))
 
 
 def test_more_rows_than_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.engine.evaluation.LIMIT_BYTES", 100)
-    with pytest.raises(DataError, match="f1_macro"):
+    with raises(DataError, "metric.too_large", metric="f1_macro"):
         train_here(tmp_path / "run", job(metrics=["own_metrics:F1"]))
 
 

@@ -15,6 +15,7 @@ from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.schedule import ScheduleSpec
 from paceline.run.learning_rate import LearningRate
+from refusals import raises
 
 STEPS, EPOCH = 24, 4
 OPTIMIZER = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "groups": [{"match": "bias", "lr": 0.02}]}
@@ -194,7 +195,7 @@ def test_arguments_that_do_not_fit_are_refused(spec: dict[str, Any]) -> None:
 
 def test_a_cycle_without_an_end_is_refused() -> None:
     spec = ScheduleSpec.model_validate({"name": "OneCycleLR", "args": {"max_lr": 0.1}})
-    with pytest.raises(JobError, match="total_steps"):
+    with raises(JobError, "schedule.cycle_end_unknown"):
         LearningRate(spec, job_optimizer(model()), None, EPOCH)
 
 

@@ -23,6 +23,7 @@ from paceline.data.whole import cut, digest_of, rows_of
 from paceline.engine.engine import RankEngine
 from paceline.errors import DataError
 from ranks import RankError, Ranks
+from refusals import raises
 
 SAMPLES, BATCH = 50, 8
 
@@ -229,7 +230,7 @@ def test_a_position_after_the_last_batch_of_a_stream_goes_on_with_the_next_epoch
 def test_another_number_of_loader_processes_cannot_go_on_in_a_stream_that_they_divide() -> None:
     saved, _ = rest_after("workers", 2)
     loader = engine_of(DataLoader(Streamed(), BATCH, num_workers=1)).loader
-    with pytest.raises(DataError, match=r"was read by 2 loader processes, .* resume with num_workers=2 in place of 1"):
+    with raises(DataError, "data.workers_differ", num_workers=1, then=2):
         loader.load_state_dict(json.loads(saved))
 
 
@@ -244,7 +245,7 @@ def test_a_stream_that_does_not_come_again_is_not_resumed_in_silence() -> None:
     saved = json.dumps(loader.state_dict())
     again = engine_of(DataLoader(Unrepeatable(), BATCH)).loader
     again.load_state_dict(json.loads(saved))
-    with pytest.raises(DataError, match="Unrepeatable does not give again what it gave before"):
+    with raises(DataError, "data.stream_not_repeatable"):
         next(iter(again))
 
 
@@ -255,7 +256,7 @@ class Undivided(IterableDataset[Any]):
 
 def test_loader_processes_that_all_read_the_whole_stream_are_refused() -> None:
     """torch trains each sample once for every process."""
-    with pytest.raises(DataError, match=r"every loader process reads the whole of .*Undivided"):
+    with raises(DataError, "data.workers_repeat"):
         list(engine_of(DataLoader(Undivided(), BATCH, num_workers=2)).loader)
     assert len(list(engine_of(DataLoader(Undivided(), BATCH, num_workers=1)).loader)) == 7
 
@@ -280,9 +281,7 @@ class Shorter(IterableDataset[Any]):
 
 @pytest.mark.parametrize("dataset", [ByRank(), Shorter()])
 def test_ranks_that_read_different_streams_are_refused(ranks: Ranks, dataset: IterableDataset[Any]) -> None:
-    with pytest.raises(
-        RankError, match=r"the ranks read different streams from .*: batch \d is not the same on all of them"
-    ):
+    with raises(RankError, "data.streams_differ"):
         ranks(2, read_all, dataset)
 
 
@@ -366,7 +365,7 @@ class Breaks(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_that_raises_is_named(workers: int) -> None:
-    with pytest.raises(DataError, match=r"iterating .*Breaks raised OSError: shard 3 is away") as caught:
+    with raises(DataError, "data.iteration_raised", error="shard 3 is away", kind="OSError") as caught:
         list(engine_of(DataLoader(Breaks(), BATCH, num_workers=workers)).loader)
     assert isinstance(caught.value.__cause__, OSError)
 

@@ -6,13 +6,13 @@ import re
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 
 import paceline_server as remote
 from commands import ended, paceline, started
 from paceline.errors import PacelineError
 from paceline.wire.key import read_key
+from refusals import raises
 
 RANKING = """
 from torch import nn
@@ -31,7 +31,7 @@ def test_a_module_is_served_over_tls_to_those_who_have_the_key(tmp_path: Path) -
         assert process.stdout is not None
         [port] = re.findall(r"serving ranking\.py:Tower at 127\.0\.0\.1:(\d+)", process.stdout.readline())
         address = f"127.0.0.1:{port}"
-        with pytest.raises(PacelineError, match="does not have this run's key"):
+        with raises(PacelineError, "channel.key_differs"):
             remote.connect("intruder", address, read_key(tmp_path / "other.key"), deadline_s=20).close()
         with remote.connect("host", address, read_key(tmp_path / "run.key"), deadline_s=20):
             tower = remote.module("host", "ranking.py:Tower", 4)
@@ -43,7 +43,7 @@ def test_a_module_is_served_over_tls_to_those_who_have_the_key(tmp_path: Path) -
             assert x.grad is not None
             after = tower(x)
             assert torch.allclose(before - after, torch.full((2, 1), 4.0 * 2 + 2))  # of the weights, of the bias
-            with pytest.raises(PacelineError, match="Linear"):
+            with raises(PacelineError, "remote.raised_on_host"):
                 remote.module("host", "torch.nn:Linear", 4, 1)
         process.send_signal(signal.SIGTERM)
         shown = ended(process)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.comm.shm.segment import TOKEN_BYTES
 from paceline.errors import ChannelError
 from paceline_server.talk import LEAST_BYTES, MOST_BLOCKS, SEALS, OwnMemory, PeersMemory
+from refusals import raises
 
 
 def sent(own: OwnMemory, peers: PeersMemory, value: int, nbytes: int) -> torch.Tensor:
@@ -70,7 +71,7 @@ def test_memory_has_an_end_after_which_the_socket_is_taken() -> None:
 def test_memory_that_the_peer_never_had_is_not_taken_back(numbers: list[int]) -> None:
     own, peers = OwnMemory(), PeersMemory()
     kept = sent(own, peers, 1, 100)
-    with pytest.raises(ChannelError, match="returned shared memory"):
+    with raises(ChannelError, "shared.return_unknown"):
         own.returned(numbers)
     assert kept[0] == 1
 
@@ -106,7 +107,7 @@ def test_memory_that_no_peer_sends_is_refused_and_closed(number: int, nbytes: in
 def test_what_is_no_memory_is_refused() -> None:
     reader, writer = os.pipe()
     os.close(writer)
-    with pytest.raises(ChannelError, match="cannot be mapped"):
+    with raises(ChannelError, "shared.not_mapped"):
         PeersMemory().add(0, 4096, reader)
 
 
@@ -114,10 +115,10 @@ def test_bytes_outside_of_the_memory_or_still_in_use_are_refused() -> None:
     own, peers = OwnMemory(), PeersMemory()
     kept = sent(own, peers, 5, 100)
     for number, nbytes in ((0, 10), (1, 10), (-1, 10)):
-        with pytest.raises(ChannelError, match="where they cannot be"):
+        with raises(ChannelError, "shared.range_impossible"):
             peers.block(number, nbytes)
     del kept
     own.returned(peers.returned())
     for nbytes in (0, -1, LEAST_BYTES + 1, 2**62):
-        with pytest.raises(ChannelError, match="where they cannot be"):
+        with raises(ChannelError, "shared.range_impossible"):
             peers.block(0, nbytes)

@@ -27,6 +27,7 @@ from paceline.job.zoo.models import GPT
 from paceline.split.context_parallel import divide_context, examine
 from paceline.split.layout import whole_parts
 from ranks import Backend, Ranks
+from refusals import raises
 
 VOCAB, TOKENS, STEPS = 32, 16, 3
 
@@ -338,5 +339,5 @@ def test_samples_that_are_no_sequences_are_refused() -> None:
     assert (
         "have the dataset return dicts" in examine(llama(), 2, (batches()[0][0], mask, mask), without_labels).reasons[0]
     )
-    with pytest.raises(PlanError, match="cp=2 divides the tokens of a sequence, but the model has no attention"):
+    with raises(PlanError, "plan.no_attention", plan="cp=2"):
         divide_context(NoPositions(), {}, Group(0, 2), batches()[0], without_labels)

@@ -13,6 +13,7 @@ from paceline.errors import PlanError
 from paceline.planning.plan import AXES, DATA_AXES, Plan
 from paceline.split.mesh import Mesh
 from ranks import Ranks
+from refusals import raises
 
 
 def places(plan: str) -> dict[str, Any]:
@@ -39,5 +40,5 @@ def test_every_group_has_the_ranks_that_differ_along_its_axes_only(ranks: Ranks,
 
 
 def test_degrees_that_do_not_multiply_to_the_ranks_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"plan dp=2 tp=2 needs 4 ranks .*, but 1 were started"):
+    with raises(PlanError, "plan.other_number_of_ranks", plan="dp=2 tp=2", ranks=4, started=1):
         Mesh.of(Plan.parse("dp=2 tp=2"), Group())

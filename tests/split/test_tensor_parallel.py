@@ -20,6 +20,7 @@ from paceline.planning.model.tensor.degrees import prove
 from paceline.split.layout import whole_parts
 from paceline.split.tensor_parallel import shard_tensors
 from ranks import Ranks
+from refusals import raises
 from tensor_parity import Made, call, compare_gradients, output_of, own_group, seeded
 
 STEPS = 3
@@ -302,27 +303,33 @@ def test_heads_that_do_not_divide_are_refused_with_the_degrees_that_do() -> None
 def test_sequences_that_do_not_divide_are_refused_with_a_length_that_does() -> None:
     model, _ = gpt()
     batch = (words(7), words(7))
-    with pytest.raises(
-        PlanError,
-        match="it divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7, or sequences of 6 or 8 tokens",
-    ):
+    with raises(PlanError, "plan.sequence_refused", ranks=2):
         shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True)
     model, image = multilayer()
-    with pytest.raises(PlanError, match="no repeated blocks that take and return"):
+    with raises(PlanError, "plan.sequence_refused"):
         shard_tensors(model, whole_parts(model), Group(0, 2), image, call, sequence=True)
 
 
 def test_a_batch_of_another_length_is_never_cut_silently() -> None:
     model, batch = gpt()
     shard_tensors(model, whole_parts(model), Group(0, 2), batch, call, sequence=True, vocabulary=False)
-    with pytest.raises(PlanError, match="tp=2 divides sequences of 7 tokens among 2 ranks: tp is one of 1, 7"):
+    with raises(
+        PlanError,
+        "plan.tokens_not_divisible",
+        choices=[1, 7],
+        degree=2,
+        key="tp",
+        parts=2,
+        tokens=7,
+        works="tp is one of 1, 7",
+    ):
         model(words(7))
 
 
 def test_a_call_with_other_arguments_than_the_example_never_loses_a_gradient() -> None:
     model, batch = gpt()
     shard_tensors(model, whole_parts(model), Group(0, 2), batch, call)
-    with pytest.raises(PlanError, match="Attention is called without the argument 0"):
+    with raises(PlanError, "plan.call_changed", argument=0, class_name="Attention"):
         model.get_submodule("blocks.0.attention")(x=torch.randn(2, TOKENS, HIDDEN))
 
 

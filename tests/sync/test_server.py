@@ -14,6 +14,7 @@ import paceline
 from model_families import family_job
 from paceline.errors import PlanError
 from ranks import Ranks
+from refusals import raises
 
 
 def trained(
@@ -72,5 +73,5 @@ def test_servers_sum_the_parts_of_a_divided_model(plan: str, tmp_path: Path) -> 
 
 
 def test_a_staleness_in_a_loop_of_ones_own_is_refused_with_what_works() -> None:
-    with pytest.raises(PlanError, match=r"only paceline train"):
+    with raises(PlanError, "server.staleness_without_servers"):
         trained(1, "server:staleness=inf")

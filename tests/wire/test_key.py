@@ -14,6 +14,7 @@ from paceline.cli import app
 from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, KEY_FILE
 from paceline.wire.key import RunKey, default_key_file, key_descriptor, own_key, read_key, write_key
+from refusals import raises
 
 
 def shaken_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
@@ -86,7 +87,7 @@ def test_the_key_is_handed_over_by_file_or_by_descriptor(tmp_path: Path, monkeyp
 def test_a_key_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     write_key(RunKey.make(), path := tmp_path / "key")
     path.chmod(mode)
-    with pytest.raises(LaunchError, match=f"{mode:04o} instead of 0600"):
+    with raises(LaunchError, "key.exposed"):
         read_key(path)
 
 
@@ -94,7 +95,7 @@ def test_a_key_that_others_may_read_or_write_is_refused(tmp_path: Path, mode: in
 def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
     write_key(RunKey.make(), path := tmp_path / "key")
     os.chown(path, 65534, 65534)
-    with pytest.raises(LaunchError, match="belongs to user"):
+    with raises(LaunchError, "key.exposed"):
         read_key(path)
 
 
@@ -117,12 +118,12 @@ def test_a_secret_that_a_pod_mounts_for_its_group_is_read_there_and_nowhere_else
 ) -> None:
     groups = [*os.getgroups(), 4242]
     monkeypatch.setattr(os, "getgroups", lambda: groups)
-    with pytest.raises(LaunchError, match="mode 0440 instead of 0600"):
+    with raises(LaunchError, "key.exposed"):
         read_key(secret)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     read_key(secret)
     groups.remove(4242)
-    with pytest.raises(LaunchError, match="mode 0440 instead of 0600"):
+    with raises(LaunchError, "key.exposed"):
         read_key(secret)
 
 
@@ -135,7 +136,7 @@ def test_in_a_pod_nobody_else_may_write_or_read_a_key_and_root_owns_it(
     monkeypatch.setattr(os, "getgroups", lambda: [4242])
     os.chown(secret, owner, 4242)
     secret.chmod(mode)
-    with pytest.raises(LaunchError, match=r"belongs to|instead of 0600"):
+    with raises(LaunchError, "key.exposed"):
         read_key(secret)
 
 
@@ -143,7 +144,7 @@ def test_a_key_file_is_never_written_over_or_through_a_link(tmp_path: Path) -> N
     write_key(key := RunKey.make(), path := tmp_path / "key")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for taken in (path, tmp_path / "link", tmp_path / "no folder" / "key"):
-        with pytest.raises(LaunchError, match="cannot be written"):
+        with raises(LaunchError, "key.unwritable"):
             write_key(RunKey.make(), taken)
     assert read_key(path).fingerprint == key.fingerprint
     assert not (tmp_path / "elsewhere").exists()
@@ -157,7 +158,7 @@ def test_a_key_that_is_given_no_name_is_made_where_hosts_look_for_it(
     assert read_key(default_key_file()).fingerprint in capsys.readouterr().out
     assert default_key_file() == tmp_path / "home" / "key"
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
-    with pytest.raises(LaunchError, match="cannot be written"):
+    with raises(LaunchError, "key.unwritable"):
         app(["key"], standalone_mode=False)
 
 
@@ -176,7 +177,7 @@ def test_what_is_no_key_of_ours_is_refused_without_showing_it(tmp_path: Path) ->
     path.touch(mode=0o600)
     for pem in strange:
         path.write_bytes(pem)
-        with pytest.raises(LaunchError, match="no key of a run") as failure:
+        with raises(LaunchError, "key.file_invalid") as failure:
             read_key(path)
         assert "secret" not in str(failure.value)
     for path in (tmp_path / "missing", tmp_path):

@@ -21,6 +21,7 @@ from paceline.wire import listener as admission_module
 from paceline.wire.connection import Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.listener import MOST_UNPROVEN, Listener
+from refusals import raises
 
 LOOPBACK = ("127.0.0.1", 0)
 
@@ -76,7 +77,7 @@ def test_a_listener_serves_many_connections_in_its_own_thread() -> None:
 
 def test_a_wrong_key_comes_in_nowhere_and_is_told_at_once() -> None:
     with listening(LOOPBACK, RunKey.make()) as (listener, arrived):
-        with pytest.raises(ChannelError, match="does not have this run's key"):
+        with raises(ChannelError, "channel.key_differs"):
             connect(reached(listener), RunKey.make(), Messages, deadline_s=DEADLINE_S)
         until(lambda: listener.unauthenticated == 1, "the unauthenticated peer")
         assert arrived.empty()
@@ -179,7 +180,7 @@ def test_a_connection_reflected_to_its_own_sender_is_refused() -> None:
 
         reflecting = threading.Thread(target=reflect)
         reflecting.start()
-        with pytest.raises(ChannelError, match="nobody of this run answered"):
+        with raises(ChannelError, "channel.connect_deadline"):
             connect(mirror.getsockname(), RunKey.make(), Messages, deadline_s=0.5)
         ended.set()
         reflecting.join()
@@ -244,12 +245,12 @@ def test_the_first_unauthenticated_peer_is_told_and_the_others_are_counted(capfd
 def test_a_unix_socket_is_made_in_a_private_folder_only_and_goes_with_its_listener(tmp_path: Path) -> None:
     folder = tmp_path / ("a" * 100)  # longer than the kernel takes
     folder.mkdir(mode=0o755)
-    with pytest.raises(ChannelError, match="open to other users"):
+    with raises(ChannelError, "channel.folder_open"):
         Listener(folder / "socket", None, Messages, lambda _: None)
     folder.chmod(0o700)
     with listening(folder / "socket", None) as (listener, _):
         connect(reached(listener), None, Messages, deadline_s=DEADLINE_S).close()
-        with pytest.raises(ChannelError, match="cannot be listened on"):
+        with raises(ChannelError, "channel.cannot_listen"):
             Listener(folder / "socket", None, Messages, lambda _: None)
     assert not list(folder.iterdir())
 
@@ -305,6 +306,6 @@ def test_a_unix_socket_that_another_user_serves_is_refused(tmp_path: Path) -> No
         os.close(folder)
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        with pytest.raises(ChannelError, match="serves this socket, and not this run"):
+        with raises(ChannelError, "channel.socket_of_other_user"):
             connect(tmp_path / "socket", None, Messages, deadline_s=DEADLINE_S)
         assert process.stdout.read().strip() == "b''"

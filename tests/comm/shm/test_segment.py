@@ -17,6 +17,7 @@ import torch
 from leaks import of_the_transport
 from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError
+from refusals import raises
 
 Make = Callable[[], OwnedSegment]
 
@@ -70,7 +71,7 @@ def test_behind_a_closed_door_only_those_who_have_mapped_it_see_it(make: Make) -
     there, handle = attach(own.handle), own.handle
     own.close_descriptor()
     own.close_descriptor()  # a second time is nothing
-    with pytest.raises(ClusterError, match=f"shared memory of process {os.getpid()} cannot be opened"):
+    with raises(ClusterError, "memory.not_opened", pid=os.getpid()):
         attach(handle)
     there.bytes[0] = 5
     assert own.segment.bytes[0] == 5
@@ -89,9 +90,9 @@ def test_after_the_last_reference_nothing_is_mapped() -> None:
 
 def test_a_descriptor_of_something_else_is_not_taken_for_shared_memory(make: Make) -> None:
     own, other = make(), make()
-    with pytest.raises(ClusterError, match="not the shared memory that was announced"):
+    with raises(ClusterError, "memory.other_container"):
         attach(replace(own.handle, fd=other.handle.fd))
-    with pytest.raises(ClusterError, match="its size differs"):
+    with raises(ClusterError, "memory.size_differs"):
         attach(replace(own.handle, size=64))
 
 

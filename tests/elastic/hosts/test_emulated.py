@@ -28,6 +28,7 @@ from paceline.cluster.host import Emulate
 from paceline.elastic.hosts.hosts import current_hosts
 from paceline.elastic.hosts.over_hosts import host_processes
 from paceline.errors import LaunchError
+from refusals import raises
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_iproute2]
 
@@ -51,7 +52,7 @@ def test_a_host_process_that_cannot_enter_its_host_is_told_at_once(hosts: Hosts)
     first, second = hosts(2).emulation.hosts
     nowhere = replace(second, namespace="/proc/self/no-such-namespace")
     with (
-        pytest.raises(LaunchError, match=r"host process of emulated host 1 has ended: .* cannot be entered"),
+        raises(LaunchError, "hosts.emulated_ended", host=1),
         host_processes(Cluster(emulate=Emulate(hosts=2)), [first, nowhere]),
     ):
         pytest.fail("it has come")

@@ -19,6 +19,7 @@ from paceline.elastic.hosts.messages import Dismiss, Echo, Interrupted, Probe, T
 from paceline.errors import LaunchError
 from paceline.wire.connection import connect
 from paceline.wire.key import RunKey
+from refusals import raises
 
 KEY = RunKey.make()
 
@@ -159,7 +160,7 @@ def test_a_host_of_another_run_is_sent_away_and_its_own_run_goes_on(
 
 def test_a_host_that_never_comes_is_named_with_the_time(place: HostPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WAIT, "0.3")
-    with pytest.raises(LaunchError, match=r"host 1 of 2 has not come to host 0 \(a\) at .* after 0 s"):
+    with raises(LaunchError, "hosts.missing"):
         gathered(place, KEY)
 
 
@@ -167,7 +168,7 @@ def test_a_coordinator_that_never_comes_is_named_with_its_address(
     place: HostPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(WAIT, "0.3")
-    with pytest.raises(LaunchError, match=r"host b \(number 1\) does not reach host 0") as caught:
+    with raises(LaunchError, "hosts.not_reached") as caught:
         joined(other(place), KEY)
     assert f"{place.coordinator}:{PORT}" in str(caught.value)
     assert "reached on its own machine only" in str(caught.value)
@@ -177,7 +178,7 @@ def test_another_key_is_told_on_both_sides(place: HostPlace, monkeypatch: pytest
     monkeypatch.setenv(WAIT, "2")
     key = RunKey.make()
     with coordinator(place) as error:
-        with pytest.raises(LaunchError, match=rf"does not have this run's key \({key.fingerprint}\)"):
+        with raises(LaunchError, "hosts.rejected"):
             joined(other(place), key)
         assert "did not prove the run's key" in error()
         assert KEY.fingerprint in error()
@@ -186,7 +187,7 @@ def test_another_key_is_told_on_both_sides(place: HostPlace, monkeypatch: pytest
 def test_a_port_that_is_taken_is_told(place: HostPlace) -> None:
     with coordinator(place) as error:
         connection = connect((place.coordinator, place.port), KEY, ToHost, deadline_s=20)
-        with pytest.raises(LaunchError, match="in use"):
+        with raises(LaunchError, "hosts.cannot_listen"):
             gathered(place, KEY)
         connection.close()
         assert refused(place, number=9) == error()

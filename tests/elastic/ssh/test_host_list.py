@@ -9,6 +9,7 @@ import pytest
 
 from paceline.elastic.ssh import NamedHost, read_hosts
 from paceline.errors import LaunchError
+from refusals import raises
 
 
 def test_a_list_names_hosts_users_addresses_and_devices() -> None:
@@ -52,7 +53,7 @@ def test_a_list_that_is_none_is_refused(text: str, said: str) -> None:
 
 def test_a_file_without_hosts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# none yet\n")
-    with pytest.raises(LaunchError, match="names no host"):
+    with raises(LaunchError, "ssh.no_hosts"):
         read_hosts(str(tmp_path / "hosts"))
 
 

@@ -17,6 +17,7 @@ from paceline.elastic.submit.kubernetes import KINDS, Kubernetes, as_yaml, manif
 from paceline.elastic.submit.scheduler import Request
 from paceline.errors import LaunchError
 from paceline.wire.key import RunKey
+from refusals import raises
 
 ALL = {
     "image": "registry/mine:1",
@@ -126,19 +127,19 @@ def test_a_preempted_run_starts_again_and_is_not_counted(request_: Request) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "code"),
     [
-        ({"options": {"claim": "shared"}}, "--scheduler-option image"),
-        ({"options": {"image": "a"}}, "a pod's own disk is lost"),
-        ({"options": {"image": "a", "claim": "b"}, "run": "/elsewhere/a"}, "a pod's own disk is lost"),
-        ({"options": {"image": "a", "claim": "b", "kind": "pod"}}, "there are trainjob, jobset, job"),
+        ({"options": {"claim": "shared"}}, "submit.image_missing"),
+        ({"options": {"image": "a"}}, "submit.run_in_pod"),
+        ({"options": {"image": "a", "claim": "b"}, "run": "/elsewhere/a"}, "submit.run_in_pod"),
+        ({"options": {"image": "a", "claim": "b", "kind": "pod"}}, "submit.kind_unknown"),
     ],
 )
-def test_what_a_pod_would_lack_is_told_before(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_a_pod_would_lack_is_told_before(changes: dict[str, Any], code: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("")
     given: dict[str, Any] = {"job": tmp_path / "job.yaml", "hosts": 2, "name": "a", "run": "/runs/a"} | changes
     given["options"] = {"kind": "job"} | given["options"]
-    with pytest.raises(LaunchError, match=told):
+    with raises(LaunchError, code):
         Kubernetes().text(Request(**given))
 
 
@@ -153,5 +154,5 @@ def test_containers_of_another_user_than_root_get_the_secret_by_their_group(kind
 
 @pytest.mark.parametrize("user", ["0", "root", "-1", "99999999999", "1e3"])
 def test_a_user_that_is_no_number_is_refused(user: str, request_: Request) -> None:
-    with pytest.raises(LaunchError, match="--scheduler-option user"):
+    with raises(LaunchError, "submit.user_invalid"):
         manifests("job", replace(request_, options=ALL | {"user": user}), "KEY")

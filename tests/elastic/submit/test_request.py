@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.elastic.submit.scheduler import must_be_hosts, name_for, options_from, time_from
 from paceline.errors import LaunchError
+from refusals import raises
 
 
 @pytest.mark.parametrize(
@@ -34,22 +35,22 @@ def test_a_name_is_one_of_a_pod_whatever_the_job_is_called(job_name: str) -> Non
 
 @pytest.mark.parametrize("count", [0, -1, 10**6])
 def test_a_number_of_hosts_that_cannot_be_is_refused(count: int) -> None:
-    with pytest.raises(LaunchError, match=f"--num-hosts {count}"):
+    with raises(LaunchError, "submit.hosts_out_of_range", count=count):
         must_be_hosts(count)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "told"),
+    ("pairs", "code"),
     [
-        (["partition"], "not NAME=VALUE"),
-        (["partition="], "not NAME=VALUE"),
-        (["partiton=a"], 'Did you mean "partition"'),
-        (["partition=a", "partition=b"], "twice"),
-        (["partition=a\n#SBATCH --x"], "line break"),
+        (["partition"], "submit.option_malformed"),
+        (["partition="], "submit.option_malformed"),
+        (["partiton=a"], "submit.option_unknown"),
+        (["partition=a", "partition=b"], "submit.option_twice"),
+        (["partition=a\n#SBATCH --x"], "submit.option_unprintable"),
     ],
 )
-def test_options_that_cannot_be_are_refused(pairs: list[str], told: str) -> None:
-    with pytest.raises(LaunchError, match=told):
+def test_options_that_cannot_be_are_refused(pairs: list[str], code: str) -> None:
+    with raises(LaunchError, code):
         options_from(pairs, {"partition": "", "account": ""}, "slurm")
 
 

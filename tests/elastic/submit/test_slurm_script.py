@@ -15,6 +15,7 @@ from commands import checkpoints, ended, processes_of, started, wait_for, wait_f
 from paceline.elastic.submit.scheduler import Request
 from paceline.elastic.submit.slurm import Slurm
 from paceline.errors import LaunchError
+from refusals import raises
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +51,7 @@ def test_cores_of_a_node_instead_of_all_of_it() -> None:
 
 @pytest.mark.parametrize("value", ["a b", "a'b", "$(id)", "a;b", '"'])
 def test_a_value_that_a_directive_cannot_hold_is_refused(value: str) -> None:
-    with pytest.raises(LaunchError, match="--scheduler-option partition"):
+    with raises(LaunchError, "submit.slurm_value", name="partition"):
         directives(options={"partition": value})
 
 

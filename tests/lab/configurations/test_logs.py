@@ -13,6 +13,7 @@ from paceline.errors import PlanError
 from paceline.planning.tables.layouts import Row
 from paceline.run.tuning.calibrate import read_runs
 from paceline_lab.configurations.systems import run_of_log
+from refusals import raises
 
 ARGUMENTS = {
     "bf16": True,
@@ -120,7 +121,7 @@ def test_a_batch_that_grew_counts_with_its_last_size(tmp_path: Path, h100: Clust
 
 def test_a_log_without_arguments_takes_the_script_beside_it_or_says_so(tmp_path: Path, h100: Cluster) -> None:
     file = megatron(tmp_path / "run.log", [6.0] * 6, arguments=False)
-    with pytest.raises(PlanError, match=r"run\.sh"):
+    with raises(PlanError, "log.no_arguments", script="run.sh"):
         run_of_log(file, h100)
     script = Path(__file__).with_name("files") / "megatron_llama_8b.sh"
     (tmp_path / "run.sh").write_text(script.read_text())
@@ -140,7 +141,7 @@ def test_a_log_of_torchtitan_has_its_plan_and_its_time_by_tokens_a_second(
 
 def test_a_log_of_torchtitan_takes_the_toml_file_beside_it_or_says_so(tmp_path: Path, h100: Cluster) -> None:
     file = torchtitan(tmp_path / "run.log", [8000] * 5)
-    with pytest.raises(PlanError, match=r"run\.toml"):
+    with raises(PlanError, "log.no_configuration", beside="run.toml"):
         run_of_log(file, h100)
     (tmp_path / "any.toml").write_text(
         '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
@@ -156,7 +157,7 @@ def test_a_log_of_another_device_is_not_taken_for_this_ones(tmp_path: Path, h100
 
 
 def test_a_log_needs_the_name_of_its_machines(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--cluster"):
+    with raises(PlanError, "log.no_machines"):
         run_of_log(megatron(tmp_path / "run.log", [6.0] * 5), None)
 
 

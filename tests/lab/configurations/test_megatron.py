@@ -10,6 +10,7 @@ from paceline.errors import PlanError
 from paceline_lab.configurations.configuration import Configuration, planned
 from paceline_lab.configurations.megatron import arguments
 from paceline_lab.configurations.systems import read_configuration
+from refusals import raises
 
 FILES = Path(__file__).parent / "files"
 SMALL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 1024 --bf16"
@@ -72,28 +73,28 @@ def test_combinations_that_do_not_go_together_are_told(tmp_path: Path, text: str
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code"),
     [
-        ("--micro-batch-size 1", "--global-batch"),
-        ("--micro-batch-size 3 --global-batch-size 16", "16"),
-        ("--micro-batch-size 1 --global-batch-size 16 --tensor-model-parallel-size 16", "does not divide 8 ranks"),
-        ("--micro-batch-size 1 --global-batch-size 16 --expert-model-parallel-size 3", "expert parallel"),
+        ("--micro-batch-size 1", "config.no_global_batch"),
+        ("--micro-batch-size 3 --global-batch-size 16", "config.microbatch"),
+        ("--micro-batch-size 1 --global-batch-size 16 --tensor-model-parallel-size 16", "config.degrees_do_not_divide"),
+        ("--micro-batch-size 1 --global-batch-size 16 --expert-model-parallel-size 3", "config.experts_do_not_divide"),
     ],
 )
-def test_degrees_and_batches_that_do_not_come_out_even_are_errors(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_degrees_and_batches_that_do_not_come_out_even_are_errors(tmp_path: Path, text: str, code: str) -> None:
+    with raises(PlanError, code):
         planned(of_arguments(tmp_path, text), 8, "small")
 
 
 def test_a_value_that_is_no_number_names_its_key(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"micro_batch_size.*eight"):
+    with raises(PlanError, "config.not_a_number", name="micro_batch_size", value="eight"):
         of_arguments(tmp_path, "--micro-batch-size eight")
 
 
 def test_a_model_that_is_half_stated_says_what_is_missing(tmp_path: Path) -> None:
     file = tmp_path / "args.sh"
     file.write_text("--num-layers 8 --hidden-size 512 --micro-batch-size 1 --global-batch-size 8")
-    with pytest.raises(PlanError, match="heads, seq, vocab"):
+    with raises(PlanError, "config.model_incomplete", missing=["heads", "seq", "vocab"]):
         planned(read_configuration(file), 8, "small")
 
 

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import PlanError
 from paceline_lab.configurations.configuration import Configuration, Planned, planned, with_batch
 from paceline_lab.configurations.systems import read_configuration
+from refusals import raises
 
 FILES = Path(__file__).parent / "files"
 KNOWN = {"layers": 8, "hidden": 512, "heads": 8, "seq": 512, "vocab": 1024}
@@ -75,13 +76,13 @@ def test_what_deepspeed_refuses_is_told(tmp_path: Path, values: dict[str, Any], 
 
 def test_auto_is_not_a_value_and_the_batch_is_asked_for(tmp_path: Path) -> None:
     found = deepspeed(tmp_path, train_micro_batch_size_per_gpu="auto", train_batch_size="auto")
-    with pytest.raises(PlanError, match="--global-batch"):
+    with raises(PlanError, "config.no_global_batch"):
         on(found, 8)
     assert on(with_batch(found, 64, None), 8).job.global_batch == 64
 
 
 def test_a_batch_that_its_parts_do_not_make_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="not 8 data-parallel ranks × 1 × 3"):
+    with raises(PlanError, "config.microbatch"):
         on(deepspeed(tmp_path, train_batch_size=64, gradient_accumulation_steps=3), 8)
 
 
@@ -111,7 +112,7 @@ def test_experts_are_divided_among_the_ranks_that_shard(tmp_path: Path) -> None:
 
 def test_degrees_that_leave_ranks_over_are_an_error(tmp_path: Path) -> None:
     found = torchtitan(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 3\n")
-    with pytest.raises(PlanError, match="8 data-parallel ranks, and the configuration has 3"):
+    with raises(PlanError, "config.data_ranks_differ", data=8, known=3, ranks=8):
         on(found, 8)
 
 
@@ -167,19 +168,19 @@ def test_tensor_parallelism_without_fsdp_2_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "code"),
     [
-        ("a.json", "{", "JSON"),
-        ("a.json", "[]", "group of keys"),
-        ("a.toml", "[a", "TOML"),
-        ("a.yaml", "a: [", "YAML"),
-        ("a.md", "words", "no configuration"),
-        ("missing.toml", None, "cannot be read"),
+        ("a.json", "{", "config.not_json"),
+        ("a.json", "[]", "config.deepspeed_invalid"),
+        ("a.toml", "[a", "config.not_toml"),
+        ("a.yaml", "a: [", "config.not_yaml"),
+        ("a.md", "words", "config.unknown_format"),
+        ("missing.toml", None, "config.unreadable"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_an_error(tmp_path: Path, name: str, text: str | None, said: str) -> None:
+def test_a_file_that_is_no_configuration_is_an_error(tmp_path: Path, name: str, text: str | None, code: str) -> None:
     file = tmp_path / name
     if text is not None:
         file.write_text(text)
-    with pytest.raises(PlanError, match=said):
+    with raises(PlanError, code):
         read_configuration(file)

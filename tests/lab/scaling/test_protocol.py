@@ -15,6 +15,7 @@ from handmade_runs import runs_of, setting
 from paceline.errors import JobError, LaunchError, PlanError, RunError
 from paceline_lab.scaling.protocol import rounds
 from paceline_lab.scaling.summary import BenchmarkDirectory
+from refusals import raises
 
 ONE, TWO = setting(), setting(2)
 PROTOCOL = {"plan": "dp=2", "job": {"global_batch": 16, "optimizer": {"lr": 0.1}}}
@@ -55,9 +56,8 @@ def test_a_run_that_never_finished_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_directory_of_another_benchmark_is_refused_with_all_that_differs(tmp_path: Path) -> None:
     BenchmarkDirectory(tmp_path / "b").begin(PROTOCOL)
-    with pytest.raises(
-        RunError,
-        match=r"belongs to another benchmark: job\.optimizer\.lr was 0\.1, is 0\.2; plan was dp=2, is dp=4\. Name",
+    with raises(
+        RunError, "bench.other_benchmark", differences="job.optimizer.lr was 0.1, is 0.2; plan was dp=2, is dp=4"
     ):
         BenchmarkDirectory(tmp_path / "b").begin(
             {"plan": "dp=4", "job": {"global_batch": 16, "optimizer": {"lr": 0.2}}}
@@ -66,17 +66,17 @@ def test_a_directory_of_another_benchmark_is_refused_with_all_that_differs(tmp_p
 
 def test_a_directory_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunError, match="is not a benchmark's directory"):
+    with raises(RunError, "bench.not_a_benchmark"):
         BenchmarkDirectory(tmp_path)
-    with pytest.raises(RunError, match="is not a benchmark's directory"):
+    with raises(RunError, "bench.not_a_benchmark"):
         BenchmarkDirectory(tmp_path / "thesis.tex")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "protocol.json").write_text("{")
-    with pytest.raises(RunError, match=r"protocol\.json cannot be read"):
+    with raises(RunError, "bench.unreadable"):
         BenchmarkDirectory(tmp_path / "b")
     for other in ("{}", '{"plan": 2}', '{"plan": "dp=2", "tried": 3, "reason": ""}', "[]"):
         (tmp_path / "b" / "protocol.json").write_text(other)
-        with pytest.raises(RunError, match=r"protocol\.json is not of a benchmark .* Name another directory"):
+        with raises(RunError, "bench.protocol_invalid"):
             paceline_lab.bench(write_job(tmp_path / "job.yaml"), out=tmp_path / "b")
 
 
@@ -85,15 +85,15 @@ def test_bench_is_a_verb_that_tells_what_is_wrong_before_anything_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     job = write_job(tmp_path / "job.yaml")
-    with pytest.raises(JobError, match="no such file"):
+    with raises(JobError, "file.absent"):
         paceline_lab.bench(tmp_path / "absent.yaml")
-    with pytest.raises(RunError, match="repeat is how often each setting is run, at least 1, not 0"):
+    with raises(RunError, "bench.repeat_invalid", repeat=0):
         paceline_lab.bench(job, repeat=0)
-    with pytest.raises(RunError, match="steps is at least 6, not 5"):
+    with raises(RunError, "bench.too_few_steps", least=6, steps=5, warm_up=5):
         paceline_lab.bench(job, steps=5)
-    with pytest.raises(PlanError, match="17 replicas for a global batch of 16"):
+    with raises(PlanError, "plan.too_few_samples", data_ranks=17, global_batch=16, has="17 replicas"):
         paceline_lab.bench(job, devices=[17])
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(LaunchError, match="without torchrun"):
+    with raises(LaunchError, "bench.under_torchrun"):
         paceline_lab.bench(job)
     assert [entry.name for entry in tmp_path.iterdir()] == ["job.yaml"]

@@ -16,6 +16,7 @@ from paceline.engine.meter import PARTS
 from paceline.errors import RunError
 from paceline_lab.scaling.result import RankUse
 from paceline_lab.scaling.summary import FinishedRun, finished
+from refusals import raises
 from small_jobs import small_job, train_here
 
 ONE, TWO, TWO_WEAK = setting(), setting(2), setting(2, "weak")
@@ -105,7 +106,7 @@ def test_a_run_is_read_from_its_directory_and_kept_as_a_line(tmp_path: Path) -> 
 
 
 def test_a_run_that_ends_within_the_warm_up_measures_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"ended after 4 steps \(steps: 4 done\), and the first 5 are warm-up"):
+    with raises(RunError, "bench.run_too_short", reason="steps: 4 done", steps=4, warm_up=5):
         finished(train_here(tmp_path / "run", small_job(stop={"steps": 4})), setting(), 0, "runs/one", None)
 
 

@@ -13,6 +13,7 @@ from paceline.errors import RunError
 from paceline_lab.systems import started
 from paceline_lab.systems.started import MARK, run
 from paceline_lab.systems.system import Command, Start, Steps, System, Task
+from refusals import raises
 
 LEAVES = """
 import json, pathlib, sys, time
@@ -54,15 +55,13 @@ def test_a_run_gives_its_steps_and_ends_what_serves_and_what_became_a_daemon(tmp
 
 
 def test_a_failed_run_says_the_first_error_and_where_all_of_it_is(tmp_path: Path) -> None:
-    with pytest.raises(
-        RunError, match="Programs failed with exit status 1\nZeroDivisionError: division by zero\n"
-    ) as told:
+    with raises(RunError, "compare.failed", exit_status=1, system="Programs") as told:
         run(start(tmp_path, "1 / 0"), {}, deadline_s=60)
     assert str(tmp_path / "log") in str(told.value)
 
 
 def test_a_server_that_ends_while_others_train_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="failed with exit status 0"):
+    with raises(RunError, "compare.failed", exit_status=0):
         run(start(tmp_path, "import time; time.sleep(600)", "pass"), {}, deadline_s=60)
     assert processes_of(tmp_path) == []
 
@@ -72,13 +71,13 @@ def test_a_run_that_hangs_is_killed_with_its_children_even_if_they_ignore_sigter
 ) -> None:
     monkeypatch.setattr(started, "END_S", 1.0)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + DAEMON + "time.sleep(600)"
-    with pytest.raises(RunError, match="Programs hangs, and was killed"):
+    with raises(RunError, "compare.hung", system="Programs"):
         run(start(tmp_path, stubborn), {}, deadline_s=1.0)
     assert processes_of(tmp_path) == []
 
 
 def test_a_run_that_leaves_no_record_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="Programs left no record of its steps"):
+    with raises(RunError, "compare.no_record", system="Programs"):
         run(start(tmp_path, "print('nothing')"), {}, deadline_s=60)
 
 

@@ -17,6 +17,7 @@ from paceline_lab.report.systems_view import write_systems_page
 from paceline_lab.systems.compare import Compare
 from paceline_lab.systems.compared import ComparedWay, Comparison, TakenRun, figures, show, summary
 from paceline_lab.systems.proof import Proof, grown
+from refusals import raises
 
 SMALL: dict[str, Any] = {
     "model": {"zoo": "mlp", "args": {"hidden": 8}},
@@ -107,24 +108,24 @@ def test_a_kept_comparison_goes_on_by_the_same_scaling_alone(tmp_path: Path) -> 
     kept = tmp_path / "kept"
     weak = Compare(job(), None, ["ddp"], weak=True, steps=12, out=kept, say=print)
     Compare(job(), None, ["ddp"], weak=True, steps=12, out=kept, say=print)
-    with pytest.raises(RunError, match=r"belongs to another benchmark.*scaling"):
+    with raises(RunError, "bench.other_benchmark"):
         Compare(job(global_batch=weak.job.global_batch), None, ["ddp"], steps=12, out=kept, say=print)
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "reason"),
+    ("changes", "ranks", "code"),
     [
-        ({"global_batch": 1100}, 4, r"4 ranks has a batch of 1100, 4400 in all.*training set has 4096 samples"),
-        ({}, 1, "there is one rank here"),
-        ({"model": "simclr", "loss": "contrastive"}, 4, "compares all samples of a batch with each other"),
+        ({"global_batch": 1100}, 4, "compare.weak_too_few_samples"),
+        ({}, 1, "compare.weak_of_one"),
+        ({"model": "simclr", "loss": "contrastive"}, 4, "compare.weak_joint_loss"),
     ],
 )
-def test_a_batch_that_cannot_grow_fairly_is_refused(changes: dict[str, Any], ranks: int, reason: str) -> None:
-    with pytest.raises(RunError, match=reason):
+def test_a_batch_that_cannot_grow_fairly_is_refused(changes: dict[str, Any], ranks: int, code: str) -> None:
+    with raises(RunError, code):
         grown(job(**changes), ranks)
 
 
 def test_nothing_is_begun_where_the_data_is_too_short(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="give more data, or a smaller global_batch"):
+    with raises(RunError, "compare.weak_too_few_samples"):
         Compare(job(global_batch=4096), None, ["ddp"], weak=True, out=tmp_path / "out", say=print)
     assert not (tmp_path / "out").exists()

@@ -21,6 +21,7 @@ from paceline.planning.plan import Plan
 from paceline.planning.search.space import legal_plans
 from planner_jobs import job_on_digits
 from planner_jobs import job_on_tokens as job
+from refusals import raises
 
 GPUS = tuple(Device(index=i, name="T4", memory_bytes=2**34, bf16=False) for i in range(4))
 SERVERS = Cluster(hosts=tuple(Host(name=name, cores=8, memory_bytes=2**36, gpus=GPUS) for name in "ab"))
@@ -267,9 +268,7 @@ def test_weights_say_how_many_replicas_there_are() -> None:
 
 
 def test_weights_that_no_device_is_left_for_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"3 weights, one for each rank, and this cluster has 2 devices. Ask for --plan \"dp=3\""
-    ):
+    with raises(PlanError, "plan.more_weights_than_devices", cluster="this cluster", devices=2, plan="dp=3", ranks=3):
         auto_plan(digits_job(partition={"weights": [2, 1, 1]}), cores(2))
 
 

@@ -44,6 +44,7 @@ from paceline.planning.prediction import Layouts, layout_of, modelled
 from paceline.planning.search.result import Candidate, SearchResult
 from paceline.planning.search.search import search
 from paceline.planning.search.space import Excluded
+from refusals import raises
 
 TABLE = """
 import torch
@@ -130,7 +131,7 @@ def test_a_cost_is_of_the_run_where_its_steps_are_known_and_absent_without_a_pri
 
 def test_where_no_plan_was_found_the_reasons_are_the_error() -> None:
     nothing = SearchResult((), (Excluded("memory", "200 GiB on a device that has 80 GiB", 12),))
-    with pytest.raises(PlanError, match=r"no plan can run small-gpt on two hosts(?s:.*)200 GiB on a device"):
+    with raises(PlanError, "plan.none_can_run", cluster="two hosts", job="small-gpt"):
         explain(job(), cluster(), nothing)
 
 

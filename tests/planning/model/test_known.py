@@ -22,6 +22,7 @@ from paceline.planning.model.known import (
 )
 from paceline.planning.model.model_info import trace
 from paceline.planning.model.transformer import active_parameters, transformer
+from refusals import raises
 
 
 def counted(model: KnownModel) -> Dimensions:
@@ -143,9 +144,7 @@ def test_a_job_names_a_model_and_gives_what_is_different() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(
-        JobError, match=r'no dimensions of a model "lama-3.1-8b" are known. Did you mean "llama-3.1-8b"'
-    ):
+    with raises(JobError, "model.dimensions_unknown", name="lama-3.1-8b"):
         job(name="lama-3.1-8b", seq=4096)
 
 

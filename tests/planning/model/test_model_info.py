@@ -32,6 +32,7 @@ from paceline.run.dry_run.preflight import Preflight
 from paceline.split.context_parallel import examine
 from paceline.split.fsdp import watched
 from paceline.split.record_forward import trace_forward
+from refusals import raises
 from small_jobs import small_job
 
 BODY: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
@@ -159,14 +160,14 @@ def test_a_model_is_built_once_and_leaves_the_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"),
+    ("factory", "code"),
     [
-        (f"{__file__}:Broken", r"the model .*:Broken could not be built to check the plan: KeyError: 'no such width'"),
-        ("no_such_module:model", "no_such_module"),
+        (f"{__file__}:Broken", "model.not_built_for_check"),
+        ("no_such_module:model", "job.import_failed"),
     ],
 )
-def test_a_model_that_cannot_be_built_says_so(factory: str, message: str) -> None:
-    with pytest.raises(JobError, match=message):
+def test_a_model_that_cannot_be_built_says_so(factory: str, code: str) -> None:
+    with raises(JobError, code):
         model_info(ModelSpec(factory=factory))
 
 

@@ -26,6 +26,7 @@ from paceline.state.reader import load, load_latest
 from paceline.state.shard import CODES, MeshCoordinate
 from paceline.state.writer import Checkpointer, Snapshot
 from paceline.wire.status import GenerationOver, watch_generation
+from refusals import raises
 from single_process_mesh import meshes, own_parts, parts_of, random_tensors, save_all
 
 Events = list[tuple[str, dict[str, Any]]]
@@ -297,7 +298,7 @@ def test_a_rank_whose_file_went_away_leaves_no_checkpoint(tmp_path: Path) -> Non
     [written] = tmp_path.glob(".step-*/rank-1.safetensors")
     written.unlink()
     first.save(3, Snapshot({"weight": torch.ones(4)}))
-    with pytest.raises(CheckpointError, match=r"rank-1\.safetensors has 0 bytes of the [0-9,]+ that rank 1 wrote"):
+    with raises(CheckpointError, "checkpoint.not_written"):
         first.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -310,7 +311,7 @@ def test_the_part_of_a_lost_rank_is_waited_for_no_longer_than_its_generation(tmp
         with ThreadPoolExecutor(1) as pool:
             completed = pool.submit(saving.complete)
             over.set()
-            with pytest.raises(GenerationOver, match="part of a lost rank"):
+            with raises(GenerationOver, "checkpoint.rank_lost"):
                 completed.result()
         saving.abandon()
     save(tmp_path, 3, Snapshot({"weight": torch.ones(4)}))
@@ -358,20 +359,20 @@ def test_any_safetensors_reader_can_open_a_shard_and_any_json_reader_the_manifes
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "named"),
+    ("snapshot", "code"),
     [
-        (Snapshot({"model/w": torch.zeros(2, dtype=torch.complex128)}), r"model/w is torch\.complex128"),
-        (Snapshot({"model/w": torch.eye(2).to_sparse()}), r"model/w is torch\.sparse_coo"),
-        (Snapshot({}, values={"step": 1, "lr": torch.tensor(1.0)}), r"values lr cannot be saved"),
-        (Snapshot({"a": torch.zeros(1)}, {"a": torch.zeros(1)}), r"a: named both"),
+        (Snapshot({"model/w": torch.zeros(2, dtype=torch.complex128)}), "checkpoint.tensor_unsupported"),
+        (Snapshot({"model/w": torch.eye(2).to_sparse()}), "checkpoint.tensor_unsupported"),
+        (Snapshot({}, values={"step": 1, "lr": torch.tensor(1.0)}), "checkpoint.not_json"),
+        (Snapshot({"a": torch.zeros(1)}, {"a": torch.zeros(1)}), "checkpoint.named_twice"),
     ],
     ids=["dtype", "sparse", "values", "twice"],
 )
 def test_what_cannot_be_saved_is_named_before_anything_is_written(
-    tmp_path: Path, snapshot: Snapshot, named: str
+    tmp_path: Path, snapshot: Snapshot, code: str
 ) -> None:
     saving = checkpointer(tmp_path)
-    with pytest.raises(CheckpointError, match=named):
+    with raises(CheckpointError, code):
         saving.save(1, snapshot)
     assert saving.release() == 0.0
     saving.close()

@@ -26,6 +26,7 @@ from paceline.split.layout import StateBytes, held_bytes
 from paceline.sync.averaging import Averaging
 from paceline.sync.rule import Replica
 from ranks import Ranks
+from refusals import raises
 
 LAYERS, HIDDEN, TOKENS, VOCAB = 4, 64, 16, 64
 GPT = {"zoo": "gpt", "args": {"layers": LAYERS, "hidden": HIDDEN, "heads": 8, "vocab": VOCAB, "context": TOKENS}}
@@ -145,9 +146,9 @@ def test_tokens_are_dealt_to_experts_that_are_elsewhere() -> None:
 
 
 def test_what_cannot_run_is_refused_with_every_reason() -> None:
-    with pytest.raises(PlanError, match=r"attention heads \(8\) by 3"):
+    with raises(PlanError, "plan.heads_not_divisible", heads=[8], tp=3, what="attention heads (8)"):
         dry("dp=4 tp=3")
-    with pytest.raises(PlanError, match="a step of rank 0 fails in 2: RuntimeError"):
+    with raises(PlanError, "plan.step_failed", kind="RuntimeError", rank=0, where="2"):
         dry("dp=4", model=f"{__file__}:of_other_widths", data=POINTS)
     assert not dist.is_initialized(), "the dry run leaves its group behind"
     dry("dp=4", model=f"{__file__}:looks_at_a_sum", data=POINTS)

@@ -17,6 +17,7 @@ from paceline.run import object_store as upload
 from paceline.run.object_store import RemoteRun, Uploader, copy_of, is_plain
 from paceline.run.record.run import Run
 from paceline.storage.store import Store
+from refusals import raises
 
 Lines = list[str]
 
@@ -65,7 +66,7 @@ def test_a_run_is_whole_at_its_url_and_resumes_on_another_machine(
 def test_what_is_no_run_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    with pytest.raises(RunError, match=r"bucket is not a run: it has no job\.yaml"):
+    with raises(RunError, "run.url_without_job", file="job.yaml"):
         Run(f"file://{tmp_path}/bucket")
     assert not any((tmp_path / "temporary").iterdir())
 
@@ -144,12 +145,12 @@ class TestMirror:
             run = RemoteRun(url, lambda line: None, resume=False).__enter__()
             run.path.mkdir()
             (run.path / "job.yaml").write_text("name: x\n")
-            with pytest.raises(RunError, match=r"1 files .*--run file://.* --resume"):
+            with raises(RunError, "run.files_not_uploaded"):
                 run.__exit__(None, None, None)
             for thread in threading.enumerate():
                 if thread.name == "run-upload":
                     thread.join(30)
-        with pytest.raises(RunError, match="it could not be uploaded"), RemoteRun(url, print, resume=False):
+        with raises(RunError, "run.not_uploaded"), RemoteRun(url, print, resume=False):
             pass
         with RemoteRun(url, lambda line: None, resume=True) as run:
             pass
@@ -209,10 +210,10 @@ class TestLease:
         store = Store(url)
         store.make()
         first = Lease(store, tmp_path / "a", print)
-        with pytest.raises(RunError, match=r"is being trained by process \d+"):
+        with raises(RunError, "run.in_use"):
             Lease(store, tmp_path / "a", print)
         said: Lines = []
-        with pytest.raises(RunError, match="is being trained by process"):  # another machine's, which sees it beat
+        with raises(RunError, "run.in_use"):  # another machine's, which sees it beat
             Lease(store, tmp_path / "b", said.append)
         assert "waiting up to 60 s for a sign of life" in said[0]
         first.release()
@@ -247,7 +248,7 @@ class TestLease:
         while first.lost is None:  # it may beat just when the other writes
             store.write(LOCK, json.dumps(taken).encode())
             time.sleep(0.1)
-        with pytest.raises(RunError, match=r"was taken over by process .* on host elsewhere"):
+        with raises(RunError, "run.taken_over"):
             first.check()
         first.release()
         assert b"elsewhere" in (store.read(LOCK, 4096) or b"")

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 import paceline
 from paceline.errors import DataError
 from ranks import Ranks
+from refusals import raises
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 22
 
@@ -144,10 +145,13 @@ def test_a_mean_counts_by_the_samples_of_a_batch_of_any_form(ranks: Ranks) -> No
     assert ranks(2, named_loss) == [pytest.approx(expected, rel=1e-6)] * 2
 
 
-@pytest.mark.parametrize(("samples", "drop_last", "said"), [(0, False, "at least one sample"), (3, True, "drop_last")])
-def test_an_evaluation_of_nothing_is_refused(samples: int, drop_last: bool, said: str) -> None:
+@pytest.mark.parametrize(
+    ("samples", "loop.nothing_to_evaluate", "code"),
+    [(0, False, "loop.nothing_to_evaluate"), (3, True, "loop.nothing_to_evaluate")],
+)
+def test_an_evaluation_of_nothing_is_refused(samples: int, drop_last: bool, code: str) -> None:
     engine = engine_of(nn.Linear(FEATURES, CLASSES))
-    with pytest.raises(DataError, match=said):
+    with raises(DataError, code):
         engine.evaluate(DataLoader(points(samples), batch_size=4, drop_last=drop_last))
 
 

@@ -16,6 +16,7 @@ import paceline
 from commands import ended, started, wait_for
 from paceline.errors import DataError, JobError, PacelineError, PlanError
 from ranks import RankError, Ranks
+from refusals import raises
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 50
 
@@ -147,14 +148,12 @@ def test_what_cannot_work_is_said_with_what_to_do(
 
 def test_an_optimizer_without_a_fused_step_is_named() -> None:
     model = nn.Linear(FEATURES, CLASSES)
-    with pytest.raises(PlanError, match="NotFused has no fused step in torch; leave fused out"):
+    with raises(PlanError, "setup.not_fused", class_name="NotFused"):
         paceline.setup(**arguments(model=model, optimizer=NotFused(model.parameters()), plan="dp=1 fused=on"))
 
 
 def test_a_plan_for_fewer_ranks_than_were_started_says_which_would_do(ranks: Ranks) -> None:
-    with pytest.raises(
-        RankError, match=r"plan dp=1 needs 1 ranks, but 2 were started\. Start it with plain python, or use dp=2"
-    ):
+    with raises(RankError, "setup.ranks_differ", how="plain python", plan="dp=1", ranks="1", started="2"):
         ranks(2, losses_of_a_loop, "dp=1")
 
 

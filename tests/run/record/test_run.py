@@ -18,6 +18,7 @@ from paceline.cluster.discover import discover
 from paceline.errors import JobError, RunError
 from paceline.planning.plan import Plan
 from paceline.run.record.run import JsonLines, Run, read_lines
+from refusals import raises
 from small_jobs import new_run, small_job
 
 
@@ -85,14 +86,14 @@ def test_a_full_disk_is_named_and_what_was_written_stays(tmp_path: Path, monkeyp
     lines.write('{"step": 1}')
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        with pytest.raises(RunError, match=r"steps\.jsonl .*No space left on device"):
+        with raises(RunError, "run.record_unwritable", reason="No space left on device"):
             lines.write('{"step": 2}')
     lines.close()
     assert [line["step"] for line in read_lines(tmp_path / "steps.jsonl")] == [1]
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"absent/steps\.jsonl cannot be written: No such file or directory"):
+    with raises(RunError, "file.unwritable", reason="No such file or directory"):
         JsonLines(tmp_path / "absent" / "steps.jsonl")
 
 
@@ -109,22 +110,20 @@ def test_a_run_reads_back_what_was_to_be_trained_where_and_how(tmp_path: Path) -
 
 
 def test_a_directory_that_holds_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"is not a run directory: it has no job\.yaml"):
+    with raises(RunError, "run.not_a_run"):
         Run(tmp_path)
 
 
 def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
     new_run(tmp_path / "run", small_job())
-    with pytest.raises(RunError, match=r"holds a run already\. Continue it with --resume"):
+    with raises(RunError, "run.directory_in_use"):
         Run.create(tmp_path / "run", small_job(), discover(), Plan())
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):
-        with pytest.raises(
-            RunError, match=rf"the run cannot be kept in {place}: .* Name a directory that can be written with --run"
-        ):
+        with raises(RunError, "run.directory_unwritable", run=place):
             Run.create(place, small_job(), discover(), Plan())
 
 

@@ -22,6 +22,7 @@ from paceline.run.record.progress import event_sentence
 from paceline.run.record.run import Run
 from paceline.run.record.slow_ranks import SlowRanks, step_time_sigma
 from ranks import Ranks
+from refusals import raises
 from small_jobs import new_run, plain, small_job, train_as_rank
 
 FAST = 0.02
@@ -131,5 +132,5 @@ def test_a_rank_that_is_always_slow_is_no_spread(tmp_path: Path) -> None:
 
 
 def test_a_run_of_few_steps_says_that_it_is_too_short(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="--straggler-sigma"):
+    with raises(RunError, "run.too_few_steps"):
         step_time_sigma(run_of(tmp_path, [0.1] * 8))

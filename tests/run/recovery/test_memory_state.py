@@ -16,6 +16,7 @@ from paceline.engine.engine import RankEngine
 from paceline.errors import CheckpointError
 from paceline.state.rank_state import RankState
 from ranks import Ranks
+from refusals import raises
 from small_jobs import Points, plain, with_dropout
 from small_jobs import train_on as train
 
@@ -82,7 +83,7 @@ def test_the_memory_of_an_older_state_is_used_again() -> None:
 def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     first, second = engine_of(model=nn.Linear(6, 3)), engine_of(model=plain())
     before = weights(second)
-    with pytest.raises(CheckpointError, match=r"is of another model: it has model/0\.weight as nothing"):
+    with raises(CheckpointError, "recovery.state_of_other_model", held="nothing", name="model/0.weight", step=0):
         RankState.of(first).copied().restore(second)
     assert all(map(torch.equal, weights(second), before))
 

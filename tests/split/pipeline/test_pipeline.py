@@ -20,6 +20,7 @@ from paceline.split.layout import whole_parts
 from paceline.split.pipeline import Pipeline
 from pipelines import CASES, CPU, alone, assert_same, fill, logits_of, on_meta, piped, vectors
 from ranks import Backend, RankError, Ranks
+from refusals import raises
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe")
 
@@ -177,7 +178,7 @@ def test_parameters_that_stages_share_and_those_nobody_uses(ranks: Ranks) -> Non
     assert written == sorted(n for n, _ in Shared().named_parameters())
 
 
-def raises(what: str) -> None:
+def raises_in_a_loss(what: str) -> None:
     case = CASES["mlp"]
     group = Group(dist.get_rank(), 2, dist.group.WORLD, hosts=(0, 0))
     skeleton = on_meta(case.model())
@@ -194,12 +195,12 @@ def raises(what: str) -> None:
 
 def test_an_error_in_the_loss_is_shown_as_it_is(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="DataError: label 11 is out of range"):
-        ranks(2, raises, "loss", deadline_s=20)
+        ranks(2, raises_in_a_loss, "loss", deadline_s=20)
 
 
 def test_uneven_microbatches_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match="8 samples are not a multiple of 3"):
-        ranks(2, raises, "uneven")
+    with raises(RankError, "plan.microbatches_uneven", microbatches="3", rows="8"):
+        ranks(2, raises_in_a_loss, "uneven")
 
 
 def evaluated() -> Any:

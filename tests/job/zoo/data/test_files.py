@@ -10,6 +10,7 @@ import pytest
 
 from paceline.errors import DataError
 from paceline.job.zoo.arrays import files_below, optional_package, reading
+from refusals import raises
 
 
 def test_hidden_files_caches_and_installed_packages_are_no_data(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_a_missing_file_is_named_absolutely_with_what_was_expected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with (
-        pytest.raises(DataError, match=f"^{tmp_path}/gone.bin: No such file or directory. Expected: numbers$"),
+        raises(DataError, "data.unreadable", expected="numbers", reason="No such file or directory", place=tmp_path),
         reading(Path("."), "numbers"),
     ):
         Path("gone.bin").read_bytes()
@@ -34,5 +35,5 @@ def test_a_missing_file_is_named_absolutely_with_what_was_expected(
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # Python's own way to have an import fail
-    with pytest.raises(DataError, match=r"needs pyarrow.*pip install 'paceline\[data\]'"):
+    with raises(DataError, "data.package_missing", package="pyarrow"):
         optional_package("pyarrow.parquet", "pyarrow")

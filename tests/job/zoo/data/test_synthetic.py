@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from paceline.errors import DataError
 from paceline.job.data import DataSpec
 from paceline.job.samples import DataSets
+from refusals import raises
 
 
 def build(input_shape: tuple[int, ...] | None = None, seed: int = 0, **values: Any) -> DataSets:
@@ -71,7 +72,7 @@ def test_a_limit_bounds_both_sides_together() -> None:
 
 
 def test_a_shape_is_asked_for_where_nobody_names_one() -> None:
-    with pytest.raises(DataError, match=r"give data.shape"):
+    with raises(DataError, "data.shape_unknown"):
         build()
-    with pytest.raises(DataError, match=r"tokens have the shape \[sequence length\]"):
+    with raises(DataError, "data.shape_of_tokens"):
         build(vocab=10, input_shape=(3, 8, 8))

@@ -21,6 +21,7 @@ from paceline.errors import DataError
 from paceline.job.data import DataSpec
 from paceline.job.samples import DataSets
 from paceline.job.zoo.arrays import IGNORED, MASK, Corpus, hide
+from refusals import raises
 
 LIBRARY = Path(sysconfig.get_path("stdlib"), "json")
 
@@ -143,15 +144,15 @@ def test_the_mask_is_the_same_on_every_machine_and_release() -> None:
 
 
 def test_missing_empty_and_short_text_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"{tmp_path}/gone: No such file.*a text file, or a folder of text files"):
+    with raises(DataError, "data.unreadable", expected="a text file, or a folder of text files", place=tmp_path):
         build([str(LIBRARY), str(tmp_path / "gone")])
-    with pytest.raises(DataError, match=f"{tmp_path}: no .txt .md .rst .py file in this folder"):
+    with raises(DataError, "data.no_files", suffixes=".txt .md .rst .py", folder=tmp_path):
         build(str(tmp_path))
     (tmp_path / "short.txt").write_bytes(b"x" * 127)
-    with pytest.raises(DataError, match="127 bytes of text; one sample of context 127 needs 128"):
+    with raises(DataError, "data.text_too_short", context=127, needed=128, size=127):
         build(str(tmp_path), context=127)
-    with pytest.raises(DataError, match="leaves none to train on"):
+    with raises(DataError, "data.nothing_left_to_train"):
         build(str(tmp_path), context=127, objective="masked")
-    with pytest.raises(DataError, match="too few for a training and a validation sample"):
+    with raises(DataError, "data.text_too_short_for_validation"):
         build(str(tmp_path), context=63)
     assert samples(build(str(tmp_path), context=127, objective="masked", held_out=0).train)

@@ -14,6 +14,7 @@ from paceline.errors import JobError
 from paceline.job.experts import moe_counts, weigh_balance
 from paceline.job.model import ModelSpec
 from paceline.job.zoo.models import Experts, MoE, Router
+from refusals import raises
 
 VOCAB, LENGTH, EXPERTS, TOP_K = 16, 12, 4, 2
 
@@ -56,7 +57,7 @@ def test_a_job_names_it_like_any_model_of_the_zoo() -> None:
 
 
 def test_more_choices_than_experts_are_refused() -> None:
-    with pytest.raises(JobError, match="top_k is at most 2"):
+    with raises(JobError, "model.top_k", experts=2):
         MoE(experts=2, top_k=3)
 
 
