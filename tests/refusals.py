@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +20,7 @@ def raises(kind: type[E], code: str, /, **fields: Any) -> Iterator[pytest.Except
     """Context that must end with an error of a class, a code and fields.
 
     One of the error's problems must have the code and all of the fields. A field is compared as text if it is not
-    equal; `re.compile(…)` must be found in its text.
+    equal; a `Path` stands for itself and all that is below it; `re.compile(…)` must be found in the field's text.
     """
     with pytest.raises(kind) as caught:
         yield caught
@@ -39,4 +40,6 @@ def assert_problem(error: BaseException, code: str, /, **fields: Any) -> Problem
 def _agrees(found: object, expected: object) -> bool:
     if isinstance(expected, re.Pattern):
         return expected.search(str(found)) is not None
+    if isinstance(expected, Path):
+        return Path(str(found)).is_relative_to(expected)
     return found == expected or str(found) == str(expected)

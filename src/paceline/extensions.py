@@ -106,7 +106,7 @@ class ExtensionPoint(Generic[T]):
         if not isinstance(found, self.kind):
             raise self.error(
                 "extension.wrong_class",
-                "{origin} is of the class {class_name}; its value must be a {wanted}",
+                "{origin} has the class {class_name}; its value must be a {wanted}",
                 origin=origin,
                 class_name=type(found).__name__,
                 wanted=self.kind.__name__,

@@ -118,7 +118,7 @@ def _read_text(file: Path, kind: FileKind) -> str:
         raise kind.error("file.absent", "{file}: no such file", file=file) from None
     except IsADirectoryError:
         raise kind.error(
-            "file.is_a_folder", "{file} is a folder; name the {kind}'s YAML file in it", file=file, kind=kind.name
+            "file.is_a_folder", "{file} is a folder. Name the {kind}'s YAML file in it.", file=file, kind=kind.name
         ) from None
     except UnicodeDecodeError as error:
         raise kind.error(
@@ -140,7 +140,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
             raise kind.error(
                 "file.python",
                 "{file} is a Python file, but this command reads a {kind} in YAML, such as {example}. Run a script by "
-                "`python {file}`; a {kind} names its functions as {name}:NAME",
+                "`python {file}`. A {kind} names its functions as {name}:NAME.",
                 file=file,
                 kind=kind.name,
                 example=kind.example,
@@ -151,7 +151,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         if root is None:
             raise kind.error(
                 "file.empty",
-                "{file} is empty; a {kind} needs at least {needs}",
+                "{file} is empty. A {kind} needs at least {needs}.",
                 file=file,
                 kind=kind.name,
                 needs=kind.needs,

@@ -504,7 +504,7 @@ class Samples:
         if not all(isinstance(part, Tensor) for part in held):
             raise DataError(
                 "federate.samples_not_tensors",
-                "samples of simulated clients are tensors, in a tuple or a dict; have collate make them so",
+                "samples of simulated clients are tensors, in a tuple or a dict. Let collate make them.",
             )
         return [part.to(self.dtype) if self.dtype and part.is_floating_point() else part for part in held]
 

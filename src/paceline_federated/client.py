@@ -174,7 +174,7 @@ def rule_of(job: Job) -> FederatedRule:
     if rule.plain_sgd and (name != "sgd" or job.optimizer.momentum or job.clip_norm is not None):
         raise JobError(
             "federate.rule_needs_sgd",
-            "federate.rule {rule} takes the clients' mean gradient from how far they moved, so it needs optimizer: "
+            "federate.rule {rule} derives the clients' mean gradient from how far they moved, so it needs optimizer: "
             "{{name: sgd}} without momentum, and no clip_norm",
             rule=spec.rule,
         )
@@ -191,7 +191,7 @@ def federated(job: Job) -> FederateSpec:
     if job.stop.epochs is not None:
         raise JobError(
             "federate.epochs",
-            "stop.epochs: clients have epochs of their own; a federated run counts rounds, as stop.steps",
+            "stop.epochs: clients have their own epochs. A federated run counts rounds, as stop.steps.",
         )
     if job.data.test is not None:
         raise JobError(
@@ -201,24 +201,24 @@ def federated(job: Job) -> FederateSpec:
     if job.checkpoint.best is not None:
         raise JobError(
             "federate.best_checkpoint",
-            "checkpoint.best: a federated run keeps its newest checkpoints alone: leave it out",
+            "checkpoint.best: a federated run keeps only its newest checkpoints. Leave it out.",
         )
     if job.nonfinite != "stop" or job.spike.policy != "off":
         raise JobError(
             "federate.nonfinite",
-            "nonfinite and spike are about steps of one run; updates with NaN or Inf are always refused",
+            "nonfinite and spike concern steps of one run. A federated run always refuses updates with NaN or Inf.",
         )
     if keys := job.beyond_plain_steps:
         raise JobError(
             "federate.optimizer_unsupported",
-            "{keys}: federated clients do not follow this. Use sgd, adam, adamw, lars or lamb for all parameters "
-            "alike, and a schedule of constant, linear, cosine or step",
+            "{keys}: federated clients do not support this. Use sgd, adam, adamw, lars or lamb for all parameters, "
+            "and a schedule of constant, linear, cosine or step.",
             keys=list(keys),
         )
     if job.trackers:
         raise JobError(
             "federate.trackers",
-            "trackers follow the runs of paceline train; a federated run has its record alone: leave them out",
+            "trackers follow runs of paceline train. A federated run has only its own record: leave trackers out.",
         )
     return spec
 
@@ -258,7 +258,7 @@ class Layout:
             if not any(fnmatchcase(name, pattern) for name in parameters):
                 raise JobError(
                     "federate.personal_unmatched",
-                    'federate.personal: "{pattern}" fits no trainable parameter of the model. {hint}',
+                    'federate.personal: "{pattern}" matches no trainable parameter of the model. {hint}',
                     pattern=pattern,
                     hint=nearest(pattern, list(parameters)),
                 )
@@ -267,7 +267,7 @@ class Layout:
         if not shared:
             raise JobError(
                 "federate.all_personal",
-                "federate.personal keeps every trainable parameter at the clients; leave some to share",
+                "federate.personal keeps every trainable parameter at the clients. Leave some to share.",
             )
         buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
         tensors: dict[str, Tensor] = {**shared, **buffers}
@@ -275,8 +275,8 @@ class Layout:
         if len(dtypes) > 1:
             raise JobError(
                 "federate.mixed_types",
-                "federated training needs one floating-point type, and the model has {dtypes}; convert it with "
-                "model.float()",
+                "federated training needs one floating-point type, but the model has {dtypes}. Convert it with "
+                "model.float().",
                 dtypes=list(dtypes),
             )
         shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())

@@ -139,9 +139,9 @@ class FederatedRecord:
         if self.failures >= server.spec.max_failures:
             raise JobError(
                 "federate.too_few_updates",
-                "round {round}: of {clients} fewer than {least} sent an update that can be used, in {rounds} in a row "
-                "(federate.max_failures). Choose more clients with federate.per_round, or see why they drop out: "
-                "events.jsonl tells why updates are refused",
+                "round {round}: of {clients} fewer than {least} sent a usable update, in {rounds} in a row "
+                "(federate.max_failures). Choose more clients with federate.per_round, or find out why they drop out: "
+                "events.jsonl records why updates are refused.",
                 round=round,
                 clients=count(chosen, "client"),
                 least=server.spec.least,
@@ -228,7 +228,7 @@ class ServerCheckpoints:
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(
                 "federate.checkpoint_of_other_job",
-                "{checkpoint} is not of this federated job: {error}",
+                "{checkpoint} does not belong to this federated job: {error}",
                 checkpoint=loaded.path,
                 error=error,
             ) from error
@@ -250,7 +250,7 @@ def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
     if newest is None:
         raise RunError(
             "federate.nothing_to_resume",
-            "there is no run of job {job} under {runs} to go on with; leave --resume out",
+            "there is no run of job {job} in {runs} to continue. Leave --resume out.",
             job=job.name,
             runs=RUNS,
         )

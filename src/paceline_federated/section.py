@@ -43,7 +43,7 @@ class ClientsSpec(Spec):
             if key in self.model_fields_set and self.kind != kind and getattr(self, key) != _default(ClientsSpec, key):
                 raise InvalidValue(
                     "federate.partition_key",
-                    "{key} belongs to kind: {kind}, and the kind is {own}",
+                    "{key} belongs to kind: {kind}, but the kind is {own}",
                     key=key,
                     kind=kind,
                     own=self.kind,
@@ -129,31 +129,31 @@ class FederateSpec(Spec):
         if self.local_epochs is not None and self.local_steps is not None:
             raise InvalidValue(
                 "federate.local_work_twice",
-                "give local_epochs or local_steps, not both: one of them ends a client's work",
+                "give either local_epochs or local_steps; one of them ends a client's work",
             )
         if self.per_round is not None and self.partition.kind != "user" and self.per_round > self.clients:
             raise InvalidValue(
                 "federate.per_round",
-                "per_round is {per_round}, and there are {clients} clients",
+                "per_round is {per_round}, but there are {clients} clients",
                 per_round=self.per_round,
                 clients=self.clients,
             )
         if self.least > (self.per_round or self.clients):
             raise InvalidValue(
                 "federate.least",
-                "least is {least}, and a round has {per_round} clients",
+                "least is {least}, but a round has {per_round} clients",
                 least=self.least,
                 per_round=self.per_round or self.clients,
             )
         if self.privacy is not None and self.aggregate != "mean":
             raise InvalidValue(
                 "federate.privacy_of_aggregate",
-                "privacy goes with aggregate: mean; how much a {aggregate} shows of one client is not known",
+                "privacy needs aggregate: mean. How much {aggregate} reveals of one client is not known.",
                 aggregate=self.aggregate,
             )
         if self.privacy is not None and self.norm_bound is not None:
             raise InvalidValue(
-                "federate.clip_and_bound", "privacy.clip bounds the norm of updates already; leave norm_bound out"
+                "federate.clip_and_bound", "privacy.clip already bounds the norm of updates. Leave norm_bound out."
             )
         self._can_be_secure()
         return self
@@ -173,7 +173,7 @@ class FederateSpec(Spec):
         if self.compress != "none":
             raise InvalidValue(
                 "federate.secure_compress",
-                "compress: {compress} does not keep the masks of secure aggregation; leave it out",
+                "compress: {compress} does not keep the masks of secure aggregation. Leave it out.",
                 compress=self.compress,
             )
 
@@ -215,7 +215,7 @@ def federate_spec(job: Job) -> FederateSpec:
     if not isinstance(found, FederateSpec):
         raise JobError(
             "federate.no_section",
-            'the job has no "federate" section; add one, e.g. `federate: {{rule: fedavg, clients: 10}}`',
+            'the job has no "federate" section. Add one, e.g. `federate: {{rule: fedavg, clients: 10}}`.',
         )
     return found
 

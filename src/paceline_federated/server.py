@@ -53,8 +53,8 @@ class Server:
         if self.privacy is not None and (self.rule.buffer is not None or self.rule.client_keeps):
             raise JobError(
                 "federate.privacy_of_rule",
-                "federate.privacy does not go with rule {rule}: its accountant counts sums of rounds in which each "
-                "client sends one clipped update. Take fedavg, fedprox, fedadam or fedyogi",
+                "federate.privacy does not work with rule {rule}: its accountant counts sums of rounds in which each "
+                "client sends one clipped update. Use fedavg, fedprox, fedadam or fedyogi.",
                 rule=self.spec.rule,
             )
         self._adds_noise = adds_noise
@@ -115,8 +115,8 @@ class Server:
         if not bool(self.weights.norm().isfinite()):
             raise NonFiniteError(
                 "federate.weights_diverged",
-                "the server's weights are not finite after step {step} of rule {rule}: lower its lr or the clients' "
-                "learning rate, or set federate.norm_bound",
+                "the server's weights are not finite after step {step} of rule {rule}. Lower its lr or the clients' "
+                "learning rate, or set federate.norm_bound.",
                 step=self.version + 1,
                 rule=self.spec.rule,
             )
@@ -388,7 +388,7 @@ class UpdateCodec:
         if weights and any(CODECS[name].keeps_numbers for name, _ in CompressSpec.parse(text).codecs):
             raise JobError(
                 "federate.compress_partial",
-                "{key}: {text} sends some numbers only, and clients need every weight; take bf16 or int8",
+                "{key}: {text} sends only some of the numbers, but clients need every weight. Use bf16 or int8.",
                 key=key,
                 text=text,
             )
@@ -396,8 +396,8 @@ class UpdateCodec:
         if self.nbytes >= plain:
             raise JobError(
                 "federate.compress_larger",
-                "{key}: {text} would send {coded} bytes in the place of {plain}; leave it out for a model of {numel} "
-                "numbers",
+                "{key}: {text} would send {coded} bytes instead of {plain}. Leave it out for a model of {numel} "
+                "numbers.",
                 key=key,
                 text=text,
                 coded=self.nbytes,
@@ -442,7 +442,7 @@ class PrivacySpent:
         except ImportError as error:
             raise JobError(
                 "federate.opacus_missing",
-                "federate.privacy needs opacus, whose accountant tells what privacy is spent: pip install "
+                "federate.privacy needs opacus, whose accountant reports the spent privacy: pip install "
                 "'paceline[federate]', or leave privacy out",
             ) from error
         self.spec, self.rate, self.rounds = spec, rate, 0

@@ -80,7 +80,7 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
         raise DataError(
             "federate.too_many_clients",
             "{clients} clients for {samples} training samples: some would have none. Name at most {samples} clients, "
-            "or more data",
+            "or give more data.",
             clients=clients,
             samples=samples,
         )
@@ -111,7 +111,7 @@ def _shards(labels: Ints, shards: int, clients: int, random: np.random.Generator
     if clients * shards > len(labels):
         raise DataError(
             "federate.too_many_shards",
-            "{clients} clients with {shards} shards each need {needed} samples or more, and there are {samples}",
+            "{clients} clients with {shards} shards each need at least {needed} samples, but there are {samples}",
             clients=clients,
             shards=shards,
             needed=clients * shards,
@@ -127,8 +127,8 @@ def _users(dataset: Dataset[Any]) -> list[Ints]:
     if users is None:
         raise DataError(
             "federate.no_users",
-            "federate.partition user: the data set names no users; give it an attribute `users` with one value per "
-            "sample, or take iid, dirichlet or shards",
+            "federate.partition user: the data set names no users. Give it an attribute `users` with one value per "
+            "sample, or use iid, dirichlet or shards.",
         )
     names, owner = np.unique(users, return_inverse=True)
     return _by_owner(owner.astype(np.int64), len(names))
@@ -148,7 +148,7 @@ def users_of(dataset: Any) -> NDArray[Any] | None:
     if len(users) != len(dataset):
         raise DataError(
             "federate.users_differ",
-            "the data set has {samples} samples and users of {users}; give one per sample",
+            "the data set has {samples} samples but {users} users. Give one per sample.",
             samples=len(dataset),
             users=len(users),
         )
@@ -160,8 +160,8 @@ def _labels(dataset: Dataset[Any], kind: str) -> Ints:
     if labels is None:
         raise DataError(
             "federate.no_labels",
-            "federate.partition {kind} divides by class, and the data set has no classes; give it an attribute "
-            "`labels` with one whole number per sample, or take iid or user",
+            "federate.partition {kind} divides by class, but the data set has no classes. Give it an attribute "
+            "`labels` with one whole number per sample, or use iid or user.",
             kind=kind,
         )
     return np.asarray(labels)
@@ -253,7 +253,7 @@ class Kept:
         except (OSError, RuntimeError) as error:
             raise RunError(
                 "federate.state_folder",
-                "{path}, which holds what clients keep, cannot be made: {error}",
+                "{path}, which holds the state of clients, cannot be made: {error}",
                 path=self.path,
                 error=error,
             ) from error

@@ -102,12 +102,12 @@ class Client(Closing):
             if isinstance(answer, Refused):
                 raise ChannelError(
                     "remote.calls_refused",
-                    "{peer} takes no calls of this client: {reason}",
+                    "{peer} accepts no calls of this client: {reason}",
                     peer=self.peer,
                     reason=printable(answer.reason),
                 )
             if not isinstance(answer, Welcome):
-                raise ChannelError("remote.not_a_service", "{peer} is no service", peer=self.peer)
+                raise ChannelError("remote.not_a_service", "{peer} is not a service", peer=self.peer)
         except BaseException:
             connection.close()
             raise
@@ -215,7 +215,7 @@ class Client(Closing):
         if packed.nbytes > self._attached_bytes:
             raise RemoteError(
                 "remote.arguments_too_large",
-                "{function}: the arguments have {nbytes:,} bytes of tensors; {peer} takes {limit:,} a call",
+                "{function}: the arguments have {nbytes:,} bytes of tensors; {peer} accepts {limit:,} a call",
                 function=function,
                 nbytes=packed.nbytes,
                 peer=self.peer,
@@ -245,7 +245,7 @@ class Client(Closing):
             if not self.wait(lambda: len(self._pending) < self._calls_at_once or self.error is not None, until):
                 raise DeadlineError(
                     "remote.too_many_calls",
-                    "{function}: {peer} has answered none of {limit} calls, which is as many as it takes at once",
+                    "{function}: {peer} has answered none of {limit} calls, the most that it accepts at once",
                     function=pending.function,
                     peer=self.peer,
                     limit=self._calls_at_once,
@@ -342,7 +342,7 @@ class Pending:
             self.forget()
             raise DeadlineError(
                 "remote.deadline",
-                "{peer} did not answer {function} within {deadline_s:g} s; it may still run",
+                "{peer} did not answer {function} within {deadline_s:g} s. It may still run.",
                 peer=client.peer,
                 function=self.function,
                 deadline_s=self._deadline_s,

@@ -191,7 +191,7 @@ class Service(Closing):
         hello = connection.receive(HANDSHAKE_S)
         problem = None
         if not isinstance(hello, Hello):
-            raise ChannelError("remote.not_a_client", "{peer} is no client", peer=connection.peer)
+            raise ChannelError("remote.not_a_client", "{peer} is not a client", peer=connection.peer)
         if hello.version != VERSION:
             problem = f"it speaks version {VERSION} of remote calls, and the client {hello.version}: use one paceline"
         elif len(hello.name) > _MOST_NAME or not 0 < len(hello.identity) <= _MOST_NAME:
@@ -284,7 +284,7 @@ class _Served:
         with self._changed:
             while not self._ended and self._tasks and not self._has_room(task):
                 if self._talk.connection.wait(0, time.monotonic()) or self._talk.connection.lost:
-                    raise ChannelError("remote.client_gone", "{peer} has gone", peer=self.caller.peer)
+                    raise ChannelError("remote.client_gone", "{peer} is gone", peer=self.caller.peer)
                 self._changed.wait(1.0)
             if task.call.number in self._tasks:
                 raise ChannelError(
@@ -352,7 +352,7 @@ class _Served:
         result = task.function(self.caller, *arguments)
         if inspect.isgenerator(result) and not task.call.stream:
             result.close()
-            raise RemoteError("remote.is_a_stream", "this function yields results one by one: call it by `stream`")
+            raise RemoteError("remote.is_a_stream", "this function yields results one by one. Call it by `stream`.")
         return result
 
     def _run_stream(self, task: _Task) -> None:

@@ -103,7 +103,7 @@ class Talk:
                 self.connection.end()
                 raise DeadlineError(
                     "shared.send_deadline",
-                    "{peer} took no message for {deadline_s:g} s: closed",
+                    "{peer} accepted no message for {deadline_s:g} s, so the connection was closed",
                     peer=self.connection.peer,
                     deadline_s=deadline_s,
                 )
@@ -188,14 +188,14 @@ class Talk:
         if returned := getattr(message, "returned", None):
             with self._lock:
                 if self._own is None:
-                    raise ChannelError("shared.return_unexpected", "shared memory was returned where there is none")
+                    raise ChannelError("shared.return_unexpected", "shared memory was returned, but there is none")
                 self._own.returned(returned)
         if block is None:
             return attached
         if attached is not None or block.nbytes > self._limit_bytes:
             raise ChannelError(
                 "shared.bytes_impossible",
-                "{nbytes:,} bytes came beside a message, in a way that cannot be",
+                "{nbytes:,} bytes came beside a message, which is not possible",
                 nbytes=block.nbytes,
             )
         with self._lock:
@@ -438,7 +438,7 @@ class PeersMemory:
             if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
                 raise ChannelError(
                     "shared.size_impossible",
-                    "the peer sent shared memory {number} of {nbytes:,} bytes, which cannot be",
+                    "the peer sent shared memory {number} of {nbytes:,} bytes, which is not possible",
                     number=number,
                     nbytes=nbytes,
                 )
@@ -448,11 +448,11 @@ class PeersMemory:
                     "shared.too_much", "the peer sent more than {limit:,} bytes of shared memory", limit=_MOST_BYTES
                 )
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ChannelError("shared.shrinkable", "the peer sent shared memory that it may still shrink")
+                raise ChannelError("shared.shrinkable", "the peer sent shared memory that it can still shrink")
             if os.fstat(descriptor).st_size != nbytes + TOKEN_BYTES:
                 raise ChannelError(
                     "shared.size_differs",
-                    "the peer sent shared memory of another size than the {nbytes:,} bytes it says",
+                    "the peer sent shared memory of another size than the announced {nbytes:,} bytes",
                     nbytes=nbytes,
                 )
             self._segments[number] = Segment(descriptor, nbytes)
@@ -473,7 +473,7 @@ class PeersMemory:
         if segment is None or number in self._lent or not 0 < nbytes <= segment.size:
             raise ChannelError(
                 "shared.range_impossible",
-                "the peer sent {nbytes:,} bytes in shared memory {number}, where they cannot be",
+                "the peer sent {nbytes:,} bytes in shared memory {number}, at an impossible place",
                 nbytes=nbytes,
                 number=number,
             )

@@ -118,7 +118,7 @@ class _Packer:
             if not -(2**63) <= value < 2**64:
                 raise RemoteError(
                     "remote.int_too_large",
-                    "an int of {bits} bits cannot be sent; at most 64 can, or a str",
+                    "an int of {bits} bits cannot be sent; at most 64 bits can, or a str",
                     bits=value.bit_length(),
                 )
             return value
@@ -143,7 +143,7 @@ class _Packer:
             if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**64):
                 raise RemoteError(
                     "remote.dict_key",
-                    "a dict with the key {key!r:.80} cannot be sent; keys are str or int of 64 bits",
+                    "a dict with the key {key!r:.80} cannot be sent; keys are str, or int of 64 bits",
                     key=key,
                 )
             yield key, self.pack(item, depth + 1)
@@ -214,7 +214,7 @@ def _bytes_of_any(tensor: Tensor) -> memoryview:
     if not known or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise RemoteError(
             "remote.tensor_unsupported",
-            "a tensor of dtype {dtype}, layout {layout} on {type} cannot be sent; dense ones with values can",
+            "a tensor of dtype {dtype}, layout {layout} on {type} cannot be sent; dense tensors with values can",
             dtype=tensor.dtype,
             layout=tensor.layout,
             type=tensor.device.type,
@@ -270,7 +270,7 @@ class _Unpacker:
         if kind is dict:
             return {_key(key): self.unpack(item, depth + 1) for key, item in tree.items()}
         raise RemoteError(
-            "remote.class_unexpected", "the peer sent a {class_name}, which no peer sends", class_name=kind.__name__
+            "remote.class_unexpected", "the peer sent a {class_name}, which is not allowed", class_name=kind.__name__
         )
 
     def _object(self, tree: list[Any], depth: int) -> Any:
@@ -286,7 +286,7 @@ class _Unpacker:
         if not isinstance(plain, list) or len(plain) != len(fields):
             raise RemoteError(
                 "remote.fields_differ",
-                "a {class_name} has the fields {fields}; the peer's differ",
+                "a {class_name} has the fields {fields}; the fields of the peer's differ",
                 class_name=kind.__qualname__,
                 fields=list(fields),
             )
@@ -299,7 +299,7 @@ class _Unpacker:
             return bytes(self._block[begin:end])
         if code not in (TENSOR, LARGE_TENSOR):
             raise RemoteError(
-                "remote.extension_unexpected", "the peer sent an extension {code}, which no peer sends here", code=code
+                "remote.extension_unexpected", "the peer sent an extension {code}, which is not allowed", code=code
             )
         begin = _HEADER_BYTES * (1 + data[0]) if data else _HEADER_BYTES
         if len(data) < begin:

@@ -56,7 +56,7 @@ def test_a_fresh_model_with_the_exported_weights_has_the_accuracy_of_the_run(tmp
     outcome = paceline("export", "run", "model.safetensors", folder=tmp_path)
     assert outcome.error.startswith("model.safetensors exists already and is not overwritten")
     outcome = paceline("export", "run", "folder", "--layout", "hf", folder=tmp_path)
-    assert "(Sequential) is not one of transformers'" in outcome.error
+    assert "[export.not_hugging_face]" in outcome.error
     outcome = paceline("export", "runs", "other.safetensors", folder=tmp_path)
     assert outcome.error.startswith("runs does not exist. Name a run directory")
 

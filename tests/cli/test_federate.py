@@ -44,12 +44,12 @@ def test_a_simulated_run_is_reported_on_and_exported(tmp_path: Path) -> None:
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(federated_job({"per_round": 4}).to_yaml())
     outcome = paceline("federate", "simulate", "job.yaml", "--clients", 3, folder=tmp_path)
-    assert outcome.error == "federate: per_round is 4, and there are 3 clients\n"
+    assert "[federate.per_round]" in outcome.error
     (tmp_path / "plain.yaml").write_text(federated_job().model_copy(update={"federate": None}).to_yaml())
     outcome = paceline("federate", "simulate", "plain.yaml", folder=tmp_path)
-    assert outcome.error.startswith('the job has no "federate" section; add one')
+    assert "[federate.no_section]" in outcome.error
     outcome = paceline("federate", "simulate", "plain.yaml", "--clients", 3, folder=tmp_path)
-    assert outcome.error.startswith('the job has no "federate" section; add one')
+    assert "[federate.no_section]" in outcome.error
     assert not (tmp_path / "runs").exists()
 
 

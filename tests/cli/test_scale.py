@@ -17,8 +17,8 @@ def test_a_run_is_scaled_by_one_at_a_time(by: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    assert "is not the directory of a run" in paceline("scale", tmp_path, "-1", folder=tmp_path).error
-    assert "is not the directory of a run" in paceline("scale", tmp_path / "none", "-1", folder=tmp_path).error
+    assert "[run.not_scalable]" in paceline("scale", tmp_path, "-1", folder=tmp_path).error
+    assert "[run.not_scalable]" in paceline("scale", tmp_path / "none", "-1", folder=tmp_path).error
 
 
 def test_a_run_at_a_url_is_named_by_its_working_directory(tmp_path: Path) -> None:

@@ -119,5 +119,5 @@ def test_too_many_operations_and_runs_of_servers_are_refused(tmp_path: Path) -> 
     job = write_job(tmp_path / "job.yaml", stop={"steps": 12})
     plan = "dp=2 sync=server:staleness=2"
     assert paceline("train", job, "--plan", plan, "--run", "run", folder=tmp_path).code == 0
-    assert "name at most 50" in paceline("trace", "run", "--steps", "51", "--operations", folder=tmp_path).error
-    assert "take no steps together" in paceline("trace", "run", "--operations", folder=tmp_path).error
+    assert "[trace.too_many_steps]" in paceline("trace", "run", "--steps", "51", "--operations", folder=tmp_path).error
+    assert "[calibrate.servers]" in paceline("trace", "run", "--operations", folder=tmp_path).error

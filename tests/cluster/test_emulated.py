@@ -70,14 +70,14 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
         ("emulate:\n  hosts: 2\n  rate: [1gbit, 5]", "line 3: emulate.rate: '5' is not a rate"),
         (
             "\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]",
-            "line 2: emulate: cpu lists 3 values, but there are 2 hosts: give one for each",
+            "line 2: emulate: cpu lists 3 values, but there are 2 hosts",
         ),
         ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: emulate.cpu: 0 is not a number of cores"),
         ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: emulate.cpu: nan is not a number of cores"),
         ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: emulate.cpu: True is not a number of cores"),
         (
             "emulate:\n  hosts: 2\n  cpu: 9",
-            "line 1: cpu: host-0 is to have 9 cores, but this machine leaves only 4 to use",
+            "line 1: cpu: host-0 should have 9 cores",
         ),
         ("emulate: {hosts: 2, delay_ms: 0}", "line 1: emulate.delay_ms should be more than 0.0, got 0"),
         ("emulate: 4", "line 1: emulate should be a group of keys with values, got 4"),

@@ -143,21 +143,21 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("0x8xH100", "has no device: both numbers are at least 1, e.g. 1x8xH100-SXM"),
-        ("64x0xH100-SXM", "has no device: both numbers are at least 1, e.g. 64x8xH100-SXM"),
-        ("3x8x", "a name is hosts x devices of each x device, e.g. 64x8xH100-SXM, 400gbit"),
-        ("3x8x2xH100", "a name is hosts x devices of each x device"),
-        ("2.5x8xH100", "a name is hosts x devices of each x device"),
-        ("-3x8xH100", "a name is hosts x devices of each x device"),
-        ("", "a name is hosts x devices of each x device"),
-        ("1000000x8xH100", "has 8,000,000 devices; 1,000,000 is the most"),
+        ("0x8xH100", "has no devices: both numbers are at least 1, e.g. 1x8xH100-SXM"),
+        ("64x0xH100-SXM", "has no devices: both numbers are at least 1, e.g. 64x8xH100-SXM"),
+        ("3x8x", "write hosts x devices of each x device, e.g. 64x8xH100-SXM, 400gbit"),
+        ("3x8x2xH100", "write hosts x devices of each x device"),
+        ("2.5x8xH100", "write hosts x devices of each x device"),
+        ("-3x8xH100", "write hosts x devices of each x device"),
+        ("", "write hosts x devices of each x device"),
+        ("1000000x8xH100", "has 8,000,000 devices. Plans can be made for at most 1,000,000"),
         ("64xH100-SXM", "is one host with 64 devices; a usual one has 8: 8x8xH100-SXM"),
         ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. The nearest there: '),
-        ("8xH100, oversubscribed 0.5:1", "a network is oversubscribed 1:1 or more"),
-        ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two oversubscriptions"),
-        ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, and no price such as 2.5/h'),
+        ("8xH100, oversubscribed 0.5:1", "oversubscription is at least 1:1"),
+        ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two values for its oversubscription"),
+        ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h'),
         ("2x8xH100, 0gbit", "carries nothing"),
-        ("2x8xH100, 400gbit, 200gbit", "two rates"),
+        ("2x8xH100, 400gbit, 200gbit", "two values for its rate"),
         ("2x8xH100, 2/h, 3/h", "two prices"),
     ],
 )
@@ -237,7 +237,8 @@ def test_more_devices_than_a_host_has_are_usual_hosts(name: str, shape: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [(" ; ", "names no cluster"), ("1001xH100-SXM", "name 1000xH100-SXM or 1008xH100-SXM")]
+    ("text", "says"),
+    [(" ; ", "is not the name of a cluster"), ("1001xH100-SXM", "name 1000xH100-SXM or 1008xH100-SXM")],
 )
 def test_a_list_that_names_no_whole_hosts_is_refused_with_what_would_work(text: str, says: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(says)):

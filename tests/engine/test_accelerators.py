@@ -155,7 +155,7 @@ def test_a_rank_on_an_accelerator_that_does_not_come_is_named(
     for name, value in simulated.environment(devices=2).items():
         monkeypatch.setenv(name, value)
     said, _ = run_in_places(on_this_machine(2), waits_for_rank_1, [], deadline_s=60.0)
-    assert "for ranks [1], which did not come" in said
+    assert "for ranks 1, which did not start" in said
 
 
 def arrives_late(path: str) -> bool:

@@ -155,7 +155,7 @@ def test_sparse_embeddings_train_as_dense_ones(ranks: Ranks, plan: str, optimize
 UNLIKE_ONE_PROCESS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
     ("dp=2", by_frequency, "SGD", "scale_grad_by_freq, which divides by how often a rank sees a row"),
     ("fsdp=2", short, "SGD", '"embedding" has max_norm'),
-    ("dp=2", sparse, "SparseAdam", "SparseAdam takes sparse gradients"),
+    ("dp=2", sparse, "SparseAdam", "SparseAdam needs sparse gradients"),
 ]
 
 
@@ -183,7 +183,7 @@ def test_state_that_forward_writes_from_a_ranks_own_samples_ends_the_run_before_
     }
     for rank in ranks(2, written, list(cases), backend="shm"):
         for found, what in zip(rank, cases.values(), strict=True):
-            assert f"step 1: {what} is different on rank 1 than on rank 0" in found["said"]
+            assert f"step 1: {what} differs between rank 1 and rank 0" in found["said"]
             assert "Nothing was updated" in found["said"]
 
 
@@ -345,7 +345,7 @@ def test_the_third_time_ends_the_run_and_names_the_host(tmp_path: Path, ranks: R
 def test_without_a_majority_the_difference_ends_the_run(
     tmp_path: Path, ranks: Ranks, size: int, flips: list[Flip]
 ) -> None:
-    with pytest.raises(RankError, match=r"step 4: parameter '0.weight' is different on rank .* than on rank 0"):
+    with raises(RankError, "ranks.state_differs", step=4, what="parameter", name="0.weight"):
         trained_with_corruption(tmp_path / "run", ranks, *flips, size=size, plan=f"dp={size} balance=off")
 
 

@@ -44,9 +44,9 @@ def error_of(file: Path, plan: str = "dp=1", *options: str) -> str:
         ({"samples": 0}, "what_goes_wrong.py:Points made an empty Points: its length is 0"),
         (
             {"samples": 10},
-            "the training set has 10 samples, fewer than one global batch of 16: set global_batch to 10 or less",
+            "the training set has 10 samples, fewer than one global batch of 16. Set global_batch to 10 or less",
         ),
-        ({"trouble": "shrink"}, "Points had 96 samples when the job began and has 89 now; keep it fixed"),
+        ({"trouble": "shrink"}, "Points had 96 samples when the job began and has 89 now"),
     ],
     ids=["no module", "no such name", "empty", "shorter than a batch", "changes its length"],
 )

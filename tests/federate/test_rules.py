@@ -128,10 +128,10 @@ def test_every_rule_is_made_by_its_name_and_restores_its_state(name: str) -> Non
         ({"rule": "scaffold"}, {"optimizer": {"name": "adam"}}, "needs optimizer: {name: sgd} without momentum"),
         ({"rule": "scaffold"}, {"clip_norm": 1.0}, "and no clip_norm"),
         ({}, {"precision": "bf16"}, "federated clients compute in fp32 or fp64"),
-        ({}, {"stop": {"epochs": 3}}, "a federated run counts rounds, as stop.steps"),
-        ({}, {"nonfinite": "rewind"}, "updates with NaN or Inf are always refused"),
-        ({"personal": ["haed.*"]}, {}, 'federate.personal: "haed.*" fits no trainable parameter'),
-        ({"personal": ["*"]}, {}, "leave some to share"),
+        ({}, {"stop": {"epochs": 3}}, "A federated run counts rounds, as stop.steps"),
+        ({}, {"nonfinite": "rewind"}, "always refuses updates with NaN or Inf"),
+        ({"personal": ["haed.*"]}, {}, 'federate.personal: "haed.*" matches no trainable parameter'),
+        ({"personal": ["*"]}, {}, "Leave some to share"),
     ],
 )
 def test_what_does_not_go_together_is_refused(federate: dict[str, Any], changes: dict[str, Any], told: str) -> None:
@@ -143,12 +143,12 @@ def test_what_does_not_go_together_is_refused(federate: dict[str, Any], changes:
 @pytest.mark.parametrize(
     ("federate", "told"),
     [
-        ({"local_epochs": 1, "local_steps": 1}, "give local_epochs or local_steps, not both"),
-        ({"clients": 3, "per_round": 4}, "per_round is 4, and there are 3 clients"),
-        ({"clients": 3, "least": 4}, "least is 4, and a round has 3 clients"),
+        ({"local_epochs": 1, "local_steps": 1}, "give either local_epochs or local_steps"),
+        ({"clients": 3, "per_round": 4}, "per_round is 4, but there are 3 clients"),
+        ({"clients": 3, "least": 4}, "least is 4, but a round has 3 clients"),
         ({"aggregate": "trimmed:0.6"}, "mean, median or trimmed:SHARE"),
-        ({"privacy": {"clip": 1, "noise": 1}, "aggregate": "median"}, "privacy goes with aggregate: mean"),
-        ({"privacy": {"clip": 1, "noise": 1}, "norm_bound": 1}, "privacy.clip bounds the norm of updates already"),
+        ({"privacy": {"clip": 1, "noise": 1}, "aggregate": "median"}, "privacy needs aggregate: mean"),
+        ({"privacy": {"clip": 1, "noise": 1}, "norm_bound": 1}, "privacy.clip already bounds the norm of updates"),
         ({"partition": {"kind": "iid", "alpha": 0.3}}, "alpha belongs to kind: dirichlet"),
         ({"client": 3}, 'unknown key "client" in federate. Did you mean "clients"'),
     ],

@@ -53,7 +53,7 @@ def test_accelerate_trains_over_shared_memory_as_over_gloo_and_with_a_codec_near
     assert coded["losses"] == pytest.approx(gloo["losses"], rel=0.02)
     assert coded["losses"] != shared["losses"]
     assert coded["bucket"] == 2**20  # what the user gave is kept
-    assert "a model is prepared already" in coded["late"]
+    assert "a model is already prepared" in coded["late"]
 
 
 def trainers(codec: str | None, folder: str) -> tuple[float, str]:

@@ -18,6 +18,7 @@ from paceline.device import use
 from paceline.errors import LaunchError, PlanError
 from paceline.frameworks.pytorch import CodecState, codec_hook, init_process_group, register_codec
 from ranks import Backend, RankError, Ranks
+from refusals import raises
 from simulated.environment import Simulated
 
 STEPS, BATCH = 60, 32
@@ -169,7 +170,7 @@ def in_float64() -> None:
 
 
 def test_a_codec_that_does_not_take_the_dtype_says_so(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"compress=int8 codes 32-bit and 16-bit floats; .* is float64"):
+    with raises(RankError, "compress.dtype", text="int8", dtype="float64"):
         ranks(2, in_float64, backend="shm")
 
 

@@ -77,9 +77,9 @@ def test_the_outer_optimizer_goes_on_from_a_saved_state(ranks: Ranks) -> None:
     [
         ("locall:8", None, "unknown rule"),
         ("server:staleness=2", None, "needs paceline's own engine"),
-        ("local:8", "int8", "sends parameters, which no codec takes"),
+        ("local:8", "int8", "sends parameters, which codecs do not compress"),
         ("diloco:8", "int9", 'unknown codec "int9"'),
-        ("allreduce", "none", "is no codec"),
+        ("allreduce", "none", "is not a codec"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(sync: str, codec: str | None, said: str) -> None:
@@ -94,4 +94,4 @@ def with_batch_norm() -> str:
 
 
 def test_a_model_whose_statistics_would_stay_those_of_a_rank_is_refused(ranks: Ranks) -> None:
-    assert "batch norm, whose statistics would stay those of each rank" in ranks(2, with_batch_norm)[0]
+    assert "batch norm, and each rank would keep its own statistics" in ranks(2, with_batch_norm)[0]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.schedule import ScheduleSpec
+from refusals import raises
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -280,7 +281,7 @@ def test_each_schedule_has_the_values_that_its_formula_has(values: dict[str, Any
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_a_decay_without_an_end_is_refused_and_one_with_an_end_is_not(name: str) -> None:
-    with pytest.raises(JobError, match=r"give schedule\.decay_steps, or stop\.epochs or stop\.steps"):
+    with raises(JobError, "schedule.end_unknown", name=name):
         schedule(name=name).factor_at(0, None)
     assert schedule(name=name, decay_steps=10).factor_at(10, None) == pytest.approx(0)
 

@@ -138,7 +138,7 @@ def test_without_shuffle_the_samples_come_in_the_datasets_order() -> None:
         {"spec": PartitionSpec(shuffle=False), "samples": 10, "global_batch": 4, "seed": 0, "replicas": 2}
     )
     assert epochs(parts, 5) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
-    with pytest.raises(ValidationError, match="shuffle: false goes with uniform"):
+    with pytest.raises(ValidationError, match="shuffle: false works with uniform"):
         PartitionSpec(kind="stratified", shuffle=False)
 
 
@@ -294,13 +294,12 @@ def refusal(**changes: Any) -> str:
 
 
 def test_sizes_that_cannot_work_are_refused_with_those_that_can() -> None:
-    assert "DataError: the training set is empty" in refusal(samples=0)
-    assert (
-        "DataError: the training set has 50 samples, fewer than one global batch of 64: set global_batch to 50"
-        in refusal(samples=50, global_batch=64)
+    assert "DataError: the training set has 0 samples" in refusal(samples=0)
+    assert "DataError: the training set has 50 samples, fewer than one global batch of 64" in refusal(
+        samples=50, global_batch=64
     )
-    assert "PlanError: global_batch 1 cannot be dealt to 2 replicas" in refusal(global_batch=1)
-    assert "3 weights for 2 replicas; give 2" in refusal(spec=PartitionSpec(weights=(1, 2, 3)))
+    assert "PlanError: global_batch 1 cannot be divided over 2 replicas" in refusal(global_batch=1)
+    assert "3 weights for 2 replicas. Give 2" in refusal(spec=PartitionSpec(weights=(1, 2, 3)))
     with pytest.raises(ValidationError, match="greater than 0"):
         PartitionSpec(weights=(1, 0))
 
@@ -308,7 +307,7 @@ def test_sizes_that_cannot_work_are_refused_with_those_that_can() -> None:
 def test_labels_that_do_not_fit_a_stratified_deal_are_refused() -> None:
     spec = PartitionSpec(kind="stratified")
     assert "this dataset has no `labels`" in refusal(spec=spec)
-    assert "the dataset's have shape (99,)" in refusal(spec=spec, labels=np.zeros(99, np.int64))
+    assert "those of the dataset have shape (99,)" in refusal(spec=spec, labels=np.zeros(99, np.int64))
     assert "type float64" in refusal(spec=spec, labels=np.zeros(100))
 
 

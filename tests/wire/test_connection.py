@@ -152,7 +152,7 @@ def test_a_frame_that_no_peer_sends_ends_the_connection_without_taking_memory(fr
     intruder, ours = socket.socketpair()
     connection = Connection(ours, Messages, "the other end")
     intruder.sendall(frame)
-    with pytest.raises(ChannelError, match=r"the other end (announced|sent what is no message)"):
+    with pytest.raises(ChannelError, match=r"the other end (announced|sent data that is not a message)"):
         connection.receive(DEADLINE_S)
     assert connection.lost
     connection.close()

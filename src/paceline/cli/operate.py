@@ -95,7 +95,7 @@ def request_from(
     if limit is not None and not where.limits_time:
         raise LaunchError(
             "submit.no_time_limit",
-            "--time {limit}: {scheduler} has no time limit; leave it out",
+            "--time {limit}: {scheduler} has no time limit. Leave --time out.",
             limit=limit,
             scheduler=where.name,
         )
@@ -155,7 +155,7 @@ def scale(
     if is_url(run):
         raise RunError(
             "run.no_directory_named",
-            "{run}: name the working directory of the run, which its first lines on screen tell.",
+            "{run}: name the run's working directory. The first lines that the run prints name it.",
             run=run,
         )
     holder = _holder(Path(run))
@@ -163,7 +163,7 @@ def scale(
     if answer is None:
         raise RunError(
             "run.no_answer",
-            "{run} is being trained by {holder}, which has not answered within {deadline_s:g} s",
+            "{run} is being trained by {holder}, which did not answer within {deadline_s:g} s",
             run=run,
             holder=holder,
             deadline_s=_WAIT_S,
@@ -189,21 +189,26 @@ def _holder(run: Path) -> str:
     except FileNotFoundError:
         content, owner = None, os.geteuid()
     except PermissionError:
-        raise RunError("run.unknown_owner", "{run} belongs to another user, who alone may scale it", run=run) from None
+        raise RunError(
+            "run.unknown_owner", "{run} belongs to another user, and only the owner can scale it", run=run
+        ) from None
     if owner != os.geteuid():
         raise RunError(
-            "run.other_owner", "{run} belongs to {owner}, who alone may scale it", run=run, owner=user_name(owner)
+            "run.other_owner",
+            "{run} belongs to {owner}, and only the owner can scale it",
+            run=run,
+            owner=user_name(owner),
         )
     if content is None:
         raise RunError(
             "run.not_scalable",
-            "{run} is not the directory of a run. `paceline scale` takes the one that `train` names first.",
+            "{run} is not a run directory. `paceline scale` takes the directory that `train` names first.",
             run=run,
         )
     holder = Holder.parse(content)
     if holder is None or holder.is_gone:
         raise RunError(
-            "run.not_training", "{run} is not being trained. Go on with it by --resume, and any --plan.", run=run
+            "run.not_training", "{run} is not being trained. Continue it with --resume, and any --plan.", run=run
         )
     return str(holder)
 

@@ -43,7 +43,8 @@ def _page(directory: Path) -> Path:
             return page.write(directory)
     raise RunError(
         "report.unknown_directory",
-        "{directory} is neither the directory of a run (it has no job.yaml) nor of a benchmark (it has no report.json)",
+        "{directory} is not a run directory (it has no job.yaml), and not a benchmark's directory (it has no "
+        "report.json)",
         directory=directory,
     )
 

@@ -201,8 +201,8 @@ def port_of(listen: str | None) -> int:
     if host not in ("127.0.0.1", "localhost"):
         raise RunError(
             "watch.address_not_local",
-            "--listen {address}: the page is not encrypted, so it is only served on 127.0.0.1. To see it on another "
-            "machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST), and open the printed "
+            "--listen {address}: the page is not encrypted, so it is served on 127.0.0.1 only. To see it on another "
+            "machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST) and open the printed "
             "address.",
             address=listen,
             port=port,

@@ -235,7 +235,7 @@ def at_power(device: Accelerator, watts: float) -> Accelerator:
     if not watts > 0:
         raise ClusterError(
             "cluster.power_not_positive",
-            "{device} at {watts:g} W computes nothing; a power is a number of watts above 0",
+            "{device} at {watts:g} W computes nothing. A power is a number of watts above 0.",
             device=device.name,
             watts=watts,
         )

@@ -145,21 +145,21 @@ def _must_be_possible() -> None:
     if not sys.platform.startswith("linux"):
         raise ClusterError(
             "emulate.linux_only",
-            "hosts can be emulated on Linux only, which has network namespaces. Leave `emulate` out to use this "
+            "hosts can be emulated only on Linux, which has network namespaces. Leave `emulate` out to use this "
             "machine as it is.",
         )
     if os.geteuid() != 0:
         raise ClusterError(
             "emulate.needs_root",
-            "emulated hosts need root, or a user namespace, which the command `paceline` makes for itself: start a "
-            "script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine as it "
-            "is.",
+            "emulated hosts need root or a user namespace. The command `paceline` makes a user namespace itself. "
+            "Start a script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine "
+            "as it is.",
         )
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
         raise ClusterError(
             "emulate.command_missing",
-            "emulated hosts need the command {missing}, of the package iproute2: install it (apt-get install "
+            "emulated hosts need the command {missing} of the package iproute2. Install it (apt-get install "
             "iproute2), or leave `emulate` out to use this machine as it is.",
             missing=" and ".join(missing),
         )
@@ -206,7 +206,7 @@ class Keeper:
         if (answer := self._answer()) != "carrying":
             raise ClusterError(
                 "emulate.delay_failed",
-                "the packets between emulated hosts cannot be delayed: {reason}. Leave `delay_ms` out.",
+                "packets between emulated hosts cannot be delayed: {reason}. Leave `delay_ms` out.",
                 reason=answer or "the relay died",
             )
 
@@ -264,7 +264,7 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
             time.sleep(_TICK_S)
     if left := _processes(namespaces, groups):
         raise ClusterError(
-            "emulate.processes_left", "in emulated hosts, these processes cannot be ended: {pids}", pids=sorted(left)
+            "emulate.processes_left", "these processes in emulated hosts cannot be ended: {pids}", pids=sorted(left)
         )
 
 

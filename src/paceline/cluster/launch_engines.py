@@ -127,7 +127,7 @@ def place_from(
     if number >= count:
         raise LaunchError(
             "launcher.number_out_of_range",
-            "{number_name} is {number}, but {count_name} is {count}: hosts have the numbers 0 to count - 1. {advice}",
+            "{number_name} is {number}, but {count_name} is {count}: hosts are numbered from 0 to count - 1. {advice}",
             number_name=number_name,
             number=number,
             count_name=count_name,
@@ -150,7 +150,7 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
     if not 1 <= least <= count:
         raise LaunchError(
             "launcher.range_invalid",
-            '{variable} is "{text}": the first number is the least that a run begins with, as in 2..8.',
+            '{variable} is "{text}". The first number is the fewest hosts that the run starts with, as in 2..8.',
             variable=name,
             text=text,
         )
@@ -171,7 +171,7 @@ def address_from(coordinator: str, port: int) -> tuple[str, int]:
     if not address:
         raise LaunchError(
             "launcher.no_coordinator",
-            "No address of host 0 is known. Set {variable}=ADDRESS:PORT on every host, e.g. 10.0.0.1:{port}.",
+            "The address of host 0 is not known. Set {variable}=ADDRESS:PORT on every host, e.g. 10.0.0.1:{port}.",
             variable=COORDINATOR,
             port=port,
         )
@@ -251,8 +251,8 @@ class Slurm(LaunchEngine):
         if tasks != nodes:
             raise LaunchError(
                 "launcher.slurm_tasks",
-                "Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES), but "
-                "paceline is started once per node, and starts the ranks itself. {advice}",
+                "Slurm started {tasks} tasks on {nodes} nodes (SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES). Start "
+                "paceline once per node; it starts the ranks itself. {advice}",
                 tasks=tasks,
                 nodes=nodes,
                 advice=_SLURM_ADVICE,
@@ -335,7 +335,7 @@ def _part(match: re.Match[str], text: str) -> Iterator[str]:
 def _not_a_list(text: str) -> LaunchError:
     return LaunchError(
         "launcher.node_list_invalid",
-        '"{text}" is no list of nodes such as n[01-03,7],m1, or is too long.',
+        '"{text}" is not a list of nodes such as n[01-03,7],m1, or is too long.',
         text=text[:80],
     )
 
@@ -359,8 +359,8 @@ class Mpi(LaunchEngine):
         if here in os.environ and number_from(here, _MPI_ADVICE) > 1:
             raise LaunchError(
                 "launcher.mpi_processes",
-                "mpirun started {processes} processes on this host ({variable}), but paceline is started once per "
-                "host, and starts the ranks itself. {advice}",
+                "mpirun started {processes} processes on this host ({variable}). Start paceline once per host; it "
+                "starts the ranks itself. {advice}",
                 processes=os.environ[here],
                 variable=here,
                 advice=_MPI_ADVICE,
@@ -430,10 +430,10 @@ def _first_pod() -> str:
         if of_replica and int(of_replica[1]):
             raise LaunchError(
                 "launcher.job_set_replicas",
-                "this pod is of job {of_replica} of {replicated} in the JobSet {job_set}, and the pods of each job "
-                "count from 0 ({index}): two would be host 0. Give {replicated} replicas: 1 and the number of hosts "
-                "as completions. Or let every job have one pod: {host_number} from the annotation "
-                "jobset.sigs.k8s.io/job-global-index, and {coordinator} the name of the first.",
+                "this pod belongs to job {of_replica} of {replicated} in the JobSet {job_set}, and the pods of each "
+                "job are numbered from 0 ({index}), so two pods would be host 0. Give {replicated} replicas: 1, and "
+                "the number of hosts as completions. Or give every job one pod, with {host_number} from the "
+                "annotation jobset.sigs.k8s.io/job-global-index and {coordinator} naming the first pod.",
                 of_replica=of_replica[1],
                 replicated=replicated,
                 job_set=job_set,
@@ -555,8 +555,8 @@ def _refuse_contradiction(found: list[str]) -> None:
             raise LaunchError(
                 "launcher.ambiguous",
                 "This process is host {number} of {count} by the environment of {first}, and host {other_number} of "
-                "{other_count} by that of {name}. Unset the variables of the one that did not start it ({variables}; "
-                "{variables_2}).",
+                "{other_count} by the environment of {name}. Unset the variables of the launcher that did not start "
+                "it ({variables}; {variables_2}).",
                 number=own.number,
                 count=own.count,
                 first=first,

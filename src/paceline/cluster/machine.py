@@ -81,8 +81,7 @@ def _with_devices(host: Host, number: str | None) -> Host:
     if not (number.isascii() and number.isdecimal() and 0 < int(number) <= len(host.devices)):
         raise ClusterError(
             "cluster.too_few_devices",
-            "{wanted} devices are to be used of host {host} (the 2 of --hosts b:2, or {variable}), but it has "
-            "{devices}",
+            "{wanted} devices of host {host} are requested (the 2 of --hosts b:2, or {variable}), but it has {devices}",
             wanted=number,
             host=host.name,
             variable=HOST_DEVICES,
@@ -141,7 +140,7 @@ def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
         if cores is not None and cores > machine.cores:
             raise ClusterError(
                 "emulate.too_few_cores",
-                "cpu: host-{host} is to have {cores:g} cores, but this machine leaves only {available} to use",
+                "cpu: host-{host} should have {cores:g} cores, but this machine has only {available}",
                 host=i,
                 cores=cores,
                 available=machine.cores,
@@ -192,7 +191,7 @@ def find_gpus() -> Gpus:
         there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
         raise ClusterError(
             "device.not_there",
-            "{variable}={wanted}, but the accelerators here are {there}. Unset it to use what there is, or set "
+            "{variable}={wanted}, but the accelerators here are {there}. Unset it to use these, or set "
             "{variable}={cpu}",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
@@ -219,8 +218,8 @@ def _nvidias() -> Gpus:
             return Gpus()
         raise ClusterError(
             "device.driver_failed",
-            "the NVIDIA driver does not work: {error}. See whether nvidia-smi runs, or set {variable}={cpu} to do "
-            "without GPUs",
+            "the NVIDIA driver does not work: {error}. Check whether nvidia-smi runs, or set {variable}={cpu} to "
+            "train without GPUs",
             error=error,
             variable=DEVICE_VARIABLE,
             cpu=CPU,
@@ -403,7 +402,7 @@ def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
     except subprocess.TimeoutExpired:
         raise ClusterError(
             "device.torch_timeout",
-            "{hint}, but torch did not say within {deadline_s:g} s which devices it has. {advice}",
+            "{hint}, but torch did not list its devices within {deadline_s:g} s. {advice}",
             hint=hint(),
             deadline_s=_DEADLINE_S,
             advice=without,

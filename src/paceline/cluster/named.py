@@ -75,7 +75,10 @@ def cluster_names(text: str) -> list[str]:
                 names.append(word)
     if not names:
         raise ClusterError(
-            "cluster.name_invalid", '"{text}" names no cluster, e.g. {examples}', text=text, examples=_EXAMPLES
+            "cluster.name_invalid",
+            '"{text}" is not the name of a cluster such as {examples}',
+            text=text,
+            examples=_EXAMPLES,
         )
     return [_in_usual_hosts(name) for name in names]
 
@@ -113,14 +116,17 @@ def read_name(text: str) -> NamedCluster:
         if not matches:
             raise ClusterError(
                 "cluster.word_unknown",
-                'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, and no price such as '
-                "2.5/h, nor oversubscribed 3:1",
+                'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h, or '
+                "an oversubscription such as oversubscribed 3:1",
                 text=text,
                 word=word,
             )
         if twice := next(iter(matches.keys() & found.keys()), None):
             raise ClusterError(
-                "cluster.word_twice", 'cluster "{text}" has two {what}s; leave one out', text=text, what=twice
+                "cluster.word_twice",
+                'cluster "{text}" names two values for its {what}. Leave one out.',
+                text=text,
+                what=twice,
             )
         found |= matches
     rate_gbps = price = None
@@ -135,7 +141,7 @@ def read_name(text: str) -> NamedCluster:
     if rate_gbps == 0:
         raise ClusterError(
             "cluster.link_rate_zero",
-            'cluster "{text}": a link of 0 bit/s carries nothing; leave the rate out for the usual one',
+            'cluster "{text}": a link of 0 bit/s carries nothing. Leave the rate out for the usual rate.',
             text=text,
         )
     usual = device.network.bandwidth * 8 / 1e9 * per_host
@@ -147,8 +153,8 @@ def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
     if times < 1 or beyond < 1:
         raise ClusterError(
             "cluster.oversubscription_invalid",
-            'cluster "{text}": a network is oversubscribed 1:1 or more, beyond 1 host or more, e.g. oversubscribed '
-            "3:1 beyond 32",
+            'cluster "{text}": oversubscription is at least 1:1 and begins beyond at least 1 host, e.g. '
+            "oversubscribed 3:1 beyond 32",
             text=text,
         )
     return times, beyond
@@ -159,7 +165,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if match is None:
         raise ClusterError(
             "cluster.name_malformed",
-            'cluster "{text}": a name is hosts x devices of each x device, e.g. {examples}',
+            'cluster "{text}": write hosts x devices of each x device, e.g. {examples}',
             text=text,
             examples=_EXAMPLES,
         )
@@ -172,7 +178,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if hosts == 0 or per_host == 0:
         raise ClusterError(
             "cluster.name_without_devices",
-            'cluster "{text}" has no device: both numbers are at least 1, e.g. {hosts}x{per_host}x{device}',
+            'cluster "{text}" has no devices: both numbers are at least 1, e.g. {hosts}x{per_host}x{device}',
             text=text,
             hosts=max(hosts, 1),
             per_host=per_host or 8,
@@ -181,7 +187,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if hosts * per_host > _MOST_DEVICES:
         raise ClusterError(
             "cluster.too_large",
-            'cluster "{text}" has {devices:,} devices; {most:,} is the most that can be planned for',
+            'cluster "{text}" has {devices:,} devices. Plans can be made for at most {most:,}.',
             text=text,
             devices=hosts * per_host,
             most=_MOST_DEVICES,
@@ -314,8 +320,8 @@ def accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.device_unknown",
-            '"{name}" is not in the catalogue of hardware. {hint} Or measure instead: leave --cluster out on that '
-            "machine.",
+            '"{name}" is not in the catalogue of hardware. {hint} Or leave --cluster out on that machine, to measure '
+            "it.",
             name=name,
             hint=nearest_to(name),
         )

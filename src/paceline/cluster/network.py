@@ -221,8 +221,8 @@ def enter(path: str) -> None:
     except OSError as error:
         raise ClusterError(
             "emulate.namespace_not_entered",
-            "the network namespace {path} cannot be entered: {reason}. It takes root, and a launcher that is still "
-            "there.",
+            "the network namespace {path} cannot be entered: {reason}. This needs root, and a launcher that still "
+            "runs.",
             path=path,
             reason=error.strerror,
         ) from error

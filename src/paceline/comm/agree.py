@@ -47,9 +47,9 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
     )
     raise SyncError(
         "ranks.models_differ",
-        "the ranks do not hold the same: number {number} of rank 0 is {first}, of rank {rank} it is {other}. Every "
-        "rank must build the same model; look for what depends on the rank, on a file of its host, or on the order of "
-        "a set.",
+        "the ranks hold different models: number {number} of rank 0 is {first}, and of rank {rank} it is {other}. "
+        "Every rank must build the same model. Look for code that depends on the rank, on a file of its host, or on "
+        "the order of a set.",
         number=number + 1,
         first=first,
         rank=rank,

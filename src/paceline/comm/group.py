@@ -126,7 +126,8 @@ class Group:
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
             raise SyncError(
                 "ranks.group_invalid",
-                "rank {rank} of {size} cannot make a group of ranks {ranks}: give ascending ranks, its own among them",
+                "rank {rank} of {size} cannot make a group of ranks {ranks}. Give ascending ranks that include its "
+                "own.",
                 rank=self.rank,
                 size=self.size,
                 ranks=ranks,
@@ -374,7 +375,7 @@ class Group:
         if ends_generation(error):
             raise GenerationOver(
                 "ranks.interrupted",
-                "rank {rank}: {what} was broken off after {waited_s:.1f} s",
+                "rank {rank}: {what} was interrupted after {waited_s:.1f} s",
                 rank=self.rank,
                 what=what,
                 waited_s=waited_s,
@@ -391,7 +392,7 @@ class Group:
         raise SyncError(
             "ranks.deadline",
             "rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
-            "error of those ranks; if they are only slow, raise deadline_s. Transport: {transport}",
+            "error of those ranks. If they are only slow, raise deadline_s. Transport: {transport}",
             rank=self.rank,
             waited_s=waited_s,
             what=what,
@@ -456,8 +457,8 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     if not tensor.is_contiguous():
         raise SyncError(
             "ranks.tensor_not_contiguous",
-            "cannot {what} rank {rank} a tensor of shape {shape} and strides {stride}: its bytes do not lie in one "
-            "piece. Make a copy with .contiguous(), and copy what is received back.",
+            "cannot {what} rank {rank} a tensor of shape {shape} and strides {stride}, because it is not contiguous. "
+            "Send a copy made with .contiguous(), and receive into a contiguous tensor.",
             what=what,
             rank=rank,
             shape=tuple(tensor.shape),

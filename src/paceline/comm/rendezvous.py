@@ -138,8 +138,8 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
             "rendezvous.unreachable",
-            "rank {rank} cannot meet the others at {address}:{port}: {error}. Is the port in use by another run, or "
-            "rank 0 not started? Choose another MASTER_PORT (torchrun --master-port), the same on every host.",
+            "rank {rank} cannot meet the others at {address}:{port}: {error}. The port may be in use by another run, "
+            "or rank 0 was not started. Choose another MASTER_PORT (torchrun --master-port), the same on every host.",
             rank=rank,
             address=address,
             port=port,
@@ -176,7 +176,7 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise LaunchError(
             "rendezvous.timeout",
-            "rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not come to the start of the run",
+            "rank {rank} waited {timeout_s:g} s for ranks {missing}, which did not start",
             rank=rank,
             timeout_s=timeout_s,
             missing=missing,

@@ -137,8 +137,9 @@ def check(loader: DataLoader[Any], world: Group) -> None:
         if getattr(kind, name) not in [getattr(known, name) for known in _READ_BY_TORCH]:
             raise DataError(
                 "data.loader_overridden",
-                "{module}.{class_name} has a {name} of its own, and dealing a loader's samples to the ranks goes past "
-                "it. Put what it does into the data set, the sampler or collate_fn, and give setup a torch DataLoader",
+                "{module}.{class_name} defines its own {name}, which paceline does not call when it divides the "
+                "samples over the ranks. Move this code into the data set, the sampler or collate_fn, and give setup "
+                "a torch DataLoader.",
                 module=kind.__module__,
                 class_name=kind.__qualname__,
                 name=name,
@@ -146,7 +147,7 @@ def check(loader: DataLoader[Any], world: Group) -> None:
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         raise DataError(
             "data.data_pipe",
-            "a DataPipe divides itself among ranks and loader processes; give a Dataset or an IterableDataset instead",
+            "a DataPipe divides itself among ranks and loader processes. Give a Dataset or an IterableDataset instead.",
         )
     for sampler in samplers(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
         _check_not_distributed(sampler, loader, world)
@@ -164,8 +165,8 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
     )
     raise DataError(
         "data.sampler_distributed",
-        "{sampler} draws the part of one of {parts} ranks; paceline deals the batches itself, so it takes the loader "
-        "that one process would use. Write {written}: batch_size counts the samples of all ranks together{size}",
+        "{sampler} draws one rank's part of {parts}. paceline divides the batches itself, so give it the loader that "
+        "one process would use. Write {written}: batch_size counts the samples of all ranks together{size}",
         sampler=name_of(sampler),
         parts=parts,
         written=written,

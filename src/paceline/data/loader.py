@@ -258,9 +258,9 @@ class Loader:
         raise DataError(
             "data.sample_none",
             "sample {index} of {samples} is None, and collate_fn leaves it out. The batches of the ranks then have "
-            "unknown sizes, so their losses cannot be weighted. Remove such samples from the data set, with "
-            "torch.utils.data.Subset(dataset, indices). In a loop of your own you can instead give the number of "
-            "samples: engine.backward(loss, items=len(x))",
+            "unknown sizes, so their losses cannot be weighted. Remove such samples from the data set with "
+            "torch.utils.data.Subset(dataset, indices). In your own loop you can instead give the number of samples: "
+            "engine.backward(loss, items=len(x))",
             index=index,
             samples=self._samples.name,
         )
@@ -330,8 +330,8 @@ class Loader:
         if ("stream" in state, "flow" in state) != own:
             raise DataError(
                 "data.position_of_other_loader",
-                "the saved position is of another kind of DataLoader (sampler or data set); resume with the one it "
-                "was saved with",
+                "the saved position belongs to another kind of DataLoader (sampler or data set). Resume with the "
+                "loader that it was saved with.",
             )
         if isinstance(self.partition, Partition):
             self._check_order(state)
@@ -340,8 +340,8 @@ class Loader:
         if isinstance(self.partition, Flow) and began and (then := state["flow"]["workers"]) != self.num_workers:
             raise DataError(
                 "data.workers_differ",
-                "{name} was read by {then} loader processes, which deal its stream among them; resume with "
-                "num_workers={then} in place of {num_workers}",
+                "{name} was read by {then} loader processes, which divide its stream among them. Resume with "
+                "num_workers={then} instead of {num_workers}.",
                 name=self.partition.name,
                 then=then,
                 num_workers=self.num_workers,
@@ -400,8 +400,8 @@ class Loader:
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
             "data.position_differs",
-            "the saved position is step {step} of an epoch that was dealt in another way: {differs}. Samples would be "
-            "trained twice or not at all. Resume with the same values, or change them at the end of an epoch",
+            "the saved position is step {step} of an epoch that was divided differently: {differs}. Samples would be "
+            "trained twice or not at all. Resume with the same values, or change them at the end of an epoch.",
             step=state["step"],
             differs=differs,
         )

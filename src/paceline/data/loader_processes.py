@@ -81,7 +81,8 @@ def make_room_for_sockets() -> None:
     if not sockets_fit(folder):
         raise LoaderProcessError(
             "loader.path_too_long",
-            "the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter one",
+            "the path {folder} is too long for the sockets of DataLoader worker processes. Set TMPDIR to a shorter "
+            "path.",
             folder=folder,
         )
 
@@ -167,16 +168,16 @@ def failed(
     if "timed out" in said:
         return LoaderProcessError(
             "loader.timeout",
-            "{where}: no batch came from the {workers} DataLoader worker processes within their timeout of "
-            "{timeout_s:g} s. If reading is only slow, raise timeout or num_workers",
+            "{where}: the {workers} DataLoader worker processes returned no batch within their timeout of "
+            "{timeout_s:g} s. If reading is only slow, raise timeout or num_workers.",
             where=where,
             workers=workers.count,
             timeout_s=workers.timeout_s,
         )
     return LoaderProcessError(
         "loader.workers_failed",
-        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Those that were killed often lacked "
-        "memory: try a smaller num_workers",
+        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Killed workers often lacked memory; "
+        "try a smaller num_workers.",
         where=where,
         workers=workers.count,
         reasons=said,

@@ -113,7 +113,9 @@ class SamplerStream:
             return len(self.sampler)
         except TypeError:
             raise DataError(
-                "data.sampler_without_length", "{name} has no length; give it a __len__, or count steps", name=self.name
+                "data.sampler_without_length",
+                "{name} has no length. Give it a __len__, or count steps.",
+                name=self.name,
             ) from None
 
     def size(self, step: int) -> int:
@@ -128,7 +130,7 @@ class SamplerStream:
         if known is None:
             raise DataError(
                 "data.batch_size_unknown",
-                "the size of batch {step} is known only when {name} has drawn it",
+                "the size of batch {step} is known only after {name} has drawn it",
                 step=step,
                 name=self.name,
             )
@@ -154,7 +156,7 @@ class SamplerStream:
         known = next(iter(self._epoch.batches.values()), [])
         if not known:
             raise DataError(
-                "data.sampler_empty", "{name} draws nothing, so there is nothing to train on", name=self.name
+                "data.sampler_empty", "{name} draws no samples, so there is nothing to train on", name=self.name
             )
         return [known[i % len(known)] for i in range(samples)]
 
@@ -195,9 +197,9 @@ class SamplerStream:
             if digest is not None and self._epoch.digests.get(known) != digest:
                 raise DataError(
                     "data.sampler_not_repeatable",
-                    "{name} does not draw again what it drew before: its epoch {epoch} differs within the first "
-                    "{batches} batches, so training cannot go on where it stopped. Give the sampler state_dict and "
-                    "load_state_dict, or a generator of its own",
+                    "{name} draws differently the second time: its epoch {epoch} differs within the first {batches} "
+                    "batches, so training cannot continue where it stopped. Give the sampler state_dict and "
+                    "load_state_dict, or its own generator.",
                     name=self.name,
                     epoch=epoch,
                     batches=known,
@@ -310,7 +312,7 @@ class SamplerStream:
             raise DataError(
                 "data.samplers_differ",
                 "{problem}. Give the DataLoader a sampler that draws the whole global batch as one process would, "
-                "alike on every rank, from a generator with a seed; paceline deals its batches to the ranks",
+                "equally on every rank, from a generator with a seed. paceline divides its batches over the ranks.",
                 problem=problems[0],
             )
         self._compared = True
@@ -356,7 +358,7 @@ class SamplerStream:
         if not isinstance(batch, Iterable):
             raise DataError(
                 "data.batch_sampler_invalid",
-                "{name} yields a {class_name}; a batch sampler yields a list of indices for each batch",
+                "{name} yields a {class_name}. A batch sampler yields a list of indices for each batch.",
                 name=self.name,
                 class_name=type(batch).__name__,
             )
@@ -409,8 +411,7 @@ def _encoded(index: Any) -> Any:
             return index
         raise DataError(
             "data.index_unsupported",
-            "a sampler yields {index!r} as an index; what ranks can be told are whole numbers, texts, and tuples of "
-            "these",
+            "a sampler yields the index {index!r}. Only whole numbers, text and tuples of these can be sent to ranks.",
             index=index,
         ) from None
 
@@ -480,8 +481,8 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
         holds, held = (", ".join(map(str, kinds)) or "no generator" for kinds in (now, then))
         raise DataError(
             "data.sampler_differs",
-            "{sampler} is not the sampler of the saved position: it holds {here}, and that one held {saved}. Resume "
-            "with the loader that the run was started with",
+            "{sampler} is not the sampler of the saved position: it holds {here}, and the saved one held {saved}. "
+            "Resume with the loader that the run was started with.",
             sampler=name_of(root),
             here=holds,
             saved=held,
@@ -571,7 +572,7 @@ def _saved(part: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise DataError(
             "data.sampler_state_invalid",
-            "the state_dict of sampler {sampler} holds more than plain values (numbers, texts, lists): {error}",
+            "the state_dict of sampler {sampler} holds more than plain values (numbers, text, lists): {error}",
             sampler=name_of(part),
             error=error,
         ) from error

@@ -70,7 +70,7 @@ class Items(RequestedSamples):
         if samples is None:
             raise DataError(
                 "data.rows_unknown",
-                "an item of {name} has no rows that could be counted, and a plan that divides the model needs them",
+                "an item of {name} has no rows that can be counted, which a plan that divides the model needs",
                 name=self.name,
             )
         return self._collated(cut(item, [0] * count), f"an item of {self.name}")
@@ -80,9 +80,9 @@ class Items(RequestedSamples):
         if samples is None and self.replicas > 1:
             raise DataError(
                 "data.batch_uncuttable",
-                "replica {replica}: {where} is a batch of type {class_name}: how many samples it holds is not known, "
-                "so it cannot be cut for {replicas} ranks. Have the data set return single samples and give the "
-                "DataLoader a batch_size, or return tensors (in tuples, lists or dicts) with one row for each sample",
+                "replica {replica}: {where} is a batch of type {class_name}. Its number of samples is not known, so "
+                "it cannot be divided over {replicas} ranks. Let the data set return single samples and give the "
+                "DataLoader a batch_size; or return tensors (in tuples, lists or dicts) with one row for each sample.",
                 replica=self.replica,
                 where=where,
                 class_name=type(item).__name__,
@@ -168,8 +168,8 @@ class Iterated(Items):
             if id(stream) == id(self.dataset):
                 raise DataError(
                     "data.own_iterator",
-                    "{name} is its own iterator: a look at its first sample would lose it. Have __iter__ make a new "
-                    "one",
+                    "{name} is its own iterator, so reading its first sample would lose it. Let __iter__ make a new "
+                    "iterator.",
                     name=self.name,
                 )
             first = next(stream, None)
@@ -261,7 +261,7 @@ class Flow:
         if self.length is None:
             raise DataError(
                 "data.stream_without_length",
-                "{name} is an IterableDataset without a length; give it a __len__, or count steps",
+                "{name} is an IterableDataset without a length. Give it a __len__, or count steps.",
                 name=self.name,
             )
         return self.length
@@ -272,7 +272,7 @@ class Flow:
         if found is None:
             raise DataError(
                 "data.samples_unknown",
-                "the samples of batch {step} of {name} are known only when it was read",
+                "the samples of batch {step} of {name} are known only after it was read",
                 step=step,
                 name=self.name,
             )
@@ -337,8 +337,8 @@ class Flow:
                 raise DataError(
                     "data.workers_repeat",
                     "every loader process reads the whole of {name}: two of the {workers} began with the same batch, "
-                    "and each sample would be trained several times. Divide the stream by "
-                    "torch.utils.data.get_worker_info(), or set num_workers=1",
+                    "so each sample would be trained several times. Divide the stream by "
+                    "torch.utils.data.get_worker_info(), or set num_workers=1.",
                     name=self.name,
                     workers=self.workers,
                 )
@@ -356,9 +356,9 @@ class Flow:
         if shard.digest != expected:
             raise DataError(
                 "data.stream_not_repeatable",
-                "{name} does not give again what it gave before: batch {batch} differs, and training cannot go on "
-                "there. Have iter() begin the same stream anew in each process, and draw random numbers from a "
-                "generator with a seed",
+                "{name} returns different data the second time: batch {batch} differs, so training cannot continue "
+                "there. Let iter() begin the same stream anew in each process, and draw random numbers from a "
+                "generator with a seed.",
                 name=self.name,
                 batch=turn,
             )
@@ -375,8 +375,9 @@ class Flow:
             raise DataError(
                 "data.streams_differ",
                 "the ranks read different streams from {name}: batch {batch} is not the same on all of them. paceline "
-                "deals the batches, so let every rank read the whole stream in one order: leave out any split by rank "
-                "(split_dataset_by_node, split_by_node, RANK) and draw random numbers from a generator with a seed",
+                "divides the batches, so every rank must read the whole stream in one order. Leave out any split by "
+                "rank (split_dataset_by_node, split_by_node, RANK), and draw random numbers from a generator with a "
+                "seed.",
                 name=self.name,
                 batch=turn,
             )

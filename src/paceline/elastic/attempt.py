@@ -65,7 +65,7 @@ def launch(
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
         cores = f"pin_cores names the cores of {len(setting.pin_cores)} ranks"
         raise LaunchError(
-            "launch.too_few_devices", "{devices}, but {ranks} are to be started", devices=cores, ranks=setting.ranks
+            "launch.too_few_devices", "{devices}, but {ranks} are needed", devices=cores, ranks=setting.ranks
         )
     if adopts is not None:
         setting = replace(setting, number=adopts.kept.begin.attempt)
@@ -123,7 +123,7 @@ class Attempt:
                 ranks.stop_all()
                 return LaunchError(
                     "launch.forkserver_killed",
-                    "the forkserver of the ranks (pid {pid}) was killed, and they were stopped.",
+                    "the forkserver of the ranks (pid {pid}) was killed, so the ranks were stopped.",
                     pid=forkserver.pid,
                 )
             counted = [ranks[number] for number in losses.counted]
@@ -216,8 +216,8 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
     if not per_host[0]:
         raise LaunchError(
             "launch.host_0_without_accelerator",
-            "host 0 ({host}) has no accelerator, but other hosts have: rank 0 runs on host 0. Start the hosts in "
-            "another order, or without that host.",
+            "host 0 ({host}) has no accelerator, but other hosts have one, and rank 0 runs on host 0. Start the hosts "
+            "in another order, or leave that host out.",
             host=cluster.hosts[0].name,
         )
     return [

@@ -139,8 +139,7 @@ class Forkserver:
             if time.monotonic() > until:
                 raise LaunchError(
                     "launch.import_timeout",
-                    "torch was not imported after {deadline_s:g} s, by the process that the ranks are to be forked "
-                    "from",
+                    "the forkserver did not import torch within {deadline_s:g} s",
                     deadline_s=deadline_s,
                 )
             if select.select([self._socket], [], [], _TICK_S)[0]:
@@ -205,7 +204,7 @@ class Forkserver:
             except OSError as error:
                 raise LaunchError(
                     "launch.forkserver_lost",
-                    "the process that ranks are forked from (pid {pid}) is lost: {error}",
+                    "the forkserver (pid {pid}) is lost: {error}",
                     pid=self.pid,
                     error=error,
                 ) from error

@@ -117,7 +117,7 @@ class Independent(Losses):
         if any(board[rank.number].phase == "starting" for rank in self._ranks_of(first)):
             raise LaunchError(
                 "scale.still_starting",
-                "{workers}: still starting. Ask again in a moment.",
+                "{workers}: still starting. Try again in a moment.",
                 workers=named(self._numbers_of(first)),
             )
         self._leaving.add(first)
@@ -138,8 +138,8 @@ class Independent(Losses):
                 self._must_not_be_awaited()
                 raise LaunchError(
                     "scale.left_out",
-                    "the host of {workers} was lost too often, and is left out. To have it back, end the run (Ctrl-C "
-                    "saves), and go on with --resume.",
+                    "the host of {workers} was lost too often and is left out. To use it again, end the run (Ctrl-C "
+                    "saves) and continue with --resume.",
                     workers=named(ended),
                 )
             raise all_take_part(self.workers, "workers")
@@ -163,7 +163,7 @@ class Independent(Losses):
             if not self._can_go(numbers):
                 raise LaunchError(
                     "hosts.first_worker_missing",
-                    "this run cannot begin without {missing}, which has its first worker, or all processes of a "
+                    "this run cannot begin without {missing}, which has its first worker or all processes of a "
                     "server. Start more hosts.",
                     missing=link.who,
                 )

@@ -237,8 +237,8 @@ class Leadership(ABC):
                 return
             self.lost = RunError(
                 "run.taken_over",
-                "{place} was taken over by {holder}, because this process showed no sign of life for a while. "
-                "This process ends; what it has saved stays",
+                "{place} was taken over by {holder}, because this process showed no sign of life for a while. This "
+                "process ends. Its saved checkpoints stay.",
                 place=self.place,
                 holder=holder or "another process",
             )
@@ -292,7 +292,7 @@ class RunLock(Leadership):
         except OSError as error:
             raise RunError(
                 "run.directory_unwritable",
-                "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+                "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
                 run=self.run,
                 reason=error.strerror,
             ) from error

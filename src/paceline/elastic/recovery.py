@@ -83,8 +83,8 @@ class Losses:
         """
         raise LaunchError(
             "scale.not_elastic",
-            "this run's plan does not recover in place (that needs {needs}), so its ranks stay. End it (Ctrl-C "
-            "saves), and go on with --resume and another --plan.",
+            "the plan of this run does not recover in place (which needs {needs}), so its ranks stay. End the run "
+            "(Ctrl-C saves) and continue with --resume and another --plan.",
             needs=NEEDS,
         )
 
@@ -134,7 +134,7 @@ class Losses:
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
             raise LaunchError(
                 "scale.host_may_come",
-                "host number {host} may come at any time: start the same command there",
+                "host number {host} may join at any time. Start the same command there.",
                 host=hosts,
             )
 
@@ -169,8 +169,8 @@ class Recovery(Losses):
         if self.membership.hopeless:
             raise LaunchError(
                 "hosts.no_whole_replica",
-                "this run cannot begin without {missing}: no replica of its plan is whole, each has {ranks} ranks. "
-                "Start more hosts.",
+                "this run cannot begin without {missing}: no replica of its plan is complete (each has {ranks} "
+                "ranks). Start more hosts.",
                 missing=[link.who for link in remote.spared],
                 ranks=self.ranks.setting.replica_ranks,
             )
@@ -388,7 +388,7 @@ class Recovery(Losses):
         if host and hosts and hosts.there <= hosts.least:
             raise LaunchError(
                 "scale.fewest_hosts",
-                "{there} hosts are there, and this run goes on with {least} at least",
+                "{there} hosts take part, and this run needs at least {least}",
                 there=hosts.there,
                 least=hosts.least,
             )
@@ -397,8 +397,8 @@ class Recovery(Losses):
         if any(membership.replica_of(rank) - chosen for rank in chosen):
             raise LaunchError(
                 "scale.replicas_over_hosts",
-                "replicas of this plan lie on several hosts, so none can leave alone. End the run (Ctrl-C saves), and "
-                "go on with --resume and a smaller --plan.",
+                "replicas of this plan span several hosts, so none can leave alone. End the run (Ctrl-C saves) and "
+                "continue with --resume and a smaller --plan.",
             )
         self._leaving, self._leaving_host = chosen, host
         membership.release(chosen)
@@ -451,7 +451,7 @@ def most_losses() -> int:
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(
             "launch.losses_invalid",
-            "{variable}={wanted} is no number of losses after which a rank is left out: at least 1",
+            "{variable}={wanted} is not a number of losses after which a rank is left out. It is at least 1.",
             variable=LOSSES,
             wanted=wanted,
         )
@@ -508,7 +508,7 @@ def answer_requests(run: Path, losses: Losses) -> None:
 
 def _done(request: Request, losses: Losses) -> str:
     if request.by not in (1, -1):
-        raise LaunchError("scale.by_one", "a run grows by 1 or shrinks by 1 at a time, not by {by}", by=request.by)
+        raise LaunchError("scale.by_one", "a run grows or shrinks by 1 at a time, not by {by}", by=request.by)
     if losses.ending:
         raise LaunchError("scale.run_ending", "this run is about to end")
     return losses.grow() if request.by > 0 else losses.shrink()
@@ -516,15 +516,15 @@ def _done(request: Request, losses: Losses) -> str:
 
 def about_to_leave(ranks: set[int]) -> LaunchError:
     """Error of a second request while ranks leave."""
-    return LaunchError("scale.still_leaving", "{ranks} are still leaving. Ask again in a moment.", ranks=named(ranks))
+    return LaunchError("scale.still_leaving", "{ranks} are still leaving. Try again in a moment.", ranks=named(ranks))
 
 
 def all_take_part(number: int, what: str) -> LaunchError:
     """Error of a run that cannot grow."""
     return LaunchError(
         "scale.all_take_part",
-        "all {number} {what} of this run's plan take part, or are on their way. For more, end it (Ctrl-C saves), and "
-        "go on with --resume and a larger --plan.",
+        "all {number} {what} of this run's plan take part or are about to join. For more, end the run (Ctrl-C saves) "
+        "and continue with --resume and a larger --plan.",
         number=number,
         what=what,
     )
@@ -534,7 +534,7 @@ def cannot_shrink(what: str) -> LaunchError:
     """Error of a run of which only one part is left."""
     return LaunchError(
         "scale.cannot_shrink",
-        "one {what} takes part, and a run cannot be smaller. Ctrl-C, or `paceline cancel`, saves and ends it.",
+        "only one {what} takes part, and a run cannot be smaller. Ctrl-C or `paceline cancel` saves and ends the run.",
         what=what,
     )
 

@@ -161,7 +161,7 @@ class _HostCommand:
             if time.monotonic() > begun_by:
                 raise LaunchError(
                     "ssh.start_timeout",
-                    "host {host} was asked by ssh, but did not start within {deadline_s:.0f} s",
+                    "ssh was asked to start host {host}, which did not start within {deadline_s:.0f} s",
                     host=self.host.name,
                     deadline_s=_START_S,
                 )
@@ -320,7 +320,7 @@ def read_hosts(text: str) -> list[NamedHost]:
         name = min(twice)
         raise LaunchError(
             "ssh.host_twice",
-            "{where} names {name} twice. For two of its devices, say {name}:2.",
+            "{where} names {name} twice. To use two of its devices, write {name}:2.",
             where=where,
             name=name,
         )
@@ -344,7 +344,7 @@ def _lines(path: Path) -> list[str]:
     if not (hosts := [line for line in lines if line]):
         raise LaunchError(
             "ssh.no_hosts",
-            "{path}: names no host. Write one on each line, as in b or b:2 (two of its devices).",
+            "{path} names no host. Write one host on each line, as in b or b:2 (two of its devices).",
             path=path,
         )
     return hosts
@@ -356,7 +356,7 @@ def _host(entry: str, where: str) -> NamedHost:
     if found is None or devices == 0 or (devices or 0) > MOST_HOSTS:
         raise LaunchError(
             "ssh.host_invalid",
-            '{where}: "{entry}" is no host. Write NAME, USER@NAME or [ADDRESS], and :N behind it for N of its '
+            '{where}: "{entry}" is not a host. Write NAME, USER@NAME or [ADDRESS], followed by :N for N of its '
             "devices, as in a,b:2.",
             where=where,
             entry=entry[:80],
@@ -411,20 +411,20 @@ def _read_order() -> tuple[Order, bytes]:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
             raise LaunchError(
                 "ssh.order_timeout",
-                "no order came on standard input within {deadline_s:.0f} s; `--hosts` starts this program",
+                "no order came on standard input within {deadline_s:.0f} s. This program is started by `--hosts`.",
                 deadline_s=_ORDER_S,
             )
         part = os.read(0, 2**16)
         data += part
         if not part or len(data) > _ORDER_LIMIT:
-            raise LaunchError("ssh.no_order", "standard input has no order; `--hosts` starts this program")
+            raise LaunchError("ssh.no_order", "standard input has no order. This program is started by `--hosts`.")
     line, _, rest = data.partition(b"\n")
     try:
         return msgspec.json.decode(line, type=Order), rest
     except msgspec.MsgspecError as error:
         raise LaunchError(
             "ssh.other_version",
-            "the order of another version of paceline: {error}. Install the same one here.",
+            "the order comes from another version of paceline: {error}. Install the same version here.",
             error=error,
         ) from None
 
@@ -446,8 +446,8 @@ def _start(order: Order, key: int) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise LaunchError(
             "ssh.directory_unusable",
-            "the command cannot be started in {directory}: {reason}. Every host needs the directory that it is "
-            "started in.",
+            "the command cannot be started in {directory}: {reason}. Every host needs the directory in which the "
+            "command is started.",
             directory=order.directory,
             reason=error.strerror,
         ) from error
@@ -539,7 +539,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
     except OSError as error:
         raise LaunchError(
             "ssh.own_address_unknown",
-            "this machine is host 0, but its address towards {host} ({other}) cannot be found out: {reason}. Name it "
+            "this machine is host 0, but its address for {host} ({other}) cannot be determined: {reason}. Name it "
             "with {variable}=ADDRESS.",
             host=hosts[1].name,
             other=other,
@@ -558,7 +558,7 @@ def host_name(name: str) -> str:
         raise no_ssh(error) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            "ssh.address_unknown", "ssh did not say where host {name} is: {error}", name=name, error=error
+            "ssh.address_unknown", "ssh did not give the address of host {name}: {error}", name=name, error=error
         ) from error
     for line in done.stdout.splitlines():
         key, _, value = line.partition(" ")
@@ -576,7 +576,7 @@ def no_ssh(error: FileNotFoundError) -> LaunchError:
     """Error for a machine without ssh."""
     return LaunchError(
         "ssh.not_installed",
-        "--hosts needs the program {program}, which is not there (package openssh-client).",
+        "--hosts needs the program {program}, which is not installed (package openssh-client).",
         program=error.filename,
     )
 

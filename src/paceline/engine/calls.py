@@ -80,7 +80,7 @@ def prepared(
     if synchronised is not None:
         raise JobError(
             "job.sync_batch_norm_in_model",
-            '"{name}" is a SyncBatchNorm, whose statistics are of the global batch, and the job says batch_norm: '
+            '"{name}" is a SyncBatchNorm, which uses statistics of the global batch, but the job says batch_norm: '
             "local. Set batch_norm: sync, or use BatchNorm in the model.",
             name=synchronised,
         )
@@ -98,8 +98,8 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
                 "plan.scale_grad_by_freq",
-                '"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not the global batch: '
-                "dp=1, or scale_grad_by_freq=False.",
+                '"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not by the counts of '
+                "the global batch: dp=1, or scale_grad_by_freq=False.",
                 name=name,
             )
 
@@ -224,9 +224,9 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
         if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
             raise JobError(
                 "optimizer.no_sparse_gradients",
-                "SparseAdam takes sparse gradients, which embeddings with sparse=True make, and only on CPUs under "
-                "plans that neither divide nor compile the model; plan {plan} has dense ones for {parameters} of its "
-                "parameters: use Adagrad or SGD, whose steps leave rows without a gradient as they are, or Adam",
+                "SparseAdam needs sparse gradients. Embeddings with sparse=True make them, and only on CPUs under "
+                "plans that neither divide nor compile the model. Under plan {plan}, {parameters} of its parameters "
+                "have dense gradients. Use Adagrad or SGD, which do not change rows without a gradient, or Adam.",
                 plan=plan,
                 parameters=len(held - engine.rows),
             )

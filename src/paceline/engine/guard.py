@@ -123,9 +123,9 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
     kept = "No checkpoint has what came of it." if late else "Nothing was updated."
     return NonFiniteError(
         "nonfinite.stopped",
-        "{problem}. {kept} Clean the data, lower the learning rate or set clip_norm; or let the job go on with "
-        "`nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (back to the last good state, without that "
-        "batch).",
+        "{problem}. {kept} Clean the data, lower the learning rate or set clip_norm. To continue instead, set "
+        "`nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (return to the last good state, without "
+        "that batch).",
         problem=problem,
         kept=kept,
     )

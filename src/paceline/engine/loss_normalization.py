@@ -138,7 +138,7 @@ class LossNormalization:
             more = "; put what else you measure into metrics" if isinstance(loss, (tuple, list, Mapping)) else ""
             raise JobError(
                 "loss.not_a_tensor",
-                "the loss {loss} returned a {class_name}, and training needs one tensor: {how}{more}",
+                "the loss {loss} returned a {class_name}, but training needs one tensor: {how}{more}",
                 loss=self._name,
                 class_name=kind,
                 how=how,
@@ -147,16 +147,16 @@ class LossNormalization:
         if loss.numel() != 1:
             raise JobError(
                 "loss.not_a_number",
-                "the loss {loss} returned {shape!s} numbers for a batch, and training needs one: return their mean "
-                "(torch's losses: reduction='mean')",
+                "the loss {loss} returned {shape!s} numbers for a batch, but training needs one. Return their mean "
+                "(torch's losses: reduction='mean').",
                 loss=self._name,
                 shape=list(loss.shape),
             )
         if trains and not loss.requires_grad:
             raise JobError(
                 "loss.no_gradient",
-                "the loss {loss} has no gradient: compute it from the model's output without detach() or no_grad(), "
-                "and let at least one parameter of the model require a gradient",
+                "the loss {loss} has no gradient. Compute it from the model's output without detach() or no_grad(), "
+                "and let at least one parameter of the model require a gradient.",
                 loss=self._name,
             )
         return loss.reshape(())

@@ -75,7 +75,7 @@ def examine(compute: Compute) -> list[str]:
         raise PlanError(
             "plan.loss_of_parts",
             "{found}, and plan {plan} computes a batch in {parts} parts, so it would train something else. Use one "
-            "replica and one microbatch; or compute the loss from the model's outputs by a function of your own with "
+            "replica and one microbatch; or compute the loss from the model's outputs by your own function with "
             "`whole_batch = True` (docs/reference/job.md)",
             found=found,
             plan=compute.plan,

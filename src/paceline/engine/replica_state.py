@@ -154,7 +154,7 @@ class ReplicaState:
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
             "ranks.state_differs",
-            "step {step}: {what} {name!r} is different on rank {others} than on rank {holders}{more}. Nothing was "
+            "step {step}: {what} {name!r} differs between rank {others} and rank {holders}{more}. Nothing was "
             "updated. {advice}",
             step=self.engine.step_count + 1,
             what=what,
@@ -359,7 +359,7 @@ class Corruption:
             raise SyncError(
                 "ranks.state_corrupted",
                 "step {step}: rank {rank} (host {host}) holds other values of {name!r} than most ranks, for the "
-                "{times}rd time. Nothing was updated. Check the memory of that host, or train without it; or look for "
+                "{times}rd time. Nothing was updated. Check the memory of that host, or train without it. Or look for "
                 "code that writes into parameters or buffers on one rank only.",
                 step=step,
                 rank=rank,

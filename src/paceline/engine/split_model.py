@@ -68,7 +68,7 @@ def without_memory(
     if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
         raise PlanError(
             "plan.max_norm_divided",
-            'plan {plan} divides the model, and "{name}" has max_norm, which rewrites rows that it looks up: dp alone.',
+            'plan {plan} divides the model, but "{name}" has max_norm, which rewrites rows that it looks up: dp alone.',
             plan=plan,
             name=limited,
         )
@@ -83,8 +83,8 @@ def without_memory(
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
             "plan.sync_batch_norm_traced",
-            "plan {plan}: the stages of this model are traced by torch.export, which leaves out what replicas tell "
-            "each other, so batch_norm: sync would not be over the global batch: pp=1, or batch_norm: local",
+            "plan {plan}: torch.export traces the stages of this model without the communication between replicas, so "
+            "batch_norm: sync would not use the global batch: pp=1, or batch_norm: local",
             plan=plan,
         )
     return made
@@ -334,7 +334,7 @@ class ShardReads(TorchFunctionMode):
             "plan.parameter_read_outside",
             "plan {plan}: the loss reads {name} outside of the model's forward pass. There this rank holds only a "
             "part, so the loss or its gradient would be wrong. Use {whole}{within}. For an L2 penalty you can also "
-            "set the optimizer's weight_decay",
+            "set the optimizer's weight_decay.",
             plan=plan,
             name=read,
             whole=whole,

@@ -40,13 +40,13 @@ def code_gradients(owner: Any, codec: str) -> None:
     if accelerator._models:
         raise LaunchError(
             "frameworks.prepared_already",
-            "a model is prepared already: call code_gradients before accelerator.prepare or trainer.train",
+            "a model is already prepared. Call code_gradients before accelerator.prepare or trainer.train.",
         )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:
         raise PlanError(
             "frameworks.two_hooks",
-            "a DDP model has one hook: use the codec {codec} or comm_hook={comm_hook}, not both",
+            "a DDP model has one hook. Use the codec {codec} or comm_hook={comm_hook}, not both.",
             codec=codec,
             comm_hook=before.comm_hook,
         )

@@ -69,8 +69,8 @@ def init_process_group(**options: Any) -> None:
     if dist.is_initialized():
         raise LaunchError(
             "frameworks.process_group_exists",
-            "there is a process group over {backend} already: call init_process_group before the framework makes its "
-            "own, e.g. before Accelerator() or TrainingArguments()",
+            "a process group over {backend} already exists. Call init_process_group before the framework makes its "
+            "own, e.g. before Accelerator() or TrainingArguments().",
             backend=dist.get_backend(),
         )
     if accelerator_type() is not None:
@@ -103,7 +103,7 @@ class CodecState:
         if codec in ("none", "auto"):
             raise PlanError(
                 "frameworks.hook_without_codec",
-                'the hook needs a codec, not "{codec}": one of {names}, or no hook at all',
+                'the hook needs a codec, not "{codec}". Use one of {names}, or no hook.',
                 codec=codec,
                 names=list(CODECS.names),
             )
@@ -211,14 +211,14 @@ class LocalSteps:
         if sync == "allreduce":
             raise PlanError(
                 "frameworks.rule_of_gradients",
-                "sync={sync} agrees on gradients: wrap the model by DistributedDataParallel instead",
+                "sync={sync} reduces gradients. Wrap the model in DistributedDataParallel instead.",
                 sync=sync,
             )
         if has_batch_norm(model):
             raise PlanError(
                 "frameworks.batch_norm_local",
-                "sync={sync}: the model has batch norm, whose statistics would stay those of each rank. Use group "
-                "norm, or paceline.setup, which averages them where a model is evaluated",
+                "sync={sync}: the model has batch norm, and each rank would keep its own statistics. Use group norm, "
+                "or paceline.setup, which averages the statistics when a model is evaluated.",
                 sync=sync,
             )
         group = group_of(None, device or torch.device("cpu"))
@@ -273,7 +273,7 @@ def check_sync(sync: str, codec: str | None) -> None:
     spec = SyncSpec.parse(sync)
     if codec in ("none", "auto"):
         raise PlanError(
-            "frameworks.codec_unknown", 'codec="{codec}" is no codec: name one, or leave it out', codec=codec
+            "frameworks.codec_unknown", 'codec="{codec}" is not a codec. Name one, or leave it out.', codec=codec
         )
     if codec is not None:
         CompressSpec.parse(codec)
@@ -282,14 +282,14 @@ def check_sync(sync: str, codec: str | None) -> None:
     if spec.name not in _RULES:
         raise PlanError(
             "frameworks.rule_unsupported",
-            "sync={sync} needs paceline's own engine: use paceline.setup or paceline.train, or here allreduce, "
-            "local:8 or diloco:30",
+            "sync={sync} needs paceline's own engine. Use paceline.setup or paceline.train; or use allreduce, local:8 "
+            "or diloco:30 here.",
             sync=sync,
         )
     if codec is not None and not spec.info.compresses:
         raise PlanError(
             "frameworks.codec_of_parameters",
-            "sync={sync} sends parameters, which no codec takes: leave codec={codec} out, or use diloco:30",
+            "sync={sync} sends parameters, which codecs do not compress. Leave codec={codec} out, or use diloco:30.",
             sync=sync,
             codec=codec,
         )

@@ -25,7 +25,7 @@ def rows(batch: Batch | None) -> int:
         raise DataError(
             "data.batch_form",
             'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {class_name}{inside}. '
-            "Have the dataset return such samples, or the collate_fn such batches.",
+            "Let the dataset return such samples, or the collate_fn such batches.",
             class_name=type(batch).__name__,
             inside=inside,
         )
@@ -60,8 +60,8 @@ def target_of(batch: Batch) -> Any:
     if len(batch) < 2:
         raise DataError(
             "data.sample_without_target",
-            "a sample is (input, target) or (input, …, target); this one has a single part. Without a target, repeat "
-            "the input.",
+            "a sample is (input, target) or (input, …, target), but this one has a single part. If there is no "
+            "target, repeat the input.",
         )
     return batch[-1]
 

@@ -155,7 +155,7 @@ class Job(Spec):
         if self.freeze and self.model.transformer is not None:
             raise InvalidValue(
                 "job.freeze_without_code",
-                "freeze names parameters of a model's code, and model.transformer gives dimensions alone",
+                "freeze names parameters in a model's code, but model.transformer gives only dimensions",
             )
         object.__setattr__(self, "model", self.model.freezing(self.freeze))
         return self
@@ -163,7 +163,7 @@ class Job(Spec):
     @model_validator(mode="after")
     def _clip_once(self) -> Job:
         if self.clip_norm is not None and self.clip_value is not None:
-            raise InvalidValue("job.two_clips", "clip_norm and clip_value both limit the gradient: choose one")
+            raise InvalidValue("job.two_clips", "clip_norm and clip_value both limit the gradient. Choose one.")
         return self
 
     @model_validator(mode="after")
@@ -173,8 +173,8 @@ class Job(Spec):
         if self.data.keeps_no_validation_set and not self.model_extra:
             raise InvalidValue(
                 "schedule.metric_without_held_out",
-                "schedule ReduceLROnPlateau follows a validation metric, but data.held_out is 0: hold out a share, "
-                "e.g. held_out: 0.1",
+                "schedule ReduceLROnPlateau follows a validation metric, but data.held_out is 0. Hold out a share, "
+                "e.g. held_out: 0.1.",
             )
         metric, names = self.schedule.metric, [entry.name for entry in self.metrics]
         if metric not in (None, "loss", *names) and not any(":" in name for name in names):
@@ -194,16 +194,16 @@ class Job(Spec):
         if nothing_held_out and watched:
             raise InvalidValue(
                 "job.metric_without_held_out",
-                "{key} waits for a validation metric, but data.held_out is 0, so nothing is ever measured: hold out a "
-                "share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below",
+                "{key} waits for a validation metric, but data.held_out is 0, so nothing is measured. Hold out a "
+                "share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below.",
                 key=next(iter(watched.values())),
             )
         if nothing_held_out and self.metrics and self.data.test is None:
             named = ", ".join(metric.name for metric in self.metrics)
             raise InvalidValue(
                 "job.metrics_without_held_out",
-                "metrics names {names}, but data.held_out is 0, so there is nothing to measure them on: hold out a "
-                "share, e.g. held_out: 0.1, or leave metrics out",
+                "metrics names {names}, but data.held_out is 0, so there are no samples to measure them on. Hold out "
+                "a share, e.g. held_out: 0.1, or leave metrics out.",
                 names=named,
             )
         unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}

@@ -128,7 +128,7 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise JobError(
             "metric.twice",
-            "two metrics of the job are called {name}. Leave one out, or name one by a class of your own",
+            "two metrics of the job are named {name}. Leave one out, or name one by your own class.",
             name=twice,
         )
     return [*([LossMetric(loss)] if loss else []), *built]

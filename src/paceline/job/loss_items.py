@@ -64,7 +64,7 @@ class ModelsOwn:
             raise JobError(
                 "loss.model_without_loss",
                 "loss model: the model's output is a {class_name}{keys}, without a loss. A Hugging Face model "
-                "computes one when the sample has labels; other models need a loss of their own, e.g. cross_entropy",
+                "computes one if the sample has labels. Other models need their own loss, e.g. cross_entropy.",
                 class_name=type(output).__name__,
                 keys=keys,
             )
@@ -385,8 +385,8 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if target.is_floating_point():
         raise DataError(
             "loss.labels_not_integers",
-            "labels should be whole numbers, got {target}; if the targets are not classes, use the loss mse, mae or "
-            "bce",
+            "labels should be whole numbers, got {target}. If the targets are not classes, use the loss mse, mae or "
+            "bce.",
             target=described(target),
         )
     if logits.dim() == 3:
@@ -414,8 +414,8 @@ def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
             raise DataError(
                 "loss.shapes_differ",
-                "{name} needs an output and a target of the same shape; the model returned {output}, the target is "
-                "{target}",
+                "{name} needs an output and a target of the same shape; the model returned {output}, but the target "
+                "is {target}",
                 name=name,
                 output=described(values),
                 target=described(target),

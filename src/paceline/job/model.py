@@ -92,7 +92,7 @@ class ModelSpec(Spec):
         if self.transformer is not None and (self.weights is not None or self.args):
             raise InvalidValue(
                 "model.transformer_with_weights",
-                "transformer has neither weights nor args: its dimensions are all that is known of it",
+                "transformer takes neither weights nor args, since only its dimensions are known",
             )
         return self
 
@@ -273,7 +273,7 @@ class Dimensions(Spec):
             fitting = self.heads * max(1, round(self.hidden / self.heads))
             raise InvalidValue(
                 "model.hidden_not_divisible",
-                "hidden: {hidden} does not divide into {heads} heads; {fitting} would, or give head_dim",
+                "hidden: {hidden} does not divide into {heads} heads. Use {fitting}, or give head_dim.",
                 hidden=self.hidden,
                 heads=self.heads,
                 fitting=fitting,
@@ -292,27 +292,25 @@ class Dimensions(Spec):
         if self.experts and self.top_k > self.experts:
             raise InvalidValue(
                 "model.experts_top_k",
-                "top_k: {top_k} of {experts} experts; it is at most as many as there are",
+                "top_k: {top_k} of {experts} experts. It is at most the number of experts.",
                 top_k=self.top_k,
                 experts=self.experts,
             )
         defaults = {name: Dimensions.model_fields[name].default for name in _OF_EXPERTS}
         if not self.experts and (alone := [name for name in _OF_EXPERTS if getattr(self, name) != defaults[name]]):
             raise InvalidValue(
-                "model.no_experts", "{key}: there are no experts; say how many with experts", key=alone[0]
+                "model.no_experts", "{key}: there are no experts. Give their number with experts.", key=alone[0]
             )
         if self.mla and (self.kv_heads or self.head_dim):
-            raise InvalidValue(
-                "model.mla_alone", "mla: its own nope, rope and value take the place of kv_heads and head_dim"
-            )
+            raise InvalidValue("model.mla_alone", "mla: its own nope, rope and value replace kv_heads and head_dim")
         if self.full_every and not self.window:
             raise InvalidValue(
                 "model.full_every_alone",
-                "full_every: all layers see all tokens; say how many the others see with window",
+                "full_every: all layers see all tokens. Say how many tokens the others see with window.",
             )
         if self.source_seq and not self.encoder_layers:
             raise InvalidValue(
-                "model.no_encoder", "source_seq: there is no encoder; say how many layers it has with encoder_layers"
+                "model.no_encoder", "source_seq: there is no encoder. Give its number of layers with encoder_layers."
             )
         return self
 
@@ -323,7 +321,7 @@ class Dimensions(Spec):
                 if getattr(self, key):
                     raise InvalidValue(
                         "model.pattern_missing",
-                        '{key}: say which layers it is with pattern, such as "{letter}-{letter}-*-"',
+                        '{key}: name its layers with pattern, such as "{letter}-{letter}-*-"',
                         key=key,
                         letter=letter,
                     )
@@ -331,21 +329,21 @@ class Dimensions(Spec):
         if len(self.pattern) != self.layers:
             raise InvalidValue(
                 "model.pattern_length",
-                "pattern: {letters} letters for {layers} layers; it has one for each",
+                "pattern: {letters} letters for {layers} layers. It has one letter for each layer.",
                 letters=len(self.pattern),
                 layers=self.layers,
             )
         if strange := set(self.pattern) - {STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE}:
             raise InvalidValue(
                 "model.pattern_letter",
-                'pattern: unknown letter "{letter}"; it has M (mamba), D (delta), *, - and E alone',
+                'pattern: unknown letter "{letter}". It has only M (mamba), D (delta), *, - and E.',
                 letter=min(strange),
             )
         for letter, key in ((STATE_SPACE, "mamba"), (DELTA, "delta"), (MIXTURE, "experts")):
             if letter in self.pattern and not getattr(self, key):
                 raise InvalidValue(
                     "model.pattern_without_key",
-                    'pattern: "{letter}" without {key}; give {key}, too',
+                    'pattern: "{letter}" without {key}. Give {key}, too.',
                     letter=letter,
                     key=key,
                 )

@@ -45,7 +45,7 @@ class GroupSpec(Spec):
         if not self.settings:
             raise InvalidValue(
                 "optimizer.empty_group",
-                "the group sets nothing: give it a key of the optimizer, e.g. lr or weight_decay",
+                "the group sets nothing. Give it a key of the optimizer, e.g. lr or weight_decay.",
             )
         return self
 
@@ -86,7 +86,7 @@ class OptimizerSpec(Spec):
         if name not in _SHORT and isinstance(args := given.get("args", {}), dict):
             keys = [key for key in _ARGUMENTS if key in given]
             for key in [key for key in (*keys, "lr") if key in args and key in given]:
-                raise InvalidValue("optimizer.key_twice", "{key} is given twice: once in args", key=key)
+                raise InvalidValue("optimizer.key_twice", "{key} is given twice, once in args", key=key)
             given["args"] = args | {key: given.pop(key) for key in keys}
             if "lr" in args:
                 given |= {"lr": args["lr"], "args": {k: v for k, v in given["args"].items() if k != "lr"}}
@@ -94,7 +94,7 @@ class OptimizerSpec(Spec):
             if ":" in name:
                 raise InvalidValue(
                     "optimizer.no_learning_rate",
-                    "the optimizer {name} needs a learning rate: lr: 0.001, for example",
+                    "the optimizer {name} needs a learning rate, for example lr: 0.001",
                     name=name,
                 )
             given["lr"] = _TORCH.get(name, 1e-3)
@@ -134,7 +134,7 @@ class OptimizerSpec(Spec):
             if twice := [key for key in self.args if key in kind.options]:
                 raise InvalidValue(
                     "optimizer.key_in_args",
-                    "{key} is a key of {name}: write it beside args",
+                    "{key} is a key of {name}. Write it beside args.",
                     key=twice[0],
                     name=self.name,
                 )
@@ -236,8 +236,8 @@ class OptimizerSpec(Spec):
                     both = f"{_written(self.groups[owner[name] - 1].match)} and {_written(group.match)}"
                     raise JobError(
                         "optimizer.groups_overlap",
-                        "optimizer.groups: two groups, {groups}, match {name}: make the patterns of one of them "
-                        "narrower",
+                        "optimizer.groups: two groups, {groups}, match {name}. Make the patterns of one of them "
+                        "narrower.",
                         groups=both,
                         name=name,
                     )
@@ -262,7 +262,7 @@ class OptimizerSpec(Spec):
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise JobError(
                 "optimizer.not_an_optimizer",
-                "{name} is not a class of optimizers: a job names a torch.optim.Optimizer",
+                "{name} is not a class of optimizers. A job names a torch.optim.Optimizer.",
                 name=self.name,
             )
         check_step(self.name, found)

@@ -72,11 +72,11 @@ def override(
             label, key, value = _parsed(change)
             path = _set(changed, key, value, spec, label)
             if path in labels:
-                raise JobError("set.key_twice", "{label}: this key is set twice. Leave one of them out", label=label)
+                raise JobError("set.key_twice", "{label}: this key is set twice. Leave one out.", label=label)
             if undone := [other for own, other in labels.items() if own[: len(path)] == path]:
                 raise JobError(
                     "set.replaces_other",
-                    "{label}: this replaces {other}. Leave one of them out",
+                    "{label}: this replaces {other}. Leave one out.",
                     label=label,
                     other=list(undone),
                 )
@@ -98,13 +98,13 @@ def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
     if not equals or not key:
         raise JobError(
             "set.not_key_value",
-            "--set {change}: name a key of the job and its value as KEY=VALUE, e.g. optimizer.lr=3e-4",
+            "--set {change}: write a key of the job and its value as KEY=VALUE, e.g. optimizer.lr=3e-4",
             change=change,
         )
     if not text.strip():
         raise JobError(
             "set.value_missing",
-            '--set {key}: there is no value after "="; write null for none, or "" for an empty text',
+            '--set {key}: there is no value after "=". Write null for none, or "" for an empty text.',
             key=key,
         )
     try:
@@ -154,7 +154,7 @@ def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) 
     if not (part.isascii() and part.isdecimal()):
         raise JobError(
             "set.list_without_number",
-            "{label}: {where} is a list; name an entry by its number, e.g. {where}.0",
+            "{label}: {where} is a list. Name an entry by its number, e.g. {where}.0",
             label=label,
             where=where,
         )

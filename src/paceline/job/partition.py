@@ -43,7 +43,8 @@ class PartitionSpec(Spec):
         if self.kind == "stratified" and not self.shuffle:
             raise InvalidValue(
                 "partition.stratified_shuffles",
-                "stratified mixes the classes anew in each epoch; shuffle: false goes with uniform and hierarchical",
+                "stratified shuffles the classes anew in each epoch. shuffle: false works with uniform and "
+                "hierarchical.",
             )
         return self
 
@@ -270,21 +271,21 @@ def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
     if samples == 0:
         raise DataError(
             "data.empty",
-            "the training set is empty: it has 0 samples. Check the job's `data`: the path, the filter, the limit",
+            "the training set has 0 samples. Check the job's `data`: the path, the filter, the limit.",
         )
     if global_batch < replicas:
         raise PlanError(
             "plan.batch_smaller_than_replicas",
-            "global_batch {global_batch} cannot be dealt to {replicas} replicas: each needs at least one sample of a "
-            "step. Values that work: global_batch {replicas} or more, or dp={global_batch} or less",
+            "global_batch {global_batch} cannot be divided over {replicas} replicas, since each needs at least one "
+            "sample of a step: global_batch {replicas} or more, or dp={global_batch} or less",
             global_batch=global_batch,
             replicas=replicas,
         )
     if samples < global_batch:
         raise DataError(
             "data.smaller_than_batch",
-            "the training set has {samples} samples, fewer than one global batch of {global_batch}: set global_batch "
-            "to {samples} or less, or give more data",
+            "the training set has {samples} samples, fewer than one global batch of {global_batch}. Set global_batch "
+            "to {samples} or less, or give more data.",
             samples=samples,
             global_batch=global_batch,
         )
@@ -295,8 +296,8 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
     if len(weights) != replicas:
         raise PlanError(
             "plan.weights_not_per_replica",
-            "partition: {weights} weights for {replicas} replicas; give {replicas}, one for each, or none for equal "
-            "shares",
+            "partition: {weights} weights for {replicas} replicas. Give {replicas}, one for each, or none for equal "
+            "shares.",
             weights=len(weights),
             replicas=replicas,
         )
@@ -308,15 +309,15 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
     if labels is None:
         raise DataError(
             "data.no_labels",
-            "partition: stratified needs the class of each sample, and this dataset has no `labels` (an integer "
-            "array, one per sample). Give it that attribute, or choose partition: uniform",
+            "partition: stratified needs the class of each sample, but this dataset has no `labels` (an integer "
+            "array, one per sample). Give it that attribute, or choose partition: uniform.",
         )
     labels = np.asarray(labels)
     if labels.shape != (samples,) or labels.dtype.kind not in "iub":
         raise DataError(
             "data.labels_invalid",
-            "partition: stratified needs `labels` of shape ({samples},) and an integer type; the dataset's have shape "
-            "{shape} and type {dtype}",
+            "partition: stratified needs `labels` of shape ({samples},) and an integer type; those of the dataset "
+            "have shape {shape} and type {dtype}",
             samples=samples,
             shape=labels.shape,
             dtype=labels.dtype,
@@ -330,8 +331,8 @@ def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
             "plan.hosts_of_replicas",
-            "partition: hosts {owners!s} do not place {replicas} replicas; give each its host, numbered from 0 without "
-            "gaps",
+            "partition: hosts {owners!s} do not place {replicas} replicas. Give each replica its host, numbered from "
+            "0 without gaps.",
             owners=owners.tolist(),
             replicas=replicas,
         )
@@ -353,7 +354,7 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
     if 0 in held:
         raise DataError(
             "data.host_without_files",
-            "partition: host {host} holds no training files. Give it some, or leave it out of the run",
+            "partition: host {host} holds no training files. Give it some, or leave it out of the run.",
             host=held.index(0),
         )
     return np.asarray(held, np.int64)

@@ -110,7 +110,7 @@ class Selection(_Wrapped):
         if now != self._dataset_length:
             raise DataError(
                 "data.dataset_length_changed",
-                "{class_name} had {before} samples when the job began and has {now} now; keep it fixed",
+                "{class_name} had {before} samples when the job began and has {now} now. Keep its length fixed.",
                 class_name=type(self.dataset).__name__,
                 before=self._dataset_length,
                 now=now,

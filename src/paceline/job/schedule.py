@@ -63,12 +63,12 @@ class ScheduleSpec(Spec):
             refuse_unused(self, self.name, ("args", "every", "metric"))
             if self.metric is not None and not self.follows_metric:
                 raise InvalidValue(
-                    "schedule.no_metric", "{name} follows no metric: only ReduceLROnPlateau does", name=self.name
+                    "schedule.no_metric", "{name} follows no metric; only ReduceLROnPlateau does", name=self.name
                 )
             if self.follows_metric and self.period != "evaluation":
                 raise InvalidValue(
                     "schedule.every_with_metric",
-                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations: leave every out",
+                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations. Leave every out.",
                 )
             return self
         if (self.name == "step") != bool(self.milestones):
@@ -120,8 +120,8 @@ class ScheduleSpec(Spec):
         if end is None:
             raise JobError(
                 "schedule.end_unknown",
-                "schedule {name} does not know where the decay ends: give schedule.decay_steps, or stop.epochs or "
-                "stop.steps",
+                "schedule {name} needs to know where the decay ends. Give schedule.decay_steps, or stop.epochs or "
+                "stop.steps.",
                 name=self.name,
             )
         progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
@@ -151,8 +151,8 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
         if total is None:
             raise JobError(
                 "schedule.cycle_end_unknown",
-                "schedule OneCycleLR does not know where the cycle ends: give total_steps in its args, or stop.steps "
-                "or stop.epochs",
+                "schedule OneCycleLR needs to know where the cycle ends. Give total_steps in its args, or stop.steps "
+                "or stop.epochs.",
             )
         called["total_steps"] = total
     if name == "ChainedScheduler":

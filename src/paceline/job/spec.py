@@ -142,7 +142,7 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
     module, _, name = path.rpartition(":")
     if not module or not name:
         raise InvalidValue(
-            "job.import_path_invalid", "{path!r} is not an import path; write pkg.mod:name or file.py:name", path=path
+            "job.import_path_invalid", "{path!r} is not an import path. Write pkg.mod:name or file.py:name.", path=path
         )
     if not module.endswith(".py"):
         return path
@@ -165,13 +165,13 @@ def import_path_of(function_or_class: Any) -> str:
     if name is None or module is None:
         raise InvalidValue(
             "job.not_importable",
-            "{function_or_class!r} is neither a function nor a class; give one that makes it",
+            "{function_or_class!r} is neither a function nor a class. Give a function or class that makes it.",
             function_or_class=function_or_class,
         )
     if "<" in name:
         raise InvalidValue(
             "job.local_object",
-            "{name} cannot be imported by other ranks; define it with a name of its own at the top of a module",
+            "{name} cannot be imported by other ranks. Define it under its own name at the top of a module.",
             name=name,
         )
     if module != "__main__":
@@ -182,7 +182,7 @@ def import_path_of(function_or_class: Any) -> str:
     if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
         raise InvalidValue(
             "job.object_of_session",
-            "{name} was defined in an interactive session, where other ranks cannot import it; put it into a file",
+            "{name} was defined in an interactive session, where other ranks cannot import it. Put it into a file.",
             name=name,
         )
     return f"{Path(str(main.__file__)).resolve()}:{name}"

@@ -75,7 +75,7 @@ class StopSpec(Spec):
         if not self.model_dump(exclude_defaults=True):
             raise InvalidValue(
                 "job.no_stop_rule",
-                "name at least one of {keys}, or the run never ends",
+                "name at least one of {keys}; otherwise the run never ends",
                 keys=list(type(self).model_fields),
             )
         return self
@@ -119,7 +119,7 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     if (known := HIGHER_IS_BETTER.get(metric) if own is None else own) is None:
         raise JobError(
             "job.metric_mode_missing",
-            "{key}: say if a larger {metric} is better: mode: max, or mode: min",
+            "{key}: say whether a larger {metric} is better: mode: max, or mode: min",
             key=key,
             metric=metric,
         )

@@ -44,7 +44,7 @@ def plan_of(plan: AnyPlan) -> Plan:
     if plan == "auto":
         raise PlanError(
             "api.auto_plan",
-            '"auto" is a choice among plans, and one plan is needed here: paceline.plan(job) returns one.',
+            '"auto" is a choice among plans, but one plan is needed here. paceline.plan(job) returns one.',
         )
     if isinstance(plan, str):
         return Plan.parse(plan)
@@ -85,8 +85,8 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
     if found.only_planned:
         raise ClusterError(
             "cluster.catalogue_only",
-            "{cluster} is a name from the catalogue of hardware: it can be planned for (paceline plan), and nothing "
-            "can run on it. Leave the cluster out to use this machine, or name a cluster file.",
+            "{cluster} is a name from the catalogue of hardware. You can plan for it (paceline plan), but nothing can "
+            "run on it. Leave the cluster out to use this machine, or name a cluster file.",
             cluster=found.name,
         )
     return found

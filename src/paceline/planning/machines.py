@@ -138,8 +138,8 @@ def _accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.not_predictable",
-            'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known\n'
-            "It is not in the catalogue of hardware. {hint} An entry of your own gives these figures: "
+            'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known.\n'
+            "It is not in the catalogue of hardware. {hint} Your own catalogue entry gives these figures: "
             "docs/how-to/add_a_device.md. `paceline train` and `bench` need none.",
             name=name,
             hint=nearest_to(name),

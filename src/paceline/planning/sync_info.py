@@ -90,7 +90,7 @@ def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
         if not equals or not word or word in given:
             raise PlanError(
                 "plan.option_malformed",
-                '{key}={text}: "{option}" is not understood; write {name}:VALUE,KEY=VALUE, each key once',
+                '{key}={text}: "{option}" is not understood. Write {name}:VALUE,KEY=VALUE, each key once.',
                 key=key,
                 text=text,
                 option=option,
@@ -279,7 +279,7 @@ class CompressSpec:
             raise PlanError(
                 "plan.codec_not_combinable",
                 "compress={text}: {codecs} may be followed by one of {numbers}, which codes the numbers that it "
-                "keeps, e.g. compress=topk:0.01+bf16; other codecs stand alone",
+                "keeps, e.g. compress=topk:0.01+bf16. Other codecs stand alone.",
                 text=text,
                 codecs=" or ".join(_those("keeps_numbers")),
                 numbers=list(_those("codes_numbers")),

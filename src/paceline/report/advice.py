@@ -130,8 +130,8 @@ def measured(run: Run) -> Measured:
     if 0 not in ranks:
         raise RunError(
             "report.no_timed_steps",
-            "{run} has no step with times after the first {warm_up}, which are warm-up: there is nothing to compare "
-            "yet",
+            "{run} has no step with times after the first {warm_up}, which are warm-up, so there is nothing to "
+            "compare yet",
             run=run.path,
             warm_up=WARM_UP_STEPS,
         )
@@ -151,7 +151,7 @@ def same_work(one: Run, many: Run) -> None:
     if one.plan.ranks > 1:
         raise RunError(
             "report.not_one_rank",
-            "{run} has plan {plan}: name a run of one rank to compare with one device",
+            "{run} has plan {plan}. Name a run of one rank, to compare with one device.",
             run=one.path,
             plan=one.plan,
         )

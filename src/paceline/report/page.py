@@ -112,7 +112,7 @@ def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
     except _NOT_OURS as error:
         raise RunError(
             "report.folder_invalid",
-            "{folder} holds what no {writer} of paceline writes, so there is no page of it: {error!r:.200}",
+            "{folder} holds data that no {writer} of paceline writes, so it has no page: {error!r:.200}",
             folder=folder,
             writer=writer,
             error=error,

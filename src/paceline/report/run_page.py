@@ -82,8 +82,8 @@ def view_of(run: Run) -> dict[str, Any]:
     if not record.ranks.get(0):
         raise RunError(
             "report.no_steps",
-            "{run} holds no finished step of rank 0, so there is nothing to show. One step is enough for the loss; "
-            "throughput and the breakdown need {needed}, as the first {warm_up} are warm-up. {gaps}",
+            "{run} holds no finished step of rank 0, so there is nothing to show. The loss needs one step. Throughput "
+            "and the breakdown need {needed}, since the first {warm_up} are warm-up. {gaps}",
             run=run.path,
             needed=WARM_UP_STEPS + 1,
             warm_up=WARM_UP_STEPS,

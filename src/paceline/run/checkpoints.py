@@ -162,7 +162,7 @@ class CheckpointSchedule:
                 allowed = f"{most} in a row have failed" if most > 1 else "It failed"
                 raise CheckpointError(
                     "checkpoint.failures_exhausted",
-                    "{error} {failures} (checkpoint.max_failures), so the run ends; continue with --resume when there "
+                    "{error} {failures} (checkpoint.max_failures), so the run ends. Continue with --resume when there "
                     "is room.",
                     error=error,
                     failures=allowed,
@@ -271,7 +271,9 @@ class Checkpoints:
             # It is whole, but not as any version of ours writes it.
             text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
             raise CheckpointError(
-                "checkpoint.unusable", "{reason}. Remove that folder to go on from the checkpoint before.", reason=text
+                "checkpoint.unusable",
+                "{reason}. Remove that folder to continue from the previous checkpoint.",
+                reason=text,
             ) from error
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return True
@@ -286,7 +288,7 @@ class Checkpoints:
         raise DataError(
             "data.changed",
             "the data set of {run} has changed: {change}. The validation samples and the order of training would "
-            "change too. Restore the data set, or start a new run without --resume",
+            "change too. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
             change=what,
         )
@@ -329,7 +331,7 @@ class Checkpoints:
             # That of before the first step could not be written.
             raise NonFiniteError(
                 "nonfinite.no_checkpoint",
-                "{problem}, and there is no checkpoint to go back to.",
+                "{problem}, and there is no checkpoint to return to.",
                 problem=result.problem,
             )
         values = restore(self.engine, loaded)

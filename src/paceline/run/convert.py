@@ -149,8 +149,8 @@ def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Call
         size = sum(map(described_bytes, described.values()))
         raise RunError(
             "export.unwritable",
-            "{file} cannot be written ({size:,} bytes): {reason}. Name a file in a folder that can be written and has "
-            "the room.",
+            "{file} cannot be written ({size:,} bytes): {reason}. Name a file in a writable folder on a disk with "
+            "enough room.",
             file=out,
             size=size,
             reason=error.strerror or error,
@@ -164,7 +164,7 @@ def _hf_model(run: Path) -> Any:
     if path is None:
         raise RunError(
             "export.no_job",
-            "{folder} is not in the directory of a run, whose job.yaml says what the model is. Name a run directory.",
+            "{folder} is not in a run directory, whose job.yaml describes the model. Name a run directory.",
             folder=run,
         )
     job = Run(path).job
@@ -173,8 +173,8 @@ def _hf_model(run: Path) -> Any:
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
             "export.not_hugging_face",
-            "the model of {path} ({class_name}) is not one of transformers', so there is no Hugging Face layout for "
-            "it. Export one safetensors file instead: paceline export RUN model.safetensors",
+            "the model of {path} ({class_name}) is not a model of transformers, so it has no Hugging Face layout. "
+            "Export one safetensors file instead: paceline export RUN model.safetensors",
             path=path,
             class_name=type(model).__name__,
         )
@@ -216,7 +216,7 @@ def weights_from(path: Path) -> TensorPieces:
                     entries[name] = TensorEntry(dtype=stored.get_dtype(), shape=shape, pieces=[piece])
         except (OSError, SafetensorError) as error:
             raise JobError(
-                "model.weights_unreadable", "{file}: no weights can be read from it: {error}", file=file, error=error
+                "model.weights_unreadable", "{file}: its weights cannot be read: {error}", file=file, error=error
             ) from error
     return TensorPieces(entries, files)
 
@@ -351,7 +351,7 @@ def _refuse(
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise JobError(
             "model.weights_differ",
-            "the weights in {path} are of another model: {wrong}{more}",
+            "the weights in {path} belong to another model: {wrong}{more}",
             path=source.where,
             wrong="; ".join(wrong[:5]),
             more=more,

@@ -142,8 +142,8 @@ class RemoteRun:
         elif here and not self.resume:
             raise RunError(
                 "run.not_uploaded",
-                "a run that was to be kept at {url} is in {path}, and is not there: it could not be uploaded, or was "
-                "removed there. Go on with it with --resume, or remove that directory.",
+                "{path} holds a run that belongs at {url}, but it is not there. It could not be uploaded, or was "
+                "removed there. Continue with --resume, or remove that directory.",
                 url=self.url,
                 path=self.path,
             )
@@ -262,7 +262,7 @@ def _fetch_checkpoint(store: Store, listed: dict[str, Entry], name: str, into: P
         if file not in listed or listed[file].size != shard.bytes:
             raise CheckpointError(
                 "run.shard_missing",
-                "{shard} is not there, or not of the length that the manifest names",
+                "{shard} is missing, or has another length than the manifest names",
                 shard=shard_name(rank),
             )
         store.fetch(file, into / shard_name(rank), sha256=shard.sha256)
@@ -391,7 +391,7 @@ class Uploader:
     def _check(self) -> None:
         self.allowed()
         if self._given_up.is_set():
-            raise RunError("run.upload_cancelled", "the upload was given up")
+            raise RunError("run.upload_cancelled", "the upload was cancelled")
 
     def _tell_of(self, error: Exception) -> None:
         if not self._lost:

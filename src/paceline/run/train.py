@@ -98,7 +98,7 @@ def train(
     if is_our_rank():
         raise LaunchError(
             "launch.train_in_import",
-            'train was called by a rank that only imports the script. Put the call under `if __name__ == "__main__":`.',
+            'a rank that only imports the script called train. Put the call under `if __name__ == "__main__":`.',
         )
     with over_hosts():
         return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts)
@@ -373,7 +373,7 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror,
         ) from error
@@ -392,7 +392,7 @@ def new_directory(job: Job) -> Path:
             return RUNS / f"{name}{suffix}"
     raise RunError(
         "run.too_many_of_name",
-        "there are 99 runs named {name} in {runs}; name a directory with --run",
+        "there are 99 runs named {name} in {runs}. Name a directory with --run.",
         name=name,
         runs=RUNS.resolve(),
     )

@@ -174,7 +174,7 @@ def _attend(
     if attn_mask is not None or dropout_p > 0:
         lacks = "no mask" if attn_mask is not None else "no dropout"
         raise PlanError(
-            "plan.attention_unsupported", "attention over cp ranks has {what}, and the model asks for it", what=lacks
+            "plan.attention_unsupported", "attention over cp ranks has {what}, but the model asks for it", what=lacks
         )
     # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
     if query.is_meta:
@@ -195,7 +195,7 @@ def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
     if model.config._attn_implementation != name:
         raise PlanError(
             "plan.attention_not_replaceable",
-            "cp={ranks}: {class_name} does not let its attention be replaced (transformers' AttentionInterface): cp=1",
+            "cp={ranks}: the attention of {class_name} cannot be replaced (by transformers' AttentionInterface): cp=1",
             ranks=ranks,
             class_name=type(model).__name__,
         )
@@ -224,14 +224,15 @@ def _hugging_face_attention(
     if sliding_window is not None and sliding_window < tokens:
         raise PlanError(
             "plan.attention_window",
-            "cp={ranks}: attention in a window of {window} tokens is not divided; use sequences of at most that many",
+            "cp={ranks}: attention in a window of {window} tokens cannot be divided. Use sequences of at most that "
+            "many tokens.",
             ranks=ranks,
             window=sliding_window,
         )
     if refused := [name for name in _REFUSED if others.get(name) is not None]:
         raise PlanError(
             "plan.attention_variant",
-            "cp={ranks}: attention with {variants} is not divided over ranks; use cp=1 for this model",
+            "cp={ranks}: attention with {variants} cannot be divided over ranks. Use cp=1 for this model.",
             ranks=ranks,
             variants=list(refused),
         )

@@ -225,7 +225,7 @@ def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
     if problems := [cut for cut in cuts if isinstance(cut, str)]:
         raise PlanError(
             "plan.stage_depends_on_shape",
-            "pp: for a batch of another shape the model runs otherwise: {problems}",
+            "pp: with a batch of another shape, the model computes differently: {problems}",
             problems="; ".join(problems),
         )
     return [cut for cut in cuts if isinstance(cut, Cut)]
@@ -352,7 +352,7 @@ def _measure(
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
             "plan.stage_not_separable",
-            "pp: the part of the model {where} {to} cannot be computed apart ({reason}). Its code may reach other "
+            "pp: the part of the model {where} {to} cannot be computed alone ({reason}). Its code may reach other "
             "modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model).",
             where=where,
             to=until,

@@ -99,7 +99,7 @@ def deferred_from(model: nn.Module) -> DeferredModel:
     if on_meta := [name for name, p in model.named_parameters() if p.is_meta]:
         raise JobError(
             "model.parameter_on_meta",
-            "parameter {name} is on the meta device, so it has no values; build the model on the CPU",
+            "parameter {name} is on the meta device, so it has no values. Build the model on the CPU.",
             name=on_meta[0],
         )
     full = _without_memory(model)
@@ -207,14 +207,14 @@ def _check(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(
             "plan.torchscript",
-            "a model compiled by torch.jit cannot be divided: give the module that it was made from, or divide "
-            "nothing (dp only)",
+            "a model compiled by torch.jit cannot be divided. Give the module that it was made from, or divide "
+            "nothing (dp only).",
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise JobError(
                 "model.lazy_parameter",
-                "parameter {name} gets its shape from the first batch: run one through the model in its factory",
+                "parameter {name} gets its shape from the first batch. Run a batch through the model in its factory.",
                 name=name,
             )
 

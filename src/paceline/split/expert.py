@@ -123,7 +123,7 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
                     "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. There a rank "
                     "holds only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} zero=2, "
                     "or remove this read from the model's forward pass. For an L2 penalty, set the optimizer's "
-                    "weight_decay instead",
+                    "weight_decay instead.",
                     plan=plan,
                     reader=reader or "the model",
                     name=value.name,

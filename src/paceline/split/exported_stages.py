@@ -104,7 +104,7 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
         raise PlanError(
             "plan.not_exportable",
             "pp: torch.export cannot trace the model ({reason}). Control flow that depends on data (an `if` on a "
-            "tensor's value, .item()) cannot be traced; write it with torch.where, or train without pp (fsdp divides "
+            "tensor's value, .item()) cannot be traced. Write it with torch.where, or train without pp (fsdp divides "
             "any model).",
             reason=first_line(error),
         ) from error
@@ -112,8 +112,8 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     if len(nodes) != len(cuts) + 1:
         raise PlanError(
             "plan.stages_found",
-            "pp: torch.export finds {found} stages at the cuts {cuts}, not {wanted}: cut at modules that are called "
-            "once",
+            "pp: torch.export finds {found} stages at the cuts {cuts}, not {wanted}. Cut at modules that are called "
+            "once.",
             found=len(nodes),
             cuts=",".join(cuts),
             wanted=len(cuts) + 1,
@@ -157,7 +157,7 @@ class ExportedStage(Stage):
         if missing := sorted(set(stage_graph.names.values()) - tensors.keys()):
             raise PlanError(
                 "plan.stage_reads_other",
-                "pp: for a batch of another shape this stage computes with {missing}, which is another stage's: give "
+                "pp: for a batch of another shape this stage needs {missing}, which belongs to another stage. Give "
                 "all batches the same shape, or train without pp.",
                 missing=missing[0],
             )
@@ -261,9 +261,8 @@ def inline_no_grad(program: ExportedProgram) -> None:
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in body.graph.nodes):
             raise PlanError(
                 "plan.grad_mode_switched",
-                "pp: torch.export cannot divide a model that switches gradients on, or autocast, within "
-                "torch.no_grad: use .detach() instead of torch.no_grad there, or train without pp (fsdp divides any "
-                "model).",
+                "pp: torch.export cannot divide a model that enables gradients or autocast within torch.no_grad. Use "
+                ".detach() instead of torch.no_grad there, or train without pp (fsdp divides any model).",
             )
         results = _copied(graph, node, body.graph, operands, detach=not enabled)
         for user in list(node.users):

@@ -133,8 +133,8 @@ def refuse_unsupported_code(observed: Observed) -> None:
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
                 "plan.parameter_changed_in_flight",
-                "pp: the model's forward pass changes its parameter {name} ({operation}), and other microbatches in "
-                "flight still need it as it was: change it after the optimizer's step instead, or pp=1.",
+                "pp: the model's forward pass changes its parameter {name} ({operation}), but other microbatches in "
+                "flight still need the old values. Change it after the optimizer's step instead, or pp=1.",
                 name=name,
                 operation=operation,
             )

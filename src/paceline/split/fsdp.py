@@ -225,9 +225,8 @@ def _refuse_mixed_types(
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
                 "plan.mixed_types",
-                "fsdp reduces the gradients of a block in one collective and so needs one type of trainable "
-                "parameters in it: {types}. Give the model one type (model.float()), or freeze those of the other "
-                "type.",
+                "fsdp reduces the gradients of a block in one collective, so its trainable parameters need one type: "
+                "{types}. Give the model one type (model.float()), or freeze those of the other type.",
                 types=found,
             )
 
@@ -317,8 +316,8 @@ def refuse_writes(observed: Observed) -> None:
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
         raise PlanError(
             "plan.parameter_changed_in_forward",
-            "fsdp: the model's forward pass changes its parameter {name} ({how}), which fsdp gathers for a pass and "
-            "then forgets: change it after the optimizer's step instead, or fsdp=1.",
+            "fsdp: the model's forward pass changes its parameter {name} ({how}), but fsdp gathers it for one pass "
+            "and then discards it. Change it after the optimizer's step instead, or fsdp=1.",
             name=name,
             how=how,
         )

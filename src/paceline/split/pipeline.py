@@ -161,7 +161,7 @@ class Pipeline:
         if rows(batch) % microbatches:
             raise PlanError(
                 "plan.microbatches_uneven",
-                "a pipeline needs equal microbatches, and {rows} samples are not a multiple of {microbatches}",
+                "a pipeline needs equal microbatches, but {rows} samples are not a multiple of {microbatches}",
                 rows=rows(batch),
                 microbatches=microbatches,
             )

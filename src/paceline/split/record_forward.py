@@ -213,9 +213,9 @@ class _Recorder:
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
             "plan.not_followed",
-            "pp: {where} cannot be followed without its weights, as its own code decides by values that depend on "
-            "them, takes arguments other than tensors, or fails: {reason}. Move that decision into a module that "
-            "takes and returns tensors, below the blocks, or train without pp.",
+            "pp: {where} cannot be followed without its weights: its code depends on values of tensors, takes "
+            "arguments other than tensors, or fails: {reason}. Move that decision into a module that takes and "
+            "returns tensors, below the blocks, or train without pp.",
             where=where,
             reason=first_line(error),
         )
@@ -232,8 +232,8 @@ class _Recorder:
             if strange := strange_type(leaves):
                 raise PlanError(
                     "plan.stage_output",
-                    "pp: {name} returns a {type}; what a stage passes on are tensors, alone or in tuples and "
-                    "dictionaries",
+                    "pp: {name} returns a {type}. Stages can pass on only tensors, alone or in tuples and "
+                    "dictionaries.",
                     name=name,
                     type=strange,
                 )

@@ -197,7 +197,7 @@ class _WrittenState:
                 raise PlanError(
                     "plan.remat_buffer",
                     "remat: a {class_name} writes a buffer in some steps only, and the second forward pass of a block "
-                    "would write it again: use remat=none",
+                    "would write it again. Use remat=none.",
                     class_name=type(module).__name__,
                 )
 
@@ -262,7 +262,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
             raise PlanError(
                 "plan.compile_failed",
                 "compile={mode}: torch cannot compile {name} here: {reason}. It needs {needs}a C++ compiler and "
-                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev); or leave compile out.",
+                "Python's headers (on Debian and Ubuntu: apt install g++ python3-dev). Or leave compile out.",
                 mode=mode,
                 name=name,
                 reason=what,
@@ -308,8 +308,8 @@ def keep_compiled_code_private() -> None:
         if named or error.errno == errno.EPERM:
             raise PlanError(
                 "plan.compile_folder_open",
-                "compile= would run code from {folder}: {reason}. Set {variable} to a folder of your own, or leave "
-                "compile out.",
+                "compile= would run code from {folder}: {reason}. Set {variable} to your own folder, or leave compile "
+                "out.",
                 folder=named or error.filename,
                 reason=error.strerror,
                 variable=_VARIABLE,
@@ -328,7 +328,7 @@ def _guard_the_default(error: OSError) -> None:
         raise PlanError(
             "plan.compile_no_folder",
             "compile= has no folder for its code: {reason} ({filename}), and {second_reason} ({second}). Set "
-            "{variable} to a folder of your own, or leave compile out.",
+            "{variable} to your own folder, or leave compile out.",
             reason=error.strerror,
             filename=error.filename,
             second_reason=second.strerror,

@@ -320,7 +320,9 @@ class ParallelLoss:
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
             sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
             raise DataError(
-                "loss.one_label_each", "the model returned {found}; one label per sample or token", found=sizes
+                "loss.one_label_each",
+                "the model returned {found}; there should be one label per sample or token",
+                found=sizes,
             )
         # on a GPU this would wait; `check` has looked before
         if labels.device.type == "cpu":

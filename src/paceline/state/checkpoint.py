@@ -183,9 +183,9 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
         "checkpoint.state_shape",
-        "{name} has shape {shape}, and this rank's part of the parameter {part}: of a divided parameter, only what is "
-        "divided in the same way and single numbers can be saved. Use an optimizer that works elementwise, or a plan "
-        "that does not divide the parameter along {axes}",
+        "{name} has shape {shape}, but this rank's part of the parameter has {part}. Of a divided parameter, only "
+        "state that is divided in the same way and single numbers can be saved. Use an optimizer that works "
+        "elementwise, or a plan that does not divide the parameter along {axes}.",
         name=name,
         shape=tuple(value.shape),
         part=part.layout.shape,
@@ -212,7 +212,7 @@ def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> 
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(
             "checkpoint.of_other_model",
-            "the checkpoint of step {step} is of another model: {wrong}{more}",
+            "the checkpoint of step {step} belongs to another model: {wrong}{more}",
             step=loaded.step,
             wrong="; ".join(wrong[:5]),
             more=more,
@@ -238,7 +238,8 @@ def _optimizer_state(
     if len(saved_groups) != len(groups):
         raise CheckpointError(
             "checkpoint.groups_differ",
-            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, this optimizer {here}",
+            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, but this optimizer has "
+            "{here}",
             step=loaded.step,
             saved=len(saved_groups),
             here=len(groups),
@@ -280,8 +281,8 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
         raise CheckpointError(
             "checkpoint.state_not_divisible",
             "the checkpoint of step {step} has {name} of shape {shape} for a parameter of shape {full}, which this "
-            "plan divides along {axes}; how to divide the state is not known. Resume under a plan that does not "
-            "divide the parameter",
+            "plan divides along {axes}. How to divide this state is not known. Resume under a plan that does not "
+            "divide the parameter.",
             step=loaded.step,
             name=full_name,
             shape=tuple(entry.shape),

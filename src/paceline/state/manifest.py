@@ -128,7 +128,9 @@ class Manifest(_Entry):
             ) from error
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(
-                "checkpoint.manifest_damaged", "{path} is not a checkpoint's manifest: truncated or damaged", path=path
+                "checkpoint.manifest_damaged",
+                "{path} is not a checkpoint's manifest: it is truncated or damaged",
+                path=path,
             ) from error
         if claimed != _digest(content):
             raise CheckpointError(
@@ -140,7 +142,7 @@ class Manifest(_Entry):
             raise CheckpointError(
                 "checkpoint.format_1",
                 "{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the run "
-                "with such a version, or start a new run",
+                "with such a version, or start a new run.",
                 path=path,
             )
         try:
@@ -149,7 +151,7 @@ class Manifest(_Entry):
             where = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise CheckpointError(
                 "checkpoint.other_format",
-                "{path} is not of the format that this version of paceline reads ({where})",
+                "{path} does not have the format that this version of paceline reads ({where})",
                 path=path,
                 where=where,
             ) from error

@@ -158,8 +158,8 @@ class RankState:
             if shapes.get(name) != wanted.get(name):
                 raise CheckpointError(
                     "recovery.state_of_other_model",
-                    "the state of step {step} in memory is of another model: it has {name} as {held}, this rank as "
-                    "{here}",
+                    "the state of step {step} in memory belongs to another model: it has {name} as {held}, but this "
+                    "rank has it as {here}",
                     step=self.step,
                     name=name,
                     held=shapes.get(name, "nothing"),
@@ -168,8 +168,8 @@ class RankState:
         if len(self.values["groups"]) != groups:
             raise CheckpointError(
                 "recovery.groups_differ",
-                "the state of step {step} in memory has {held} groups of parameters in its optimizer, this optimizer "
-                "{here}",
+                "the state of step {step} in memory has {held} groups of parameters in its optimizer, but this "
+                "optimizer has {here}",
                 step=self.step,
                 held=len(self.values["groups"]),
                 here=groups,

@@ -90,7 +90,7 @@ class TensorPieces(Mapping[str, Tensor]):
         if filled != layout.numel:
             raise CheckpointError(
                 "checkpoint.elements_missing",
-                "{where}: {missing:,} of {elements:,} elements wanted of {name} are in no piece",
+                "{where}: {missing:,} of {elements:,} elements of {name} are in no shard",
                 where=self.where,
                 missing=layout.numel - filled,
                 elements=layout.numel,
@@ -284,7 +284,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     if which not in (NEWEST, BEST):
         raise RunError(
             "checkpoint.name_unknown",
-            'there is no checkpoint "{which}": say {newest}, {best} or the number of a step. {there}',
+            'there is no checkpoint "{which}". Name {newest}, {best} or the number of a step. {there}',
             which=which,
             newest=NEWEST,
             best=BEST,
@@ -401,7 +401,7 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         if size != entry.bytes:
             raise CheckpointError(
                 "checkpoint.size_differs",
-                "{path} has {size:,} bytes instead of {expected:,}: truncated or altered",
+                "{path} has {size:,} bytes instead of {expected:,}: it is truncated or altered",
                 path=path,
                 size=size,
                 expected=entry.bytes,

@@ -91,7 +91,7 @@ class Shard:
         if twice := shared.keys() & own.keys():
             raise CheckpointError(
                 "checkpoint.named_twice",
-                "{names}: named both as shared and as a rank's own; each name stands for one tensor",
+                "{names}: named both as shared and as a rank's own. Each name stands for one tensor.",
                 names=sorted(twice),
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
@@ -314,7 +314,7 @@ class ShardContents:
                 if key in pieces:
                     raise CheckpointError(
                         "checkpoint.name_collision",
-                        "{name}: both the name of a tensor and that of a piece of another. Rename the parameter",
+                        "{name} is the name of a tensor and also of a shard of another tensor. Rename the parameter.",
                         name=key,
                     )
                 written[key] = name, box
@@ -391,8 +391,8 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
             if (full.dtype, full.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
                     "checkpoint.ranks_differ",
-                    "{name} is {dtype} {shape} on rank {rank} and {full_dtype} {full_shape} on a rank before it. All "
-                    "ranks should train one model",
+                    "{name} is {dtype} {shape} on rank {rank} and {full_dtype} {full_shape} on an earlier rank. All "
+                    "ranks should train one model.",
                     name=name,
                     dtype=entry.dtype,
                     shape=entry.shape,
@@ -405,7 +405,7 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
         if wrong := uncovered(entry.shape, entry.pieces):
             raise CheckpointError(
                 "checkpoint.shards_incomplete",
-                "the ranks' pieces of {name} do not make up the tensor of shape {shape}: {wrong}",
+                "the ranks' shards of {name} do not make up the tensor of shape {shape}: {wrong}",
                 name=name,
                 shape=entry.shape,
                 wrong=wrong,

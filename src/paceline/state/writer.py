@@ -225,7 +225,7 @@ class Checkpointer:
             for _ in self._work:
                 if generation_is_over():
                     raise GenerationOver(
-                        "checkpoint.rank_lost", "the checkpoint under way lacks the part of a lost rank"
+                        "checkpoint.rank_lost", "the checkpoint in progress lacks the shard of a lost rank"
                     )
         self._copying = False
 
@@ -345,7 +345,7 @@ class Checkpointer:
                 if content is not None and "error" in content:
                     raise CheckpointError(
                         "checkpoint.shard_not_written",
-                        "rank {rank} could not write its part: {error}",
+                        "rank {rank} could not write its shard: {error}",
                         rank=rank,
                         error=content["error"],
                     )
@@ -363,8 +363,8 @@ class Checkpointer:
                 names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CheckpointError(
                     "checkpoint.timeout",
-                    "{ranks} of {world} delivered nothing for {deadline_s:g} s. See what held them up, or raise "
-                    "deadline_s",
+                    "{ranks} of {world} delivered nothing for {deadline_s:g} s. Find out what delayed them, or raise "
+                    "deadline_s.",
                     ranks=names,
                     world=self.world,
                     deadline_s=deadline_s,

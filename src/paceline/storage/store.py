@@ -206,7 +206,7 @@ class Store:
         if written != about.size or self.about(name) != about:
             into.unlink()
             raise StorageError(
-                "storage.object_changed", "{url} changed while it was fetched. Try again.", url=shown, may_pass=True
+                "storage.object_changed", "{url} changed while it was downloaded. Try again.", url=shown, may_pass=True
             )
         if sha256 not in (None, digest.hexdigest()):
             into.unlink()
@@ -279,7 +279,7 @@ class Store:
         if "Credential" in type(error).__name__:
             return StorageError(
                 "storage.no_credentials",
-                "{url}: no credentials. Looked for {credentials}.",
+                "{url}: there are no credentials. Looked for {credentials}.",
                 url=shown,
                 credentials=credentials_of(self.protocol),
                 denied=True,
@@ -287,8 +287,8 @@ class Store:
         if isinstance(error, PermissionError):
             return StorageError(
                 "storage.denied",
-                "{url}: refused ({reason}). The credentials come from {credentials}; they need the right to list, "
-                "read and write there.",
+                "{url}: access was refused ({reason}). The credentials come from {credentials}. They need the right "
+                "to list, read and write there.",
                 url=shown,
                 reason=first,
                 credentials=credentials_of(self.protocol),
@@ -296,10 +296,10 @@ class Store:
             )
         if isinstance(error, FileNotFoundError):
             return StorageError(
-                "storage.not_there", "{url}: not there ({reason})", url=shown, reason=first, absent=True
+                "storage.not_there", "{url} does not exist ({reason})", url=shown, reason=first, absent=True
             )
         if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict"):
-            return StorageError("storage.exists", "{url}: there already", url=shown, exists=True)
+            return StorageError("storage.exists", "{url} exists already", url=shown, exists=True)
         if isinstance(error, NotImplementedError):
             return StorageError(
                 "storage.read_only",
@@ -419,7 +419,7 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
     if of_run not in (None, version_of(place)):
         raise StorageError(
             "storage.changed_since_start",
-            "{url} is not what the run began with: it was changed. Start the run again.",
+            "{url} was changed since the run began. Start the run again.",
             url=url,
         )
     return place
@@ -470,7 +470,7 @@ def _fetch(
     if _bytes(contents) > free + sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()):
         raise StorageError(
             "storage.no_room",
-            "{url} has {size_mb:,.0f} MB, and {home} has room for {free_mb:,.0f} MB. Name another place with "
+            "{url} has {size_mb:,.0f} MB, but {home} has room for {free_mb:,.0f} MB. Name another place with "
             "XDG_CACHE_HOME.",
             url=store.url,
             size_mb=_bytes(contents) / 1000000.0,
@@ -503,7 +503,7 @@ def _fetch_one(store: Store, name: str, into: Path, entry: Entry, progress: _Pro
         part.unlink()
         raise StorageError(
             "storage.changed",
-            "{url}/{name} changed while it was fetched. Try again.",
+            "{url}/{name} changed while it was downloaded. Try again.",
             url=store.url,
             name=name,
             may_pass=True,
@@ -545,7 +545,7 @@ def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]
             if time.time() - os.fstat(fd).st_mtime > 2 * STALL_S:
                 raise StorageError(
                     "storage.locked",
-                    "another process of this host holds {file}, and fetches nothing. End it.",
+                    "another process of this host holds {file}, but downloads nothing. End it.",
                     file=file,
                 )
             time.sleep(0.2)

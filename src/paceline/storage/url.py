@@ -33,15 +33,15 @@ def checked_url(text: str) -> str:
     match = _URL.match(text)
     if match is None:
         raise StorageError(
-            "storage.not_a_url", "{text!r} is not a URL; write s3://bucket/name or file:///folder/name", text=text
+            "storage.not_a_url", "{text!r} is not a URL. Write s3://bucket/name or file:///folder/name.", text=text
         )
     protocol, rest = match[1].lower(), match[2].rstrip("/")
     shown = without_secrets(text)
     if "@" in rest.partition("/")[0]:
         raise StorageError(
             "storage.url_with_user",
-            "{url}: the URL names a user, and URLs are written into records. Leave it out, and put {credentials} in "
-            "place.",
+            "{url}: the URL names a user, and URLs are written into records. Leave the user out, and provide "
+            "{credentials}.",
             url=shown,
             credentials=credentials_of(protocol),
         )
@@ -49,7 +49,7 @@ def checked_url(text: str) -> str:
         raise StorageError(
             "storage.url_with_secret",
             "{url}: a URL with ? or # may hold a secret, and URLs are written into records. Name the object alone, "
-            "and put {credentials} in place.",
+            "and provide {credentials}.",
             url=shown.partition("?")[0],
             credentials=credentials_of(protocol),
         )
@@ -60,13 +60,13 @@ def checked_url(text: str) -> str:
     if protocol in _OF_ONE_PROCESS:
         raise StorageError(
             "storage.protocol_of_one_process",
-            "{url}: {protocol}:// is seen by one process alone, and ranks are several. Use file:///…",
+            "{url}: {protocol}:// is visible to one process only, but a run has several ranks. Use file:///…",
             url=shown,
             protocol=protocol,
         )
     if not rest or (protocol in _WITHOUT_BUCKET) != rest.startswith("/"):
         whole = f"{protocol}:///folder/name" if protocol in _WITHOUT_BUCKET else f"{protocol}://bucket/name"
-        raise StorageError("storage.url_incomplete", "{url} is not whole; write {whole}", url=shown, whole=whole)
+        raise StorageError("storage.url_incomplete", "{url} is incomplete. Write {whole}", url=shown, whole=whole)
     _must_exist(protocol, shown)
     return f"{protocol}://{rest}"
 
@@ -109,7 +109,7 @@ def _must_exist(protocol: str, shown: str) -> None:
     if protocol not in known:
         raise StorageError(
             "storage.protocol_unknown",
-            '{url}: no protocol "{protocol}". {hint}',
+            '{url}: there is no protocol "{protocol}". {hint}',
             url=shown,
             protocol=protocol,
             hint=nearest(protocol, known),

@@ -230,7 +230,7 @@ class AllReduce(SyncRule):
             raise SyncError(
                 "ranks.second_gradient",
                 "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint "
-                "does that); use torch.utils.checkpoint with use_reentrant=False",
+                "causes this). Use torch.utils.checkpoint with use_reentrant=False.",
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.backward.last:

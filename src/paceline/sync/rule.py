@@ -161,9 +161,9 @@ def not_by_the_engine() -> SyncError:
     """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
     return SyncError(
         "loop.plain_backward",
-        "loss.backward() makes the gradients of this rank's samples only, and the ranks would train independently. "
-        "Write engine.backward(loss) in its place (or engine.step(batch)); for gradients that train nothing, use "
-        "torch.autograd.grad",
+        "loss.backward() computes the gradients of this rank's samples only, so the ranks would train independently. "
+        "Write engine.backward(loss) instead (or engine.step(batch)). For gradients that train nothing, use "
+        "torch.autograd.grad.",
     )
 
 

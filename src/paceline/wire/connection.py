@@ -271,7 +271,7 @@ class Connection:
                 self.close()
                 raise DeadlineError(
                     "channel.send_deadline",
-                    "{peer} took no message for {deadline_s:g} s, so the connection was closed",
+                    "{peer} accepted no message for {deadline_s:g} s, so the connection was closed",
                     peer=self.peer,
                     deadline_s=deadline_s,
                 )
@@ -316,7 +316,7 @@ class Connection:
         if not self.flush() and self._kept_bytes > _BACKLOG_LIMIT:
             self.close()
             raise ChannelError(
-                "channel.not_taken", "{peer} takes no messages, so the connection was closed", peer=self.peer
+                "channel.not_taken", "{peer} accepts no messages, so the connection was closed", peer=self.peer
             )
 
     def flush(self) -> bool:
@@ -365,7 +365,7 @@ class Connection:
             self.close()
             raise ChannelError(
                 "channel.not_a_message",
-                "{peer} sent what is no message, so the connection was closed: {error}",
+                "{peer} sent data that is not a message, so the connection was closed: {error}",
                 peer=self.peer,
                 error=error,
             ) from error
@@ -380,7 +380,7 @@ class Connection:
             return self._descriptors.popleft()
         except IndexError:
             raise ChannelError(
-                "channel.descriptor_missing", "{peer} sent no descriptor where one was announced", peer=self.peer
+                "channel.descriptor_missing", "{peer} announced a descriptor and did not send it", peer=self.peer
             ) from None
 
     def give_back(self, message: msgspec.Struct) -> None:
@@ -473,7 +473,7 @@ class Connection:
             self._end()
             raise ChannelError(
                 "channel.too_many_descriptors",
-                "{peer} sent more descriptors than it may, so the connection was closed",
+                "{peer} sent more descriptors than allowed, so the connection was closed",
                 peer=self.peer,
             )
         return count
@@ -547,8 +547,8 @@ def connect(
         except ssl.SSLCertVerificationError:
             raise ChannelError(
                 "channel.key_differs",
-                "{where}: who answers there does not have this run's key ({key}). Every host needs a copy of the same "
-                "key file.",
+                "{where}: the process that answers does not have this run's key ({key}). Every host needs a copy of "
+                "the same key file.",
                 where=name_of(where),
                 key=key and key.fingerprint,
             ) from None
@@ -556,7 +556,7 @@ def connect(
             if left_s < pause_s or stopped():
                 raise DeadlineError(
                     "channel.connect_deadline",
-                    "{where}: nobody of this run answered within {deadline_s:g} s. Last: {reason}",
+                    "{where}: no process of this run answered within {deadline_s:g} s. Last: {reason}",
                     where=name_of(where),
                     deadline_s=deadline_s,
                     reason=error.strerror or error,
@@ -574,7 +574,7 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
         if (user := user_of_peer(link)) != os.geteuid():
             raise ChannelError(
                 "channel.socket_of_other_user",
-                "{path}: {user} serves this socket, and not this run",
+                "{path}: {user} serves this socket, not this run",
                 path=path,
                 user=user_name(user),
             )
@@ -588,7 +588,7 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
 def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: float) -> socket.socket:
     if key is None:
         raise ChannelError(
-            "channel.no_key", "{where}: without the run's key nothing is sent to other hosts", where=name_of(where)
+            "channel.no_key", "{where}: without the run's key, nothing is sent to other hosts", where=name_of(where)
         )
     try:
         link: socket.socket = socket.create_connection(where, timeout=min(patience_s, _REACH_S))

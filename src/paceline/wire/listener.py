@@ -68,7 +68,7 @@ class Listener:
         self._within_host = listening.family == socket.AF_UNIX
         if key is None and not self._within_host:
             listening.close()
-            raise ChannelError("channel.listen_without_key", "without the run's key only a Unix socket is listened on")
+            raise ChannelError("channel.listen_without_key", "without the run's key, only a Unix socket can listen")
         self.address = self._own_path or _address_of(listening)
         self._served: dict[int, Connection] = {}
         self._loop, self._listening_fd = SocketLoop(), listening.fileno()
@@ -446,7 +446,7 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
             listener.close()
             raise ChannelError(
                 "channel.cannot_listen",
-                "{where} cannot be listened on: {reason}",
+                "cannot listen on {where}: {reason}",
                 where=name_of(where),
                 reason=error.strerror,
             ) from error

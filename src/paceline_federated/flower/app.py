@@ -163,7 +163,7 @@ def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
         (folder / "pyproject.toml").write_text(project)
     except FileExistsError as error:
         raise RunError(
-            "federate.package_exists", "{package} is there already: name another folder", package=package
+            "federate.package_exists", "{package} exists already. Name another folder.", package=package
         ) from error
     except OSError as error:
         raise RunError(
@@ -223,7 +223,7 @@ def run_app(folder: Path, superlink: SuperLink) -> None:
     if flwr is None:
         raise RunError(
             "federate.flwr_missing",
-            "the command flwr is not found: install Flower beside paceline (pip install 'flwr>=1.42')",
+            "the command flwr was not found. Install Flower beside paceline (pip install 'flwr>=1.42').",
         )
     with superlink.connection() as (name, environment):
 

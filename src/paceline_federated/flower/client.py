@@ -77,8 +77,8 @@ class Clients:
         if not len(own):  # type: ignore[arg-type]
             raise FederateError(
                 "federate.client_without_held_out",
-                "client {client} keeps no samples apart to be measured on: set federate.held_out in the job, or "
-                "fraction_evaluate=0 in the strategy",
+                "client {client} holds out no samples to be evaluated on. Set federate.held_out in the job, or "
+                "fraction_evaluate=0 in the strategy.",
                 client=number,
             )
         state = ClientState(personal=_tensors(context, _PERSONAL))
@@ -99,8 +99,8 @@ class Clients:
         if sent.keys() != self.training.rule.sends().keys():
             raise FederateError(
                 "federate.strategy_needed",
-                "federate.rule {rule} needs more from its server than weights: take "
-                "paceline_federated.flower.server.JobStrategy there",
+                "federate.rule {rule} needs more from its server than weights. Use "
+                "paceline_federated.flower.server.JobStrategy there.",
                 rule=self.spec.rule,
             )
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
@@ -136,7 +136,7 @@ class Clients:
         if weight > most:
             raise FederateError(
                 "federate.max_weight",
-                "client {client} has {samples} samples: set federate.secure.max_weight to as many",
+                "client {client} has {samples} samples. Set federate.secure.max_weight to at least as many.",
                 client=number,
                 samples=weight,
             )
@@ -156,8 +156,8 @@ class Clients:
         if PARTITION not in config:
             raise FederateError(
                 "federate.node_without_number",
-                'a node is a client by its number: start it with --node-config "{partition}=0", and with '
-                '{data}="/path" where its samples are its own',
+                'a node needs its client\'s number. Start it with --node-config "{partition}=0", and with '
+                '{data}="/path" if it has its own samples.',
                 partition=PARTITION,
                 data=DATA,
             )
@@ -167,14 +167,14 @@ class Clients:
         if DATA not in config and nodes != parts:
             raise FederateError(
                 "federate.nodes_differ",
-                "the job has {clients} clients, and Flower {nodes} nodes: start {clients} (num-supernodes)",
+                "the job has {clients} clients, but Flower has {nodes} nodes. Start {clients} (num-supernodes).",
                 clients=parts,
                 nodes=nodes,
             )
         if not 0 <= number < parts:
             raise FederateError(
                 "federate.number_out_of_range",
-                "{partition} is {number}, and the job has clients 0 to {largest}",
+                "{partition} is {number}, but the job has clients 0 to {largest}",
                 partition=PARTITION,
                 number=number,
                 largest=parts - 1,
@@ -203,14 +203,14 @@ def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
     if missing := [name for name in layout.names if name not in tensors]:
         raise FederateError(
             "federate.weights_missing",
-            "the weights have no {missing}: they are of another model",
+            "the weights lack {missing}: they belong to another model",
             missing=list(missing[:5]),
         )
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         if tuple(tensors[name].shape) != shape:
             raise FederateError(
                 "federate.weights_shape",
-                "{name} has the shape {received}, and this model's is {expected}",
+                "{name} has the shape {received}, but in this model it has {expected}",
                 name=name,
                 received=tuple(tensors[name].shape),
                 expected=shape,
@@ -229,7 +229,7 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
     if flat.shape != (layout.numel,):
         raise FederateError(
             "federate.weights_count",
-            "the weights are {received} numbers, and this model has {expected}",
+            "the weights are {received} numbers, but this model has {expected}",
             received=flat.numel(),
             expected=layout.numel,
         )
@@ -271,7 +271,7 @@ def own_samples(job: Job, data: Path) -> Dataset[Any]:
         spec = Arrays(kind="arrays", path=data.resolve())
     built = spec.model_copy(update={"held_out": 0.0}).build(input_shape=job.model.input_shape(), seed=job.seed)
     if not len(built.train):  # type: ignore[arg-type]
-        raise DataError("federate.data_empty", "{path}: there are no samples in it", path=data)
+        raise DataError("federate.data_empty", "{path}: it holds no samples", path=data)
     return built.train
 
 

@@ -287,16 +287,16 @@ class JobStrategy(Strategy):
         task, layout = self._task, self.training.layout
         assert task is not None, "a round is under way"
         if reply.has_error():
-            raise FederateError("federate.client_refused", "the client says: {reason}", reason=reply.error.reason)
+            raise FederateError("federate.client_refused", "the client reports: {reason}", reason=reply.error.reason)
         content = reply.content
         if ARRAYS not in content or METRICS not in content:
-            raise FederateError("federate.not_an_update", "this is no update")
+            raise FederateError("federate.not_an_update", "this is not an update")
         weights, metrics = weights_of(content[ARRAYS], layout), content[METRICS]
         samples, steps, loss = (metrics.get(key, 0) for key in (EXAMPLES, "steps", "loss"))
         if not isinstance(samples, int) or not isinstance(steps, int) or not 0 < samples <= self._samples[number]:
             raise FederateError(
                 "federate.samples_differ",
-                "{samples} samples, where this client said {before}",
+                "{samples} samples, but this client reported {before} before",
                 samples=samples,
                 before=self._samples[number],
             )
@@ -305,7 +305,7 @@ class JobStrategy(Strategy):
         if returned.keys() != self._returned.keys():
             raise FederateError(
                 "federate.other_tensors",
-                "rule {rule} needs other tensors of its clients than {returned}",
+                "rule {rule} needs other tensors from its clients than {returned}",
                 rule=self.spec.rule,
                 returned=list(returned),
             )
@@ -331,7 +331,7 @@ class JobStrategy(Strategy):
             if time.monotonic() > until:
                 raise DeadlineError(
                     "federate.too_few_nodes",
-                    "{there} of {needed} clients are there after {waited_s:.0f} s",
+                    "{there} of {needed} clients are connected after {waited_s:.0f} s",
                     there=len(self._numbers),
                     needed=least,
                     waited_s=_PATIENCE_S,
@@ -359,7 +359,7 @@ class JobStrategy(Strategy):
             if number in self._numbers.values():
                 raise FederateError(
                     "federate.two_nodes",
-                    "two nodes are client {client}: give each a partition-id of its own",
+                    "two nodes are client {client}. Give each its own partition-id.",
                     client=number,
                 )
             self._numbers[node], self._samples[number] = number, int(metrics[EXAMPLES])

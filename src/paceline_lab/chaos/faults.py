@@ -349,7 +349,7 @@ def memory_groups() -> Path:
             return top
     raise ClusterError(
         "chaos.no_memory_control_group",
-        "no control group with a limit of memory can be made under /sys/fs/cgroup; it takes root",
+        "no control group with a memory limit can be made under /sys/fs/cgroup; this needs root",
     )
 
 
@@ -469,7 +469,7 @@ def kinds_in(text: str) -> tuple[Kind, ...]:
     for name in names:
         if name not in KINDS:
             raise ClusterError(
-                "chaos.fault_unknown", "{name!r} is no kind of fault. {hint}", name=name, hint=nearest(name, KINDS)
+                "chaos.fault_unknown", "{name!r} is not a kind of fault. {hint}", name=name, hint=nearest(name, KINDS)
             )
     return tuple(kind for kind in KINDS if kind in names)
 

@@ -132,7 +132,7 @@ def explain_config(
     if found.ranks is not None and found.ranks > cluster.devices:
         raise PlanError(
             "config.other_size",
-            "{file} is for {ranks:,} ranks, and {cluster} has {devices:,} devices",
+            "{file} is for {ranks:,} ranks, but {cluster} has {devices:,} devices",
             file=file,
             ranks=found.ranks,
             cluster=cluster.name,

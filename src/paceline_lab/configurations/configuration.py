@@ -171,7 +171,7 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
         raise PlanError(
             "config.data_ranks_differ",
             "{system}: {ranks} ranks with tensor × pipeline × context = {product} leave {data} data-parallel ranks, "
-            "and the configuration has {known}{more}",
+            "but the configuration has {known}{more}",
             system=one.system,
             ranks=ranks,
             product=of_model,
@@ -185,8 +185,8 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
         if sizes[of_experts] % one.ep:
             raise PlanError(
                 "config.experts_do_not_divide",
-                "{system}: expert parallel = {ep} does not divide the {data} data-parallel ranks that its experts are "
-                "divided among",
+                "{system}: expert parallel = {ep} does not divide the {data} data-parallel ranks over which its "
+                "experts are divided",
                 system=one.system,
                 ep=one.ep,
                 data=data,
@@ -200,7 +200,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
     if whole is None and (micro is None or count is None):
         raise PlanError(
             "config.no_global_batch",
-            "the {system} configuration does not say the global batch: name --global-batch N",
+            "the {system} configuration does not give the global batch: name --global-batch N",
             system=configuration.system,
         )
     if whole is None:
@@ -243,8 +243,8 @@ def _dimensions(
     if missing:
         raise PlanError(
             "config.model_incomplete",
-            "the {system} configuration does not say {missing} of the model: name it, as in --model llama-3.1-8b, or "
-            "a job with dimensions, as in --model job.yaml",
+            "the {system} configuration does not give {missing} of the model. Name it, as in --model llama-3.1-8b, or "
+            "a job with dimensions, as in --model job.yaml.",
             system=configuration.system,
             missing=list(missing),
         )

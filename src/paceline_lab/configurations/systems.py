@@ -88,7 +88,7 @@ def system_of(file: Path, text: str) -> str:
         return "megatron"
     raise PlanError(
         "config.unknown_format",
-        "{file} is no configuration that is known: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
+        "{file} is not a known configuration: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
         "(.json), torchtitan (.toml), or Accelerate (.yaml)",
         file=file,
     )
@@ -128,7 +128,7 @@ def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Wri
     if system not in SYSTEMS:
         raise PlanError(
             "config.system_unknown",
-            '"{system}" is no system that a plan can be written for. {hint}',
+            '"{system}" is not a system for which a plan can be written. {hint}',
             system=system,
             hint=nearest(system, SYSTEMS),
         )
@@ -383,11 +383,12 @@ def run_of_log(file: Path, cluster: Cluster | None) -> Row:
     if not of_megatron and not of_torchtitan:
         raise PlanError(
             "log.unknown_format",
-            "it is no log of Megatron-LM (lines with elapsed time per iteration (ms)) or torchtitan (lines with tps)",
+            "it is not a log of Megatron-LM (lines with elapsed time per iteration (ms)) or torchtitan (lines with "
+            "tps)",
         )
     if cluster is None or not cluster.has_accelerators:
         raise PlanError(
-            "log.no_machines", "a log does not name its machines: name them with --cluster, such as 8xH100-SXM"
+            "log.no_machines", "a log does not name its machines. Name them with --cluster, such as 8xH100-SXM."
         )
     if of_megatron:
         return _of_megatron(file, text, cluster)
@@ -415,8 +416,8 @@ def _megatron_configuration(file: Path, text: str) -> Configuration:
             return read_configuration(beside)
     raise PlanError(
         "log.no_arguments",
-        "it has no arguments (Megatron-LM prints them first, between lines with dashes): keep them in the log, or put "
-        "its script beside it as {script}",
+        "it has no arguments (Megatron-LM prints them first, between lines with dashes). Keep them in the log, or put "
+        "its script beside it as {script}.",
         script=file.with_suffix(".sh").name,
     )
 
@@ -442,7 +443,7 @@ def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Clust
         if ran_on.name not in named:
             raise PlanError(
                 "log.other_device",
-                "it ran on {device}, and --cluster has {devices}",
+                "it ran on {device}, but --cluster has {devices}",
                 device=device[1],
                 devices=sorted(names),
             )
@@ -468,8 +469,8 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
         return read_configuration(beside if beside.is_file() else others[0])
     raise PlanError(
         "log.no_configuration",
-        "it does not print its configuration: put its TOML file beside it as {beside}, or train with "
-        "--job.print_config",
+        "it does not print its configuration. Put its TOML file beside it as {beside}, or train with "
+        "--job.print_config.",
         beside=beside.name,
     )
 

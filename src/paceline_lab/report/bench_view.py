@@ -54,7 +54,7 @@ def write_bench_page(report: Report, folder: Path) -> Path:
         raise RunError(
             "bench.nothing_measured",
             "{folder}: the benchmark has measured nothing yet, and its page needs at least one run of one setting. "
-            "Run its command again to go on.",
+            "Run its command again to continue.",
             folder=folder,
         )
     with not_by_paceline(folder, "benchmark"):

@@ -123,13 +123,13 @@ class Benchmark:
         if is_rank():
             raise LaunchError(
                 "bench.under_torchrun",
-                "bench starts the ranks itself: call it without torchrun, in a script under `if __name__ == "
+                "bench starts the ranks itself. Call it without torchrun, in a script under `if __name__ == "
                 "'__main__':`.",
             )
         if repeat < 1:
             raise RunError(
                 "bench.repeat_invalid",
-                "repeat is how often each setting is run, at least 1, not {repeat}",
+                "repeat is the number of runs of each setting, at least 1, not {repeat}",
                 repeat=repeat,
             )
         if steps is not None and steps <= WARM_UP_STEPS:

@@ -302,7 +302,7 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
     if not devices:
         raise PlanError(
             "bench.no_devices",
-            "no number of devices is given; the numbers of devices are separated by commas, e.g. 1,2",
+            "no number of devices is given. Separate the numbers of devices by commas, e.g. 1,2.",
         )
     if wrong := [n for n in devices if n < 1]:
         raise PlanError("bench.devices_invalid", "a number of devices is at least 1, not {number}", number=wrong[0])

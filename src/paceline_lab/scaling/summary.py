@@ -82,7 +82,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
     if speed is None:
         raise RunError(
             "bench.run_too_short",
-            "the run of {label} ended after {steps} steps ({reason}), and the first {warm_up} are warm-up. Measure "
+            "the run of {label} ended after {steps} steps ({reason}), but the first {warm_up} are warm-up. Measure "
             "with --steps 60.",
             label=setting.label,
             steps=len(steps),
@@ -365,7 +365,7 @@ class BenchmarkDirectory:
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise RunError(
                 "bench.protocol_invalid",
-                "{path} is not of a benchmark ({error!r}). Name another directory with --out.",
+                "{path} does not belong to a benchmark ({error!r}). Name another directory with --out.",
                 path=self.path / PROTOCOL,
                 error=error,
             ) from error

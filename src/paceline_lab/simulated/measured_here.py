@@ -67,7 +67,7 @@ class MeasuredHere:
         if report.job != job.name:
             raise RunError(
                 "bench.of_other_job",
-                "{folder} has a benchmark of {found}, not of {job}. Name another one with --out.",
+                "{folder} has a benchmark of {found}, not of {job}. Name another directory with --out.",
                 folder=folder,
                 found=report.job,
                 job=job.name,

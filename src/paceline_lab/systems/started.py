@@ -133,7 +133,7 @@ def _wait(
             kill.due(began, partial(_marked, marked))
         if time.time() > until:
             raise RunError(
-                "compare.hung", "{system} hangs, and was killed\n{output}", system=system.title, output=_said(folder)
+                "compare.hung", "{system} hung and was killed\n{output}", system=system.title, output=_said(folder)
             )
         if time.monotonic() > look:
             most, look = max(most, sum(map(_proportional_bytes, _marked(marked)))), time.monotonic() + _MEMORY_S
@@ -267,8 +267,8 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     except OSError as error:
         raise RunError(
             "compare.no_environment",
-            "{system} is not installed: its environment has no place, as {folder} cannot be used ({reason}). Set "
-            "XDG_CACHE_HOME to a folder of yours.",
+            "{system} is not installed: there is no place for its environment, since {folder} cannot be used "
+            "({reason}). Set XDG_CACHE_HOME to your own folder.",
             system=system.title,
             folder=error.filename,
             reason=error.strerror,
@@ -339,7 +339,7 @@ def _install(system: System, folder: Path, file: Path) -> None:
         write_whole(Path(f"{folder}.log"), done.stdout + done.stderr)
         raise RunError(
             "compare.install_failed",
-            "{system} is not installed: {reason} (all of it: {folder}.log)",
+            "{system} is not installed: {reason} (full log: {folder}.log)",
             system=system.title,
             reason=told.strip(),
             folder=folder,

@@ -53,8 +53,8 @@ class HeldObjects:
                         if held.recipe != recipe:
                             raise RemoteError(
                                 "remote.made_differently",
-                                '"{name}" was made here as {here}, and is asked for as {wanted}: give one of them '
-                                "another name",
+                                '"{name}" was made here as {here}, but is requested as {wanted}. Give one of them '
+                                "another name.",
                                 name=name,
                                 here=held.recipe,
                                 wanted=recipe,
@@ -118,7 +118,7 @@ class HeldObjects:
         with self._lock:
             if len(self._objects) >= MOST_OBJECTS:
                 raise RemoteError(
-                    "remote.too_many_objects", "{limit:,} objects are held here; release some", limit=MOST_OBJECTS
+                    "remote.too_many_objects", "{limit:,} objects are held here. Release some.", limit=MOST_OBJECTS
                 )
             number = secrets.token_hex(8)
             self._objects[number] = held
@@ -159,7 +159,7 @@ class Answers:
             if number < self._next or len(self._kept) >= MOST_ANSWERS:
                 raise RemoteError(
                     "remote.call_out_of_order",
-                    "call {number} came when call {next} was expected; it was not run",
+                    "call {number} came when call {next} was expected. It was not run.",
                     number=number,
                     next=self._next,
                 )

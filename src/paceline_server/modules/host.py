@@ -50,7 +50,7 @@ def connect(
     if name in _hosts:
         raise PacelineError(
             "remote.name_taken",
-            'this process has a connection named "{name}" already; close it first, or give another name',
+            'this process has a connection named "{name}" already. Close it first, or give another name.',
             name=name,
         )
     host = Host(name, place_of(where), key or own_key(), deadline_s, client or f"pid {os.getpid()}")
@@ -113,7 +113,9 @@ class Answer:
         sent, self._sent = self._sent, None
         if sent is None:
             raise PacelineError(
-                "remote.result_taken", "{host}: the result of a call can be had once, and was", host=self._host.name
+                "remote.result_taken",
+                "{host}: the result of a call can be read once, and was read already",
+                host=self._host.name,
             )
         return self._host.wait(sent)
 
@@ -180,7 +182,7 @@ class Host(Closing):
                 except DeadlineError as error:
                     raise DeadlineError(
                         "remote.call_deadline",
-                        "{what} on {name} has not ended within {deadline_s:g} s; it may still run",
+                        "{what} on {name} has not ended within {deadline_s:g} s. It may still run.",
                         what=sent.what,
                         name=self.name,
                         deadline_s=sent.deadline_s,
@@ -225,7 +227,7 @@ class Host(Closing):
         if os.getpid() != self._process:
             raise PacelineError(
                 "remote.forked",
-                "{name}: a forked process has no connection of its own: call remote.connect in it",
+                "{name}: a forked process has no connection. Call remote.connect in it.",
                 name=self.name,
             )
         if self._error is not None:
@@ -278,13 +280,13 @@ class Host(Closing):
         if self._client.service != self._service:
             raise ChannelError(
                 "remote.host_restarted",
-                "{name} was started again; what this process held there is lost",
+                "{name} was started again, so the objects that this process held there are lost",
                 name=self.name,
             )
         if not self._client.known:
             raise ChannelError(
                 "remote.grace_over",
-                "{name} had let go of what this process held there before it could be reached again",
+                "{name} released the objects of this process before it could be reached again",
                 name=self.name,
             )
 
@@ -354,7 +356,7 @@ class Reference:
         """
         if self._released:
             raise PacelineError(
-                "remote.released", "{what} on {host} was released by this process", what=self.what, host=self.host.name
+                "remote.released", "this process has released {what} on {host}", what=self.what, host=self.host.name
             )
         return self.token
 
@@ -449,8 +451,8 @@ def sent_to(host: Host, value: Any) -> Any:
         if isinstance(leaf, nn.Module):
             raise PacelineError(
                 "remote.argument_unsupported",
-                "a {class_name} of this process cannot be an argument of a call to {host}: arguments are tensors, "
-                "numbers, strings, lists, dicts, data classes and remote objects",
+                "a {class_name} of this process cannot be an argument of a call to {host}. Arguments are tensors, "
+                "numbers, strings, lists, dicts, data classes and remote objects.",
                 class_name=type(leaf).__name__,
                 host=host.name,
             )

@@ -157,7 +157,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
                 return state
         raise PacelineError(
             "remote.state_moving",
-            "{reference!r} is stepped faster than its state can be read; pause its optimizers",
+            "{reference!r} is stepped faster than its state can be read. Pause its optimizers.",
             reference=self.reference,
         )
 
@@ -178,8 +178,8 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         if fn(probe).dtype != probe.dtype:
             raise PacelineError(
                 "remote.not_convertible",
-                "{reference!r} cannot be converted from here: let its factory make it with that dtype, or run it "
-                "under autocast",
+                "{reference!r} cannot be converted from here. Let its factory make it with that dtype, or run it "
+                "under autocast.",
                 reference=self.reference,
             )
         return self
@@ -188,21 +188,21 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         """Refuse: what is trained is decided where the module is."""
         raise PacelineError(
             "remote.requires_grad",
-            "{reference!r}: which of its parameters are trained is decided by its factory, there. To leave it as it "
-            "is, make no optimizer for it",
+            "{reference!r}: its factory, in the other process, decides which parameters are trained. To keep it "
+            "fixed, make no optimizer for it.",
             reference=self.reference,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise PacelineError(
             "remote.not_copyable",
-            "{reference!r} cannot be copied; make another one with remote.module",
+            "{reference!r} cannot be copied. Make another one with remote.module.",
             reference=self.reference,
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PacelineError(
-            "remote.not_picklable", "{reference!r} cannot be pickled; save its state_dict()", reference=self.reference
+            "remote.not_picklable", "{reference!r} cannot be pickled. Save its state_dict().", reference=self.reference
         )
 
 
@@ -251,7 +251,7 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     if in_flight < 1:
         raise PacelineError(
             "remote.in_flight_invalid",
-            "in_flight={in_flight}: at least one microbatch is under way",
+            "in_flight={in_flight}: at least one microbatch is in flight",
             in_flight=in_flight,
         )
     grad = torch.is_grad_enabled()
@@ -309,7 +309,7 @@ class _Remote(torch.autograd.Function):
             raise PacelineError(
                 "remote.create_graph",
                 "{what}: create_graph=True cannot go through a remote module, whose graph is in another process. "
-                "Compute what needs second derivatives on one side.",
+                "Compute what needs second derivatives in one process.",
                 what=forward.module.what,
             )
         _ = ctx.saved_tensors  # raises torch's own error where a backward pass without retain_graph has run
@@ -356,8 +356,8 @@ def optimizer(
     if together < 1 or (together > 1 and name is None):
         raise PacelineError(
             "remote.together_invalid",
-            "together={together}: it is the number of clients that step together, and with more than one all need one "
-            'name for the optimizer, e.g. name="tables"',
+            "together={together}: this is the number of clients that step together. With more than one, all need one "
+            'name for the optimizer, e.g. name="tables".',
             together=together,
         )
     path = make if isinstance(make, str) else path_of(make)
@@ -428,7 +428,7 @@ class RemoteOptimizer:
         if len(states) != len(self._parts):
             raise PacelineError(
                 "remote.state_of_other_hosts",
-                "this is the state over {saved} hosts, and the modules are on {here}",
+                "this is the state over {saved} hosts, but the modules are on {here}",
                 saved=len(states),
                 here=len(self._parts),
             )

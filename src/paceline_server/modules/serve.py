@@ -59,7 +59,7 @@ def serve(
     if not allowed:
         raise PacelineError(
             "remote.nothing_to_serve",
-            "there is nothing to serve: name what clients may use by its import path, pkg.mod:name",
+            "there is nothing to serve. Name what clients may use by its import path, pkg.mod:name.",
         )
     limits = limits or Limits(calls_at_once=max(1, threads // 2))
     return Serving(allowed, place_of(where), key or own_key(), threads, grace_s, limits)
@@ -138,7 +138,7 @@ class Serving(Closing):
                 if module:
                     raise RemoteError(
                         "remote.factory_not_a_module",
-                        "{path} made a {class_name}, and no nn.Module; use `remote.create`",
+                        "{path} made a {class_name}, not an nn.Module. Use `remote.create`.",
                         path=path,
                         class_name=type(what).__name__,
                     )
@@ -192,8 +192,8 @@ class Serving(Closing):
         if together > self._most_together:
             raise RemoteError(
                 "remote.too_few_threads",
-                "together={together}, and the threads here are enough for {limit} clients that wait for one another; "
-                "serve with threads={threads} or more",
+                "together={together}, but the threads here suffice for {limit} clients that wait for one another. "
+                "Serve with threads={threads} or more.",
                 together=together,
                 limit=self._most_together,
                 threads=together + 1,
@@ -237,7 +237,7 @@ class Serving(Closing):
         if name.startswith("_") or not inspect.isfunction(inspect.getattr_static(type(what), name, None)):
             raise RemoteError(
                 "remote.method_not_public",
-                "{name!r} is no public method of {class_name}",
+                "{name!r} is not a public method of {class_name}",
                 name=name,
                 class_name=type(what).__name__,
             )
@@ -249,7 +249,7 @@ class Serving(Closing):
         if not isinstance(what, ServedModule):
             raise RemoteError(
                 "remote.not_a_module",
-                "object {object} is a {class_name}, and no module",
+                "object {object} is a {class_name}, not a module",
                 object=number,
                 class_name=type(what).__name__,
             )

@@ -104,8 +104,8 @@ class ServedModule:
         if graph is None:
             raise RemoteError(
                 "remote.graph_freed",
-                "the graph of this forward pass has been freed: a backward pass without retain_graph has run through "
-                "it, or its client could not be reached for longer than the grace time",
+                "the graph of this forward pass has been freed: a backward pass without retain_graph ran through it, "
+                "or its client could not be reached for longer than the grace time",
             )
         trained = graph.parameters if accumulate else []
         anchors = graph.anchors if accumulate else []
@@ -191,7 +191,7 @@ class ServedModule:
             raise RemoteError(
                 "remote.too_many_graphs",
                 "{limit:,} forward passes of this client wait for their backward pass. Run those that need no "
-                "gradients under torch.no_grad()",
+                "gradients under torch.no_grad().",
                 limit=MOST_GRAPHS,
             )
         trained = [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
@@ -243,7 +243,7 @@ class ServedOptimizer:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise RemoteError(
                 "remote.not_an_optimizer",
-                "it makes a {class_name}, and no torch.optim.Optimizer",
+                "it makes a {class_name}, not a torch.optim.Optimizer",
                 class_name=type(self.optimizer).__name__,
             )
         for module in modules:
@@ -271,7 +271,7 @@ class ServedOptimizer:
             if client in self._arrived:
                 self._give_back(key, gradients)
                 raise RemoteError(
-                    "remote.step_repeated", "this client has asked for this step already, in another thread or context"
+                    "remote.step_repeated", "this client has already requested this step, in another thread or context"
                 )
             self._arrived[client] = (caller.name, gradients, scale)
             mine = self._round
@@ -283,7 +283,7 @@ class ServedOptimizer:
                 self._give_back(key, gradients)
                 raise RemoteError(
                     "remote.step_deadline",
-                    "{together} clients step together, and within {deadline_s:g} s only these came: {here}",
+                    "{together} clients step together, but only these arrived within {deadline_s:g} s: {here}",
                     together=self.together,
                     deadline_s=deadline_s,
                     here=here,

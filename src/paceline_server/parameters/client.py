@@ -285,7 +285,7 @@ class ServerClient(Closing):
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(
                 "server.state_of_other_servers",
-                "the state is of {saved} servers, and there are {here}",
+                "the state is of {saved} servers, but there are {here}",
                 saved=len(state["parts"]),
                 here=len(self.lines),
             )
@@ -324,7 +324,7 @@ class ServerClient(Closing):
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
             raise ServerRefused(
                 "server.pull_incomplete",
-                "{client} pulled without a tensor for {missing}: name all",
+                "{client} pulled without a tensor for {missing}. Name all.",
                 client=self.name,
                 missing=list(sorted(missing)[:8]),
             )
@@ -352,7 +352,7 @@ class ServerClient(Closing):
         if name not in self._specs or not self._specs[name].sparse:
             raise ServerRefused(
                 "server.rows_of_dense_pulled",
-                "{client} pulled rows of {tensor!r}, which has none: set sparse=True, or pull",
+                "{client} pulled rows of {tensor!r}, which has no rows. Set sparse=True, or use pull.",
                 client=self.name,
                 tensor=name,
             )

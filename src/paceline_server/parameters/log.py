@@ -235,7 +235,7 @@ class Log:
             if self.primary or generation != self._installed or index != self.index + 1:
                 raise ServerRefused(
                     "server.deposed",
-                    "{caller} sent operation {index} of generation {generation}: it is deposed",
+                    "{caller} sent operation {index} of generation {generation}, but is no longer the primary",
                     caller=caller.name,
                     index=index,
                     generation=generation,
@@ -327,7 +327,7 @@ class Log:
             except ChannelError as error:
                 raise DeadlineError(
                     "server.primary_unknown",
-                    "{name} lost its backup, and nobody says who goes on: {error}",
+                    "{name} lost its backup, and the store does not say which process continues: {error}",
                     name=self._name,
                     error=error,
                 ) from None
@@ -381,7 +381,7 @@ class Backup:
                 at, pending = self._sent[0]
                 if pending.result()[0] != "ok":
                     raise ChannelError(
-                        "server.backup_full", "the backup at {address} takes no more operations", address=self.address
+                        "server.backup_full", "the backup at {address} accepts no more operations", address=self.address
                     )
                 self._confirmed = at
                 self._sent.popleft()

@@ -63,7 +63,7 @@ class Machine:
                 if missing := self.parameters.specs.keys() - tensors.keys():
                     raise ServerRefused(
                         "server.initialize_incomplete",
-                        "{operation} left out first values of {missing}",
+                        "{operation} left out the first values of {missing}",
                         operation=operation.name,
                         missing=list(sorted(missing)[:8]),
                     )
@@ -74,7 +74,7 @@ class Machine:
                 if push.dense.keys() & push.rows.keys():
                     raise ServerRefused(
                         "server.pushed_twice",
-                        "{operation} pushed a tensor whole and by rows: push it once",
+                        "{operation} pushed a tensor whole and by rows. Push it once.",
                         operation=operation.name,
                     )
 
@@ -104,13 +104,13 @@ class Machine:
             case Take() | Open() if self.tickets is None:
                 raise ServerRefused(
                     "server.no_tickets",
-                    "{name} asked for tickets, and this server deals none: set pieces in its settings",
+                    "{name} asked for tickets, but this server gives none. Set pieces in its settings.",
                     name=name,
                 )
             case Load() if self.tickets and self.tickets.holders:
                 raise ServerRefused(
                     "server.load_while_pushing",
-                    "{name} loads a checkpoint while pushes are under way: do it at a boundary",
+                    "{name} loads a checkpoint while pushes are in progress. Load it between steps.",
                     name=name,
                 )
 
@@ -194,20 +194,20 @@ class Machine:
         if not self.parameters.ready:
             raise ServerRefused(
                 "server.no_values",
-                "{client} pushed before the parameters had values: one client calls initialize first",
+                "{client} pushed before the parameters had values. One client must call initialize first.",
                 client=name,
             )
         if push.read < 0:
             raise ServerRefused(
                 "server.never_pulled",
-                "{client} pushed for version {read}, so it never pulled: pull first",
+                "{client} pushed for version {read}, so it never pulled. Pull first.",
                 client=name,
                 read=push.read,
             )
         if push.read > version:
             raise ServerRefused(
                 "server.version_differs",
-                "{client} pushed for version {read}, and this server is at {version}",
+                "{client} pushed for version {read}, but this server is at {version}",
                 client=name,
                 read=push.read,
                 version=version,
@@ -377,7 +377,9 @@ def read_action(values: Any) -> Action:
         return action
     except (msgspec.ValidationError, TypeError) as error:
         raise ServerRefused(
-            "server.not_an_action", "a client asked for something that is no action of a server: {error}", error=error
+            "server.not_an_action",
+            "a client requested something that is not an action of a server: {error}",
+            error=error,
         ) from None
 
 
@@ -432,7 +434,7 @@ class Clients:
         if sequence < client.sequence:
             raise ServerRefused(
                 "server.operation_repeated",
-                "{client} repeated operation {sequence} after {newest}: it was applied, or given up",
+                "{client} repeated operation {sequence} after {newest}. It was applied, or given up.",
                 client=client.name,
                 sequence=sequence,
                 newest=client.sequence,
@@ -448,13 +450,13 @@ class Clients:
         if identity in self._all and self._all[identity].replaced:
             raise ServerRefused(
                 "server.replaced",
-                "another process has joined as {name} since, and has taken this one's place",
+                "another process has joined as {name} and has taken the place of this one",
                 name=name,
             )
         if len(self.members) >= self._most and name not in self.members:
             raise ServerRefused(
                 "server.too_many_members",
-                "{name} joins as one too many: {limit:,} members are allowed (most_members)",
+                "{name} cannot join: {limit:,} members are allowed (most_members)",
                 name=name,
                 limit=self._most,
             )
@@ -465,7 +467,7 @@ class Clients:
             gone = "was lost to the others, or has left" if identity in self._all else "has not joined"
             raise ServerRefused(
                 "server.not_a_member",
-                "{name} is no member of this server: it {why}. Call join first",
+                "{name} is not a member of this server: it {why}. Call join first.",
                 name=name,
                 why=gone,
             )

@@ -97,7 +97,7 @@ class Parameters:
         if theirs != {name: spec.shape for name, spec in self.specs.items()}:
             raise ServerRefused(
                 "server.state_of_other_tensors",
-                "the state is of other tensors than this server owns; use the settings it was saved with",
+                "the state belongs to other tensors than this server owns. Use the settings that it was saved with.",
             )
         self.initialize(state["tensors"])
         self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
@@ -208,7 +208,7 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
         ServerRefused: it says which tensor, and what is expected.
     """
     if not gradients:
-        raise ServerRefused("server.empty_push", "{client} pushed nothing: name at least one tensor", client=client)
+        raise ServerRefused("server.empty_push", "{client} pushed nothing. Name at least one tensor.", client=client)
     for name, gradient in gradients.items():
         spec = specs.get(name)
         if spec is None:
@@ -243,8 +243,8 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
         if not is_finite(values):
             raise ServerRefused(
                 "server.push_not_finite",
-                "{client} pushed NaN or Inf in {tensor}: nothing of the push was applied. Look at its loss and its "
-                "data, and push no step whose gradient is not finite",
+                "{client} pushed NaN or Inf in {tensor}, so nothing of the push was applied. Look at its loss and its "
+                "data, and push no step whose gradient is not finite.",
                 client=client,
                 tensor=name,
             )
@@ -261,7 +261,7 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ServerRefused(
             "server.rows_type",
-            "{client} named rows of {tensor} by {dtype} of shape {shape}: use int64, 1-D",
+            "{client} named rows of {tensor} by {dtype} of shape {shape}. Use int64, 1-D.",
             client=client,
             tensor=spec.name,
             dtype=rows.dtype,
@@ -300,7 +300,7 @@ def _rows_must_fit(gradient: Rows, spec: TensorSpec, client: str) -> None:
     if not spec.sparse:
         raise ServerRefused(
             "server.rows_of_dense_pushed",
-            "{client} pushed rows of {tensor}, which is dense: push all of it, or set sparse=True",
+            "{client} pushed rows of {tensor}, which is dense. Push all of it, or set sparse=True.",
             client=client,
             tensor=spec.name,
         )

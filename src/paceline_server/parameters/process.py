@@ -191,8 +191,8 @@ class ParameterServer(Closing):
         if fingerprint != self._settings.fingerprint:
             raise ServerRefused(
                 "server.other_model",
-                "{caller} trains another model ({fingerprint}) than this server has ({own}): start both from the same "
-                "job",
+                "{caller} trains another model ({fingerprint}) than this server has ({own}). Start both from the same "
+                "job.",
                 caller=caller.name,
                 fingerprint=fingerprint[:16],
                 own=self._settings.fingerprint[:16],
@@ -261,7 +261,7 @@ class ParameterServer(Closing):
             if since > parameters.version:
                 raise ServerRefused(
                     "server.version_ahead",
-                    "{caller} has seen version {seen}; this server is at {version}",
+                    "{caller} has seen version {seen}, but this server is at {version}",
                     caller=caller.name,
                     seen=since,
                     version=parameters.version,
@@ -279,7 +279,7 @@ class ParameterServer(Closing):
         if spec is None or not spec.sparse:
             raise ServerRefused(
                 "server.rows_of_dense",
-                "{caller} pulled rows of {tensor!r}, which has none here: set sparse=True, or pull",
+                "{caller} pulled rows of {tensor!r}, which has no rows here. Set sparse=True, or use pull.",
                 caller=caller.name,
                 tensor=name,
             )
@@ -311,7 +311,7 @@ class ParameterServer(Closing):
         """
         if numel:
             if self._decode is None:
-                raise ServerRefused("server.sum_coded", "a sum has coded tensors, and this server reads none")
+                raise ServerRefused("server.sum_coded", "a sum has coded tensors, but this server reads none")
             tensor = self._decode(tensor, numel)
         total = self._sums.add(Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
         with self._turn:
@@ -395,7 +395,7 @@ class Sums:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
                         "server.too_many_sums",
-                        "a sum over {members} clients, beside {others} others, is too much",
+                        "a sum over {members} clients, beside {others} others, exceeds the limit",
                         members=members,
                         others=len(self._under_way),
                     )
@@ -409,7 +409,7 @@ class Sums:
                 if left_s <= 0:
                     raise DeadlineError(
                         "server.sum_deadline",
-                        "no tensor from clients {missing} for sum {number}.{bucket}",
+                        "no tensor arrived from clients {missing} for sum {number}.{bucket}",
                         missing=held.missing[:8],
                         number=place.number,
                         bucket=place.bucket,

@@ -166,7 +166,7 @@ class ServerSum(OwnAllReduce):
             SyncError: a rank did not come, or a server is lost.
         """
         if op == "max":
-            raise SyncError("server.no_maxima", "servers make sums and means, and no maxima")
+            raise SyncError("server.no_maxima", "servers compute sums and means, not maxima")
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
         self._summed([(part, None) for part in flat.tensor_split(self.servers)])
@@ -210,7 +210,7 @@ class ServerSum(OwnAllReduce):
         except (ChannelError, ServerLost, ServerRefused) as error:
             if generation_is_over():
                 raise GenerationOver(
-                    "server.sum_interrupted", "rank {rank}: a sum on the servers was broken off", rank=self.group.rank
+                    "server.sum_interrupted", "rank {rank}: a sum on the servers was interrupted", rank=self.group.rank
                 ) from error
             raise SyncError(
                 "server.sum_failed",
@@ -242,7 +242,7 @@ class ServerSum(OwnAllReduce):
             if generation_is_over():
                 self.client.close()
                 raise GenerationOver(
-                    "server.sum_interrupted", "rank {rank}: a sum on the servers was broken off", rank=self.group.rank
+                    "server.sum_interrupted", "rank {rank}: a sum on the servers was interrupted", rank=self.group.rank
                 )
         task.wait()
 
@@ -303,8 +303,8 @@ def _key_of(group: Group) -> RunKey | None:
     if (key := own_key()) is None:
         raise LaunchError(
             "server.no_key",
-            "sync=server between hosts needs the run's key, which this process was not given: start the hosts with "
-            "paceline train, or hand all of them a file that `paceline key` makes (PACELINE_KEY_FILE)",
+            "sync=server between hosts needs the run's key, which this process was not given. Start the hosts with "
+            "paceline train, or give all of them a file that `paceline key` makes (PACELINE_KEY_FILE).",
         )
     return key
 
@@ -326,9 +326,9 @@ class Served(SyncRule):
         if not self._is_dry and replica.dp.size > 1:
             raise PlanError(
                 "server.staleness_in_loop",
-                "under sync=server with a staleness, servers own the parameters and workers take pieces of the "
-                "batches as they can, which only paceline train does: sync=server, whose replicas take every step "
-                "together",
+                "under sync=server with a staleness, servers own the parameters and workers take parts of the batches "
+                "as they can, which works only in paceline train. Use sync=server, whose replicas take every step "
+                "together.",
             )
         self.parameters = replica.trainable
 

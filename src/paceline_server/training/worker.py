@@ -57,7 +57,7 @@ class Worker:
         if not isinstance(engine.rule, Served):
             raise PlanError(
                 "server.rule_without_servers",
-                "sync={sync} has no servers that own parameters: sync=server:staleness=inf",
+                "sync={sync} has no servers that own parameters. Use sync=server:staleness=inf.",
                 sync=engine.plan.sync,
             )
         self.engine, self.client, self.pieces, self.whole, self.rule = engine, client, pieces, whole, engine.rule

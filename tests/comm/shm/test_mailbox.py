@@ -179,4 +179,4 @@ def test_a_receive_that_was_given_up_takes_no_later_message(ranks: Ranks) -> Non
     first, second = ranks(2, after_a_receive_that_failed, backend="shm")[0]
     assert first.startswith("receive from rank 1: time")
     assert "rank 1 (pid " in first
-    assert "cannot be used any more for messages from rank 1" in second
+    assert "can no longer receive messages from rank 1" in second

@@ -100,7 +100,7 @@ def test_memory_that_is_refused_is_a_clear_error() -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(ClusterError, match=r"shared memory of 4096 bytes is refused: .*File too large"):
+        with raises(ClusterError, "memory.refused", size=4096):
             create(4096, "test")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

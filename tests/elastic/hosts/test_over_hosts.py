@@ -265,7 +265,8 @@ def test_the_key_of_the_user_is_found_where_none_was_handed_over_and_a_host_with
     with host_processes("train", job, "--run", "none", folders=[first, second], environment=home) as hosts:
         for outcome in outcomes(hosts):
             assert outcome.code == 1
-            assert f"`paceline key` makes one, in {tmp_path}/home/key" in outcome.error
+            assert f"{tmp_path}/home/key" in outcome.error
+            assert "[key.host_without]" in outcome.error
     assert in_a_process("key", folder=first, **home).code == 0
     words = ("train", job, "--plan", "dp=2", "--run", "run")
     with host_processes(*words, folders=[first, second], environment=home) as hosts:
@@ -316,7 +317,7 @@ def test_a_run_begins_with_the_hosts_that_are_there_and_takes_in_one_that_comes_
 @pytest.mark.slow
 def test_a_run_with_fewer_hosts_than_the_least_waits_and_ends_when_none_comes_back(tmp_path: Path) -> None:
     with training_on(tmp_path, environment={"PACELINE_HOSTS_WAIT_S": "40"}, later=1) as (hosts, run):
-        assert "this run goes on with 2 at least" in paceline("scale", run, "-1", folder=tmp_path).error
+        assert "[scale.fewest_hosts]" in paceline("scale", run, "-1", folder=tmp_path).error
         hosts[1].kill()
         wait_for(lambda: events(run, "host_lost"), hosts[0])
         hosts.start_again(1)

@@ -92,5 +92,5 @@ def test_a_host_with_another_model_is_refused_and_named(tmp_path: Path) -> None:
     job = write_job(first / "job.yaml", model="their_model:make")
     zero, one = run_on("train", job, "--plan", "dp=2", "--run", "run", folders=[first, second])
     assert (zero.code, one.code) == (1, 1), zero.err + one.err
-    assert zero.says("(number 1) has another their_model.", "copy them there")
+    assert zero.says("(number 1) has another their_model.", "[hosts.code_differs]")
     assert not (first / "run").exists()

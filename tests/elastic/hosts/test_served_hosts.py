@@ -130,6 +130,6 @@ def test_a_host_that_was_lost_too_often_is_left_out_and_asking_for_more_workers_
         wait_for_step(max(losses(run)) + 50, run, process)
         process.send_signal(signal.SIGTERM)
         outcome = ended(process)
-    assert "the host of rank 1 was lost too often, and is left out" in asked.error
+    assert "the host of rank 1 was lost too often and is left out" in asked.error
     assert outcome.code == 143, outcome.err
     assert [event["again"] for event in events(run, "host_lost")] == [True, False]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import JobError
+from paceline.errors import InvalidValue, JobError
 from paceline.job.spec import import_path_of, load_object, resolve_import_path
+from refusals import raises
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +123,5 @@ def test_a_class_that_lies_in_no_file_is_refused_at_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(main, "__spec__", None, raising=False)
     for file in (None, "<stdin>"):
         monkeypatch.setattr(main, "__file__", file, raising=False)
-        with pytest.raises(
-            ValueError,
-            match="defined in an interactive session, where other ranks cannot import it; put it into a file",
-        ):
+        with raises(InvalidValue, "job.object_of_session"):
             import_path_of(Net)

@@ -499,12 +499,12 @@ def a_parameter_of_two_optimizers() -> None:
 
 
 REFUSED: list[tuple[Callable[[], None], str]] = [
-    (plain_backward, r"Write engine\.backward\(loss\) in its place"),
+    (plain_backward, r"Write engine\.backward\(loss\) instead"),
     (
         plain_backward_before_an_update_by_several_optimizers,
-        "several optimizers take different ones; use sync=allreduce",
+        "several optimizers take different steps. Use sync=allreduce",
     ),
-    (a_forward_pass_with_parameters_not_agreed_on, r"call engine\.agree\(\) after add_param_group"),
+    (a_forward_pass_with_parameters_not_agreed_on, r"Call engine\.agree\(\) after add_param_group"),
     (a_step_without_gradients, r"Write engine\.backward\(loss\) instead of loss\.backward\(\)"),
     (a_step_on_gradients_not_summed, r"or write engine\.update\(\)"),
     (an_optimizer_that_setup_was_not_given, r"setup\(\[model, other\], \[optimizer, other_optimizer\]"),
@@ -516,8 +516,8 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (parameters_outside_of_a_divided_model, "Make them parameters of the model, or use dp=2"),
     (batches_read_ahead_without_a_word, r"engine\.backward\(loss, items=len\(x\)\), or set drop_last=True"),
     (a_model_in_ddp, "the model is wrapped by DistributedDataParallel"),
-    (a_parameter_of_two_optimizers, "held by two of the optimizers"),
-    (an_average_of_a_divided_model, r"a copy of it \(AveragedModel, deepcopy\) would not be a model of its own"),
+    (a_parameter_of_two_optimizers, "two of the optimizers hold the same parameter"),
+    (an_average_of_a_divided_model, r"a copy of it \(AveragedModel, deepcopy\) would not be a whole model"),
     (a_forward_pass_beside_a_pipeline, r"call engine\.step\(batch\), or use dp, fsdp, ep or tp"),
 ]
 

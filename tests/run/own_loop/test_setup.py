@@ -110,15 +110,15 @@ class NotFused(torch.optim.SGD):
     ("changes", "error", "said"),
     [
         ({"model": lambda x: x}, JobError, "setup needs an nn.Module as model, got function"),
-        ({"nonfinite": "rewind"}, JobError, "can stop or skip; rewind needs checkpoints, see paceline.train"),
+        ({"nonfinite": "rewind"}, JobError, "can stop or skip. Rewinding needs checkpoints, see paceline.train"),
         ({"nonfinite": "ignore"}, JobError, "nonfinite='ignore'"),
-        ({"precision": "fp8"}, JobError, "precision='fp8': there are fp32, bf16, fp64, fp16"),
+        ({"precision": "fp8"}, JobError, "precision='fp8' is not one of fp32, bf16, fp64, fp16"),
         ({"batch_norm": "global"}, JobError, "batch_norm='global': there are local"),
         ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
         (
             {"optimizer": other_parameters()},
             JobError,
-            "holds none of the model's parameters; make it from model.parameters()",
+            "holds none of the model's parameters. Make it from model.parameters()",
         ),
         ({"loss": DataLoader(dataset()), "loader": None}, JobError, "paceline.setup(model, optimizer, loader=loader)"),
         ({"loss": "mse"}, JobError, "torch.nn.CrossEntropyLoss()"),
@@ -132,7 +132,7 @@ class NotFused(torch.optim.SGD):
         (
             {"plan": "num_workers=2"},
             PlanError,
-            "plan num_workers=2 has loader processes, which are your loader's here: DataLoader(…, num_workers=2)",
+            "plan num_workers=2 has loader processes, but here your loader starts them: DataLoader(…, num_workers=2)",
         ),
         ({"plan": "dp=tree"}, PlanError, "tree"),
         ({"plan": "dq=2"}, PlanError, "dp"),

@@ -262,7 +262,7 @@ def test_sums_are_in_the_order_of_the_members_and_the_same_for_all(served: Calla
 
 def test_a_sum_names_who_is_missing_and_takes_no_other_shape(served: Callable[..., ServerClient]) -> None:
     client = served(counting(), deadline_s=0.1)
-    with raises(DeadlineError, "server.deadline", reason="no tensor from clients 1, 2 for sum 7.0"):
+    with raises(DeadlineError, "server.deadline", reason="no tensor arrived from clients 1, 2 for sum 7.0"):
         client.begin_sum(7, torch.ones(2), index=0, members=3)()
     with raises(ServerRefused, "server.sum_shapes_differ"):
         client.begin_sum(7, torch.ones(3), index=1, members=3)()

@@ -286,7 +286,7 @@ def refused(cases: list[tuple[str, str]]) -> list[str]:
 def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
     """Before any weight has memory, and on every rank alike: a rank that went on alone would wait for ever."""
     expected = {
-        ("looks", "pp=2"): ["own code decides by values", "torch.export cannot trace", "or train without pp"],
+        ("looks", "pp=2"): ["its code depends on values", "torch.export cannot trace", "or train without pp"],
         ("odd", "pp=2"): ["blocks.3 (Block) cannot be followed", "arguments other than tensors"],
         ("gpt", "pp=2 cut=block.2"): ['there is no module "block.2" in the model. Did you mean "blocks.2"?'],
         ("gpt", "pp=2 cut=blocks.1,blocks.2"): ["2 stages have 1 cut between them, and there are 2: cut=blocks.2."],

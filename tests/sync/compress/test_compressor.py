@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -290,7 +289,7 @@ def under_one_name() -> None:
 
 
 def test_a_name_that_stands_for_two_tensors_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match='"a" stood for 2000 numbers before and now for 2020'):
+    with raises(RankError, "compress.name_reused", name="a", before=2000, now=2020):
         ranks(2, under_one_name)
 
 

@@ -218,7 +218,7 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
             raise SyncError(
                 "ranks.no_connection",
                 "rank {rank} cannot open a TCP connection from {source} to {address}: {error}. Every host must reach "
-                "the others on all ports; PACELINE_ADDRESS names the address of a host that the others are to use.",
+                "the others on all ports. PACELINE_ADDRESS names the address of a host that the others should use.",
                 rank=group.rank,
                 source=listener.getsockname()[0],
                 address=address,

@@ -95,7 +95,7 @@ def create(size: int, name: str) -> OwnedSegment:
             raise
     except OSError as error:
         raise ClusterError(
-            "memory.refused", "shared memory of {size} bytes is refused: {error}", size=size, error=error
+            "memory.refused", "shared memory of {size} bytes was refused: {error}", size=size, error=error
         ) from error
     token = secrets.token_bytes(TOKEN_BYTES)
     segment.map[size:] = token
@@ -118,7 +118,7 @@ def attach(handle: Handle) -> Segment:
     try:
         if os.fstat(fd).st_size != handle.size + TOKEN_BYTES:
             raise ClusterError(
-                "memory.size_differs", "{path} is not the shared memory that was announced: its size differs", path=path
+                "memory.size_differs", "{path} is not the announced shared memory: its size differs", path=path
             )
         segment = Segment(fd, handle.size)
     except OSError as error:
@@ -130,7 +130,7 @@ def attach(handle: Handle) -> Segment:
     if segment.map[handle.size :].hex() != handle.token:
         raise ClusterError(
             "memory.other_container",
-            "{path} is not the shared memory that was announced: is process {pid} of another container?",
+            "{path} is not the announced shared memory. Does process {pid} run in another container?",
             path=path,
             pid=handle.pid,
         )

@@ -339,7 +339,7 @@ class PeerLink:
             )
             raise SyncError(
                 "ranks.settings_differ",
-                "{own} {ours}, and {peer} {theirs}. Set it alike on every host",
+                "{own} {ours}, and {peer} {theirs}. Use the same setting on every host.",
                 own=self.own,
                 ours=ours,
                 peer=self.peer,

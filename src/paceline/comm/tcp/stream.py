@@ -308,7 +308,7 @@ class ByteStream:
         if not self.acknowledged <= has_received <= self.given:
             raise SyncError(
                 "ranks.bytes_inconsistent",
-                "the other side claims to have received {received} bytes, of {sent} sent and {acknowledged} "
+                "the peer claims to have received {received} bytes, but {sent} were sent and {acknowledged} "
                 "acknowledged",
                 received=has_received,
                 sent=self.given,

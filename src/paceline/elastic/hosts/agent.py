@@ -110,7 +110,7 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
                         case messages.Refused():
                             raise LaunchError(
                                 "hosts.refused",
-                                "{host} was refused by host 0: {reason}",
+                                "host 0 refused {host}: {reason}",
                                 host=who,
                                 reason=message.reason,
                             )

@@ -106,7 +106,7 @@ def receive(part: Put, folder: Path) -> None:
     except OSError as error:
         raise LaunchError(
             "hosts.file_unwritable",
-            "{path}, which another host has sent, cannot be written: {reason}",
+            "{path}, which another host sent, cannot be written: {reason}",
             path=path,
             reason=error.strerror,
         ) from error
@@ -141,7 +141,7 @@ def place_in(folder: Path, name: str) -> Path:
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or not _inside(path.parent, folder):
         raise LaunchError(
             "hosts.file_outside_run",
-            "a host names the file {name!r:.200}, which lies outside of the run's folder",
+            "a host names the file {name!r:.200}, which is outside the run's folder",
             name=name,
         )
     return path
@@ -191,7 +191,7 @@ def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
         if time.monotonic() - since > deadline_s:
             raise CheckpointError(
                 "hosts.file_timeout",
-                "nothing of {wanted} came from host 0 for {deadline_s:g} s",
+                "host 0 sent nothing of {wanted} for {deadline_s:g} s",
                 wanted=wanted.name,
                 deadline_s=deadline_s,
             )

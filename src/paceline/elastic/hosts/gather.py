@@ -62,7 +62,7 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     except ChannelError as error:
         raise LaunchError(
             "hosts.cannot_listen",
-            "host 0 ({host}) has to listen, but {error}. {advice}",
+            "host 0 ({host}) must listen, but {error}. {advice}",
             host=place.name,
             error=error,
             advice=_PORT,
@@ -157,8 +157,8 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
         except (OSError, ChannelError) as error:
             raise LaunchError(
                 "hosts.rejected_key",
-                "{host} was sent away by host 0 at {coordinator}:{port}: {error}. Has it the same key? This host's is "
-                "{fingerprint}.",
+                "host 0 at {coordinator}:{port} rejected {host}: {error}. Do both have the same key? The key of this "
+                "host is {fingerprint}.",
                 host=who,
                 coordinator=place.coordinator,
                 port=place.port,
@@ -213,7 +213,7 @@ def taken_in(
         raise LaunchError.of_error(told, f"{who} was refused by host 0", exit_code=refusal.code)
     raise LaunchError(
         "hosts.refused",
-        "{host} was refused by host 0: {reason}",
+        "host 0 refused {host}: {reason}",
         host=who,
         reason=refusal.reason,
         exit_code=refusal.code,
@@ -252,7 +252,7 @@ def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
                     ) from error
                 _say(f"{text}; trying for {wait_s - passed_s:.0f} s more")
             except ChannelError as error:
-                raise LaunchError("hosts.rejected", "{host} was sent away: {error}", host=who, error=error) from error
+                raise LaunchError("hosts.rejected", "{host} was rejected: {error}", host=who, error=error) from error
         raise GoesOnElsewhere(told[0])
 
 
@@ -278,7 +278,7 @@ def _await_all(
                 if now - began > wait_s:
                     raise LaunchError(
                         "hosts.missing",
-                        "{text}. Start it, or name fewer hosts; {variable} is how long to wait.",
+                        "{text}. Start them, or name fewer hosts. {variable} sets how long to wait.",
                         text=text,
                         variable=WAIT,
                     ) from None
@@ -312,7 +312,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
             connection.close()
             raise GoesOnElsewhere(joining)
         if not isinstance(joining, Joining):
-            raise LaunchError("hosts.unnamed", "it did not say who it is")
+            raise LaunchError("hosts.unnamed", "it did not give its name")
         host = Host.model_validate_json(joining.host)
     except GoesOnElsewhere:
         raise
@@ -463,7 +463,7 @@ class GoesOnElsewhere(LaunchError):
                 return replace(there, coordinator=told.address, port=told.port)
         raise LaunchError(
             "hosts.not_a_host",
-            "{error}, and host {host} is none of its hosts: {names}.",
+            "{error}, and host {host} is not one of its hosts: {names}.",
             error=self,
             host=place.name,
             names=list(told.names),

@@ -381,7 +381,7 @@ class RemoteRanks:
         if self.spared and not begin.spares_hosts:
             raise LaunchError(
                 "hosts.too_few",
-                "this run cannot begin without {missing}: only runs that recover in place ({needs}) take in others "
+                "this run cannot begin without {missing}. Only runs that recover in place ({needs}) let hosts join "
                 "later. Start all hosts.",
                 missing=[link.who for link in self.spared],
                 needs=NEEDS,

@@ -428,7 +428,7 @@ def silence_limit_s() -> float:
     if not 0.2 <= limit_s <= 3600:
         raise LaunchError(
             "hosts.silence_invalid",
-            "{variable}={text} is no number of seconds from 0.2 to 3600",
+            "{variable}={text} is not a number of seconds from 0.2 to 3600",
             variable=SILENCE,
             text=text,
         )

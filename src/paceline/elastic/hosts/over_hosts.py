@@ -85,7 +85,7 @@ def must_agree(job: Job) -> None:
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise LaunchError(
             "hosts.code_differs",
-            "{found}{more}. Ranks of all hosts need the code and data of host 0 ({host}): copy them there.",
+            "{found}{more}. Ranks of all hosts need the code and data of host 0 ({host}). Copy them to every host.",
             found="; ".join(found[:_NAMED]),
             more=more,
             host=hosts.cluster.hosts[0].name,
@@ -130,8 +130,8 @@ def _key(place: HostPlace) -> RunKey:
     if not file.exists():
         raise LaunchError(
             "key.host_without",
-            "{count} hosts meet under one key, and host {host} has none. `paceline key` makes one, in {file}: copy it "
-            "to the same place on every host, or anywhere, and set {variable} there.",
+            "{count} hosts need one key, but host {host} has none. `paceline key` makes one in {file}. Copy it to the "
+            "same path on every host, or to any path and set {variable} there.",
             count=place.count,
             host=place.name,
             file=file,

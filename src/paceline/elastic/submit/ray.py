@@ -70,7 +70,7 @@ class Ray(Scheduler):
                 if not (count.isascii() and count.isdecimal()):
                     raise LaunchError(
                         "submit.not_a_count",
-                        "--scheduler-option {name}={value}: a whole number",
+                        "--scheduler-option {name}={value}: give a whole number",
                         name=name,
                         value=count[:40],
                     )
@@ -79,7 +79,7 @@ class Ray(Scheduler):
             if not key.startswith("/"):
                 raise LaunchError(
                     "submit.key_not_absolute",
-                    "--scheduler-option key={key}: the whole path of the file on every host, from / on",
+                    "--scheduler-option key={key}: give the whole path of the file on every host, from / on",
                     key=key[:80],
                 )
             driver += ["--key", key]
@@ -121,8 +121,8 @@ def _address(given: str | None) -> list[str]:
     if not any(os.environ.get(name) for name in _ADDRESS):
         raise LaunchError(
             "submit.ray_address_missing",
-            "say which Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline starts "
-            "none; `ray start --head` does.",
+            "name the Ray cluster: --scheduler-option address=http://HEAD:8265, or RAY_ADDRESS. paceline does not "
+            "start one; `ray start --head` does.",
         )
     return []
 
@@ -173,7 +173,7 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
         lost = ", ".join(str(number) for number, code in enumerate(codes) if code is None)
         _say(f"Ray has lost host {lost}; starting again from the newest checkpoint")
     raise LaunchError(
-        "submit.hosts_lost", "{times} times a host was lost; the cluster's own logs may say why", times=_MOST_LOST
+        "submit.hosts_lost", "hosts were lost {times} times. The cluster's own logs may say why.", times=_MOST_LOST
     )
 
 

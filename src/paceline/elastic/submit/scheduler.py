@@ -136,7 +136,7 @@ def ask(
     except subprocess.TimeoutExpired:
         raise LaunchError(
             "submit.timeout",
-            "`{command}` did not answer in {deadline_s:.0f} s. Is the cluster reachable from here?",
+            "`{command}` did not answer within {deadline_s:.0f} s. Is the cluster reachable from here?",
             command=shown,
             deadline_s=ANSWER_S,
         ) from None
@@ -217,7 +217,7 @@ def must_be_hosts(count: int) -> None:
     if not 1 <= count <= MOST_HOSTS:
         raise LaunchError(
             "submit.hosts_out_of_range",
-            "--num-hosts {count}: a run is on 1 host to {most:,}",
+            "--num-hosts {count}: a run uses 1 to {most:,} hosts",
             count=count,
             most=MOST_HOSTS,
         )
@@ -265,7 +265,9 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
                 hint=nearest(name, known),
             )
         if name in found:
-            raise LaunchError("submit.option_twice", "--scheduler-option {name} is given twice", name=name)
+            raise LaunchError(
+                "submit.option_twice", "--scheduler-option {name} is given twice. Leave one out.", name=name
+            )
         if not value.isprintable():
             raise LaunchError(
                 "submit.option_unprintable",
@@ -361,11 +363,13 @@ def find(name: str) -> Submission:
         names = ", ".join(s.name for s in found)
         raise LaunchError(
             "submit.run_ambiguous",
-            "{name} is the number of several runs: {names}. Say the name of one.",
+            "{name} is the number of several runs: {names}. Give the name of one.",
             name=name,
             names=names,
         )
     if not found:
         hint = nearest(name, [s.name for s in known]) if known else "Nothing was submitted from here."
-        raise LaunchError("submit.run_unknown", 'no run "{name}" was submitted. {hint}', name=name[:80], hint=hint)
+        raise LaunchError(
+            "submit.run_unknown", 'no run named "{name}" was submitted. {hint}', name=name[:80], hint=hint
+        )
     return found[0]

@@ -58,7 +58,7 @@ class Sky(Scheduler):
         if not request.run_is_url:
             raise LaunchError(
                 "submit.run_on_node",
-                "--run {run}: a node's own disk is lost with it. Name a store: --run s3://bucket/run",
+                "--run {run}: the disk of a node is lost with the node. Name a store: --run s3://bucket/run",
                 run=request.run,
             )
         python = request.options.get("python", "python")
@@ -79,7 +79,7 @@ class Sky(Scheduler):
         if image := found.pop("image", None):
             found["image_id"] = image
         if (spot := found.pop("spot", "no")) not in ("yes", "no"):
-            raise LaunchError("submit.spot_invalid", "--scheduler-option spot={spot}: yes or no", spot=spot)
+            raise LaunchError("submit.spot_invalid", "--scheduler-option spot={spot}: give yes or no", spot=spot)
         return found | ({"use_spot": True} if spot == "yes" else {})
 
     def submit(self, request: Request) -> str:

@@ -116,7 +116,7 @@ class Slurm(Scheduler):
             if not _VALUE.fullmatch(value):
                 raise LaunchError(
                     "submit.slurm_value",
-                    '--scheduler-option {name}="{value}": Slurm takes no such value',
+                    '--scheduler-option {name}="{value}": Slurm does not accept such a value',
                     name=name,
                     value=value[:80],
                 )

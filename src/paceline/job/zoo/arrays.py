@@ -90,7 +90,7 @@ def optional_package(module: str, package: str) -> ModuleType:
     except ImportError as error:
         raise DataError(
             "data.package_missing",
-            "this data needs {package}, which cannot be imported ({error}); run: pip install 'paceline[data]'",
+            "this data needs {package}, which cannot be imported ({error}). Run: pip install 'paceline[data]'",
             package=package,
             error=error,
         ) from error
@@ -188,8 +188,8 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
         if len(other):
             raise DataError(
                 "data.lengths_differ",
-                "{file}: row {row} of column {name!r} has {found} values and row 0 has {expected}; all rows of a "
-                "column need equally many",
+                "{file}: row {row} of column {name!r} has {found} values, but row 0 has {expected}. All rows of a "
+                "column need the same number.",
                 file=file.absolute(),
                 row=other[0],
                 name=name,
@@ -201,7 +201,7 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
     if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
         raise DataError(
             "data.column_type",
-            "{file}: column {name!r} is of type {type}; only numbers and lists of them are read: encode it",
+            "{file}: column {name!r} is of type {type}, but only numbers and lists of numbers are read. Encode it.",
             file=file.absolute(),
             name=name,
             type=kind,
@@ -220,7 +220,7 @@ def _inputs(path: Path, arrays: dict[str, Array]) -> Array:
         if array.ndim > 2:
             raise DataError(
                 "data.input_shape",
-                "{file}: {name!r} has shape {shape}; of several inputs each is (rows,) or (rows, n)",
+                "{file}: {name!r} has shape {shape}. If there are several inputs, each is (rows,) or (rows, n).",
                 file=path.absolute(),
                 name=name,
                 shape=array.shape,
@@ -237,8 +237,8 @@ def _target(path: Path, name: str, array: Array) -> Array:
         row = int(np.argmax(labels < 0))
         raise DataError(
             "data.class_negative",
-            "{file}: row {row} of {name!r} is {value}; whole numbers are classes, counted from 0. Store the target as "
-            "floats if it is a quantity to predict",
+            "{file}: row {row} of {name!r} is {value}. Whole numbers are classes, counted from 0. If the target is a "
+            "quantity to predict, store it as floats.",
             file=path.absolute(),
             row=row,
             name=name,
@@ -273,7 +273,7 @@ def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
         if name not in known:
             raise DataError(
                 "data.column_missing",
-                '{file}: nothing in it is named "{name}" (data.inputs, data.target). {hint}',
+                '{file}: there is no "{name}" in it (data.inputs, data.target). {hint}',
                 file=path.absolute(),
                 name=name,
                 hint=nearest(name, known),
@@ -284,7 +284,7 @@ def _check_numbers(path: Path, name: str, array: Array) -> None:
     if array.dtype.kind not in "biuf":
         raise DataError(
             "data.array_type",
-            "{file}: {name!r} is of type {dtype}; only real numbers are read: encode it",
+            "{file}: {name!r} is of type {dtype}, but only real numbers are read. Encode it.",
             file=path.absolute(),
             name=name,
             dtype=array.dtype,
@@ -304,7 +304,8 @@ def _check_rows(path: Path, arrays: dict[str, Array]) -> None:
         rows = ", ".join(f"{name} has {len(array)}" for name, array in arrays.items())
         raise DataError(
             "data.rows_differ",
-            "{file}: the arrays differ in rows: {rows}; each row is one sample, so give them equally many",
+            "{file}: the arrays have different numbers of rows: {rows}. Each row is one sample, so all arrays need "
+            "the same number.",
             file=path.absolute(),
             rows=rows,
         )
@@ -315,7 +316,7 @@ def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_
         row = compute.index(compute.is_null(column), True).as_py() // values_per_row
         raise DataError(
             "data.null",
-            "{file}: row {row} of column {name!r} has no value (null); remove or fill such rows",
+            "{file}: row {row} of column {name!r} has no value (null). Remove or fill such rows.",
             file=file.absolute(),
             row=row,
             name=name,
@@ -359,7 +360,7 @@ def _windows(
     if available < 1:
         raise DataError(
             "data.text_too_short",
-            "{file}: {size} bytes of text; one sample of context {context} needs {needed}",
+            "{file}: {size} bytes of text, but one sample of context {context} needs {needed}",
             file=_named(spec),
             size=corpus.size,
             context=spec.context,
@@ -497,7 +498,7 @@ def _files(spec: Text) -> list[Path]:
         if not found:
             raise DataError(
                 "data.no_files",
-                "{folder}: no {suffixes} file in this folder; name others by data.suffixes",
+                "{folder}: no {suffixes} file in this folder. Name other endings with data.suffixes.",
                 folder=path.absolute(),
                 suffixes=" ".join(spec.suffixes),
             )

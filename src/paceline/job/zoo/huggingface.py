@@ -63,7 +63,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
             raise JobError("model.not_built", "{file}: {error}", file=file, error=_first_line(error)) from error
         raise JobError(
             "model.task_unsupported",
-            "{file}: a {model_type} is not made for {task}. Tasks that it has: {fitting}",
+            "{file}: a {model_type} cannot be made for {task}. Its tasks: {fitting}",
             file=file,
             model_type=config.model_type,
             task=task,
@@ -259,7 +259,7 @@ def _transformers() -> ModuleType:
     except ImportError as error:
         raise JobError(
             "model.transformers_missing",
-            "this model needs the transformers library: pip install 'paceline[hf]' ({error})",
+            "this model needs the transformers library. Run: pip install 'paceline[hf]' ({error})",
             error=error,
         ) from None
     transformers.logging.set_verbosity_error()  # its remarks on token ids and weights concern pretrained models
@@ -297,8 +297,8 @@ class SimCLR(nn.Module):
         if encoder == "cifar_cnn" and image_size not in (None, 32):
             raise JobError(
                 "model.image_size",
-                "model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}; leave image_size out, "
-                "or use resnet50",
+                "model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}. Leave image_size out, "
+                "or use resnet50.",
                 image_size=image_size,
             )
         features = CIFAR_FEATURES if encoder == "cifar_cnn" else ResNetEncoder.features

@@ -107,7 +107,7 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
     if wanted is None:
         raise DataError(
             "data.image_sizes_differ",
-            "images differ in size and the model names no input shape; give data.shape, e.g. [3, 224, 224]",
+            "images differ in size, and the model names no input shape. Give data.shape, e.g. [3, 224, 224].",
         )
     shape = _photo_shape("images", wanted)
     optional_package("PIL", "Pillow")
@@ -169,7 +169,8 @@ def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     if len(shape) != 3:
         raise DataError(
             "data.image_shape",
-            "{kind} are images (channels, height, width), and {shape!s} is asked for; ask for e.g. [1, 28, 28]",
+            "{kind} are images (channels, height, width), but the shape {shape!s} is requested. Use a shape such as "
+            "[1, 28, 28].",
             kind=kind,
             shape=list(shape),
         )
@@ -181,7 +182,7 @@ def _photo_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     if wanted[0] not in (1, 3):
         raise DataError(
             "data.image_channels",
-            "{kind} have 1 channel (grey) or 3 (colour), and {wanted} are asked for",
+            "{kind} have 1 channel (grey) or 3 (colour), but {wanted} are requested",
             kind=kind,
             wanted=wanted[0],
         )
@@ -204,8 +205,8 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
         raise DataError(
             "data.cifar_record_short",
             "{file}: record {record}, which begins at byte offset {offset}, has {size} bytes; a record has "
-            "{expected}. The file holds {bytes} bytes and is cut off, empty, or no CIFAR-10 binary file: fetch it "
-            "again",
+            "{expected}. The file has {bytes} bytes. It is truncated, empty, or not a CIFAR-10 binary file: download "
+            "it again.",
             file=file.absolute(),
             record=whole,
             offset=whole * _CIFAR_RECORD_BYTES,
@@ -220,7 +221,7 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
         raise DataError(
             "data.cifar_label",
             "{file}: record {record}, at byte offset {offset}, has label {label}; CIFAR-10's labels are 0..9. The "
-            "file is damaged, or is of CIFAR-100: fetch it again",
+            "file is damaged, or belongs to CIFAR-100: download it again.",
             file=file.absolute(),
             record=record,
             offset=record * _CIFAR_RECORD_BYTES,
@@ -247,7 +248,7 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
         if not of_class:
             raise DataError(
                 "data.class_empty",
-                "{folder}: no {suffixes} file of this class; add some or remove the folder",
+                "{folder}: no {suffixes} file of this class. Add some, or remove the folder.",
                 folder=(folder / name).absolute(),
                 suffixes=" ".join(_IMAGE_SUFFIXES),
             )

@@ -47,7 +47,7 @@ def build_loss(spec: LossSpec) -> Loss:
     if spec.name not in _LOSSES:
         raise JobError(
             "loss.unknown",
-            'there is no loss "{name}". {hint} (A loss of your own: pkg.mod:name or file.py:name)',
+            'there is no loss "{name}". {hint} (Your own loss: pkg.mod:name or file.py:name)',
             name=spec.name,
             hint=nearest(spec.name, [*_LOSSES, *torch_losses()]),
         )
@@ -173,7 +173,7 @@ class BinaryCrossEntropy(Elementwise):
             raise DataError(
                 "loss.target_out_of_range",
                 "loss bce needs targets from 0 to 1, found {target:g} {where} ({at}). For regression use the loss mse "
-                "or mae",
+                "or mae.",
                 target=target[tuple(place)].item(),
                 where=where,
                 at=at,
@@ -184,8 +184,8 @@ def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: 
     if pos_weight.dim() and pos_weight.shape != values.shape[-1:]:
         raise JobError(
             "loss.pos_weight_length",
-            "loss bce: pos_weight has {pos_weight} numbers, but the model returned {outputs}: give one number, or one "
-            "for each output of a sample",
+            "loss bce: pos_weight has {pos_weight} numbers, but the model returned {outputs}. Give one number, or one "
+            "for each output of a sample.",
             pos_weight=len(pos_weight),
             outputs=described(values),
         )
@@ -282,8 +282,8 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
             "loss.not_two_views",
-            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}; the zoo's simclr "
-            "makes them",
+            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}. The zoo's simclr "
+            "makes them.",
             output=described(views),
         )
     flat = views.flatten(0, 1)
@@ -311,7 +311,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     if not callable(loss):
         raise JobError(
             "loss.not_callable",
-            "{path} is a {class_name} and cannot be called; a loss is called as loss(output, target)",
+            "{path} is a {class_name} and cannot be called. A loss is called as loss(output, target).",
             path=path,
             class_name=type(loss).__name__,
         )
@@ -319,13 +319,14 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise JobError(
             "loss.with_parameters",
-            "loss {path} has parameters to train, which no optimizer of a job gets: make them a part of the model",
+            "loss {path} has parameters to train, but a job's optimizer trains only the model's. Make them a part of "
+            "the model.",
             path=path,
         )
     if getattr(loss, "reduction", None) == "none" or args.get("reduction") == "none":
         raise JobError(
             "loss.reduction_none",
-            "loss {path}: reduction none gives a number for each sample, and training needs one: take mean",
+            "loss {path}: reduction none returns a number for each sample, but training needs one. Use mean.",
             path=path,
         )
     if type(loss) in (*_ELEMENTWISE, *_OF_CLASSES):

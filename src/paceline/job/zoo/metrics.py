@@ -40,7 +40,7 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
     if name not in _METRICS:
         raise JobError(
             "metric.unknown",
-            'there is no metric "{name}". {hint} (A metric of your own or of torchmetrics: pkg.mod:name or '
+            'there is no metric "{name}". {hint} (Your own metric or one of torchmetrics: pkg.mod:name or '
             "file.py:name)",
             name=name,
             hint=nearest(name, _METRICS),
@@ -120,8 +120,8 @@ class _OfClasses:
             if self.kind is None:
                 raise DataError(
                     "metric.targets_ambiguous",
-                    "{name} cannot tell whether targets {targets} are one of several classes or several labels: give "
-                    "the class of each sample, or use the loss cross_entropy or bce",
+                    "{name} cannot tell whether targets {targets} are one of several classes or several labels. Give "
+                    "the class of each sample, or use the loss cross_entropy or bce.",
                     name=self.name,
                     targets=described(target),
                 )
@@ -137,7 +137,7 @@ class _OfClasses:
         if ((target != 0) & (target != 1)).any():
             raise DataError(
                 "metric.targets_not_binary",
-                "{name} needs targets of 0 and 1 where the model returns one number for each of them",
+                "{name} needs targets of 0 and 1 if the model returns one number for each of them",
                 name=self.name,
             )
         return target.long()
@@ -186,8 +186,8 @@ class F1(_OfClasses):
             if not two:
                 raise JobError(
                     "metric.f1_binary",
-                    "metric f1: average binary is for two classes, and there are {classes}: take macro, micro or "
-                    "weighted",
+                    "metric f1: average binary needs two classes, but there are {classes}. Use macro, micro or "
+                    "weighted.",
                     classes=len(hits),
                 )
             hits, wrong, missed = hits[1:], wrong[1:], missed[1:]
@@ -283,8 +283,8 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
             raise DataError(
                 "metric.row_sum",
                 "accuracy compares classes, but a row of the targets adds up to {sum:g} instead of 1. If a sample may "
-                "have several labels, use the metric multilabel_accuracy; for classes, give labels, one-hot rows or "
-                "probabilities",
+                "have several labels, use the metric multilabel_accuracy. For classes, give labels, one-hot rows or "
+                "probabilities.",
                 sum=sums.flatten()[(sums - 1).abs().argmax()].item(),
             )
         right = logits.argmax(classes) == target.argmax(classes)
@@ -309,7 +309,7 @@ def _must_be_probabilities(target: Tensor, name: str) -> None:
     if outside.any():
         raise DataError(
             "metric.target_out_of_range",
-            "{name} needs targets from 0 to 1 here, found {target:g}. For regression use the metric mse or mae",
+            "{name} needs targets from 0 to 1 here, found {target:g}. For regression use the metric mse or mae.",
             name=name,
             target=target[outside][0].item(),
         )
@@ -383,14 +383,14 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
         if path.startswith("torchmetrics") and not find_spec("torchmetrics"):
             raise JobError(
                 "metric.torchmetrics_missing",
-                "metric {path} needs torchmetrics; run: pip install 'paceline[metrics]'",
+                "metric {path} needs torchmetrics. Run: pip install 'paceline[metrics]'",
                 path=path,
             ) from error
         raise
     if not callable(factory):
         raise JobError(
             "metric.not_a_factory",
-            "{path} is a {class_name}; name a function or class that makes the metric",
+            "{path} is a {class_name}. Name a function or class that makes the metric.",
             path=path,
             class_name=type(factory).__name__,
         )

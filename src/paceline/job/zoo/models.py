@@ -70,8 +70,8 @@ class GPT(nn.Module):
         if length > self.context:
             raise DataError(
                 "model.context_exceeded",
-                "a sequence of {length} tokens is longer than the model's context of {context}; give the model "
-                "context: {length}",
+                "a sequence of {length} tokens is longer than the model's context of {context}. Give the model "
+                "context: {length}.",
                 length=length,
                 context=self.context,
             )

@@ -174,7 +174,7 @@ def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
         raise JobError(
             "optimizer.needs_closure",
             "optimizer {name} computes the loss several times in a step, by a closure, which a job does not have. Use "
-            "another optimizer, or write your own loop with paceline.setup, which takes closures",
+            "another optimizer, or write your own loop with paceline.setup, which takes closures.",
             name=name,
         )
 
@@ -183,7 +183,7 @@ def _refused(error: Exception) -> JobError:
     return (
         error
         if isinstance(error, JobError)
-        else JobError("optimizer.takes_no_step", "the optimizer takes no step: {error}", error=_first_line(error))
+        else JobError("optimizer.takes_no_step", "the optimizer cannot take a step: {error}", error=_first_line(error))
     )
 
 

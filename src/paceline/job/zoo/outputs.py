@@ -72,7 +72,7 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     if kind is None or kind == "values" or _torchs(loss) in _SCORES:
         raise JobError(
             "metric.probabilities_unknown",
-            "how outputs become probabilities is not known for the loss {loss}: give it a function "
+            "it is not known how outputs for the loss {loss} become probabilities. Give the loss a function "
             "`probabilities(output)`, e.g. lambda output: output.softmax(1)",
             loss=_name(loss),
         )
@@ -82,7 +82,7 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     if kind_of(loss) is None and not isinstance(loss, ModelsOwn) and _are_probabilities(wide):
         raise JobError(
             "metric.outputs_are_probabilities",
-            "the outputs for the loss {loss} look like probabilities already: give it a function "
+            "the outputs for the loss {loss} look like probabilities already. Give the loss a function "
             "`probabilities(output)`, e.g. lambda output: output",
             loss=_name(loss),
         )
@@ -102,7 +102,7 @@ def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, 
     if kind == "yes_no" or (kind is None and target.shape == logits_of(output).shape):
         found, wanted = same_shape("the metric", probabilities(loss, output, "yes_no"), target)
         if ((wanted != 0) & (wanted != 1)).any():
-            raise DataError("metric.targets_of_yes_or_no", "metrics of yes or no need targets of 0 and 1")
+            raise DataError("metric.targets_of_yes_or_no", "metrics of two classes need targets of 0 and 1")
         return found, wanted.long()
     if kind is None and target.is_floating_point():
         raise DataError(

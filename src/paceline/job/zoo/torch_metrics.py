@@ -62,7 +62,7 @@ class TorchMetric:
             if found.shape[1] > 2:
                 raise JobError(
                     "metric.two_classes",
-                    "metric {name} is for two classes, and the model has {classes}",
+                    "metric {name} needs two classes, but the model has {classes}",
                     name=self.name,
                     classes=found.shape[1],
                 )
@@ -89,8 +89,8 @@ class TorchMetric:
         if several or shaped is not None:
             raise JobError(
                 "metric.several_values",
-                "metric {name} has several values, and a job records one number: set its average, or name a class of "
-                "your own that returns one of them",
+                "metric {name} has several values, but a job records one number. Set its average, or name your own "
+                "class that returns one of them.",
                 name=self.name,
             )
 
@@ -126,7 +126,7 @@ class States:
         except (RuntimeError, TypeError, ValueError) as error:
             explained = DataError(
                 "metric.batch_refused",
-                "metric {name} refuses a batch: {kind}: {error}",
+                "metric {name} rejects a batch: {kind}: {error}",
                 name=self.name,
                 kind=type(error).__name__,
                 error=error,
@@ -153,8 +153,8 @@ class States:
             shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise JobError(
                 "metric.value_not_a_number",
-                "metric {name} has {value} as its value, and a job records one number: set its average, or name a "
-                "class of your own that returns one of them",
+                "metric {name} has the value {value}, but a job records one number. Set its average, or name your own "
+                "class that returns one of them.",
                 name=self.name,
                 value=shown,
             )

@@ -43,8 +43,8 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
             first = next(shape for shape in trained if len(shape.sizes) == dims)
             raise JobError(
                 "optimizer.shape_refused",
-                "optimizer {optimizer} does not take {parameter} of shape {shape}: {reason}. Choose another "
-                "optimizer, or freeze such parameters",
+                "optimizer {optimizer} does not accept {parameter} of shape {shape}: {reason}. Choose another "
+                "optimizer, or freeze such parameters.",
                 optimizer=optimizer.name,
                 parameter=first.name,
                 shape=first.sizes,

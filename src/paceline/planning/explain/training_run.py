@@ -92,7 +92,7 @@ def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
     if sum(value is not None for value in goal) > 1:
         raise PlanError(
             "cost.amounts_conflict",
-            "name one of --tokens, --samples and --loss, for each of them is an amount of training",
+            "name one of --tokens, --samples and --loss; each of them is an amount of training",
         )
     of_step = job.global_batch * trace.tokens
     if goal.samples is not None:
@@ -115,7 +115,7 @@ def _to_loss(job: Job, trace: ModelTrace, loss: float, of_step: int) -> Amount:
     if any(block.experts for block in trace.blocks):
         raise PlanError(
             "cost.no_law_for_experts",
-            "the scaling laws were fitted to dense models, and this one is a mixture of experts: --tokens",
+            "the scaling laws were fitted to dense models, but this model is a mixture of experts: name --tokens",
         )
     parameters = trace.parameters
     tokens = BESIROGLU.tokens(parameters, loss)
@@ -261,7 +261,7 @@ def training_run(
         if goodput < _LEAST_GOODPUT:
             raise PlanError(
                 "cost.no_time_left",
-                "{what}, {rate:g} interruptions a day on each host leave no time to train in",
+                "{what}, {rate:g} interruptions a day on each host leave no time to train",
                 what=what,
                 rate=rate,
             )
@@ -376,8 +376,8 @@ class ScalingLaw:
         if loss <= self.floor:
             raise PlanError(
                 "cost.loss_below_floor",
-                "a loss of {loss:g} nats per token is not reached by any model: {law} ({source}) put the floor at "
-                "{floor:g} on their data. Name a loss above it, or --tokens",
+                "no model reaches a loss of {loss:g} nats per token: {law} ({source}) put the floor at {floor:g} on "
+                "their data. Name a loss above it, or --tokens.",
                 loss=loss,
                 law=self.name,
                 source=self.source,
@@ -387,9 +387,9 @@ class ScalingLaw:
             enough = (self.a / (loss - self.floor)) ** (1 / self.alpha)
             raise PlanError(
                 "cost.loss_below_models_floor",
-                "a model of {parameters} parameters does not reach a loss of {loss:g} nats per token on any number of "
-                "tokens: its floor is {least:.3f} by {law} ({source}). A model needs more than {needed} parameters "
-                "for it",
+                "a model of {parameters} parameters does not reach a loss of {loss:g} nats per token with any number "
+                "of tokens: its floor is {least:.3f} by {law} ({source}). A model needs more than {needed} parameters "
+                "for it.",
                 parameters=large(parameters),
                 loss=loss,
                 least=least,

@@ -285,12 +285,12 @@ class Offer(Spec):
         if named.hosts > 1:
             raise InvalidValue(
                 "offers.several_hosts",
-                '"{text}" is {hosts} hosts: name one, and put the largest number of them in `hosts`',
+                '"{text}" is {hosts} hosts. Name one, and put the largest number of hosts in `hosts`.',
                 text=text,
                 hosts=named.hosts,
             )
         if named.price_per_hour is not None:
-            raise InvalidValue("offers.with_price", '"{text}" has a price: put it in `price`', text=text)
+            raise InvalidValue("offers.with_price", '"{text}" has a price. Put it in `price`.', text=text)
         return text
 
     @property
@@ -346,7 +346,7 @@ def _from_csv(file: Path) -> Offers:
         if None in row:
             raise ClusterError(
                 "offers.too_many_values",
-                '{file}, line {line}: more values than columns; quote a name with a comma: "8xH100, 400gbit"',
+                '{file}, line {line}: there are more values than columns. Quote a name with a comma: "8xH100, 400gbit"',
                 file=file,
                 line=line,
             )
@@ -358,6 +358,8 @@ def _from_csv(file: Path) -> Offers:
             raise ClusterError.of_problems([problem.at(f"{file}, line {line}") for problem in problems]) from None
     if not offers:
         raise ClusterError(
-            "offers.empty", "{file} has no offer: a first line with cluster,price,hosts and a line for each", file=file
+            "offers.empty",
+            "{file} has no offer. Write a first line cluster,price,hosts and one line for each offer.",
+            file=file,
         )
     return Offers(offers=tuple(offers))

@@ -220,7 +220,7 @@ class Engine(RankEngine):
         if not self.steps.with_gradients(stepped, own=False):
             raise JobError(
                 "loop.no_gradient",
-                "update has no gradient to step by: call engine.backward(loss) before it, in every update",
+                "update has no gradient. Call engine.backward(loss) before each update.",
             )
         gradients = self.reduction.gradients = numbers_of(self.steps.parameters_of(stepped))
         if self.compute.loss_scale is not None:
@@ -441,7 +441,7 @@ class Engine(RankEngine):
         if self.compute.loss_scale is not None:
             raise JobError(
                 "loop.optimizer_step_fp16",
-                "precision=fp16: the gradients are scaled; write engine.update() instead of optimizer.step()",
+                "precision=fp16 scales the gradients. Write engine.update() instead of optimizer.step().",
             )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
@@ -485,6 +485,6 @@ def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
     if any(id(p) in own for engine in _OPEN if group.size > 1 for p in engine.named_parameters().values()):
         raise JobError(
             "setup.twice",
-            "an engine of an earlier paceline.setup still trains this model: write engine.close() before the second "
-            "setup, or set it up once, outside of the loop",
+            "an engine of an earlier paceline.setup still trains this model. Call engine.close() before the second "
+            "setup, or set it up once, outside of the loop.",
         )

@@ -125,8 +125,9 @@ class OptimizerSteps:
         for number in sorted(numbers & self._with_closure):
             raise JobError(
                 "loop.closure_needed",
-                "{class_name} needs a closure, so the loop steps it: write `def closure(): optimizer.zero_grad(); "
-                "loss = loss_of(model(x), y); engine.backward(loss); return loss`, then `optimizer.step(closure)`",
+                "{class_name} needs a closure, so your loop calls its step. Write `def closure(): "
+                "optimizer.zero_grad(); loss = loss_of(model(x), y); engine.backward(loss); return loss`, then "
+                "`optimizer.step(closure)`",
                 class_name=type(self.optimizers[number]).__name__,
             )
 
@@ -151,9 +152,9 @@ class OptimizerSteps:
             if named and any(p.grad is not None for p in self.parameters_of({number})):
                 raise JobError(
                     "loop.stale_gradients",
-                    "optimizer {optimizer} still has gradients of an earlier loss, whose update was of another "
+                    "optimizer {optimizer} still has gradients of an earlier loss, whose update used another "
                     "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear them "
-                    "with optimizer.zero_grad()",
+                    "with optimizer.zero_grad().",
                     optimizer=number,
                 )
             self.gradients[number] = "reduced"
@@ -184,7 +185,7 @@ class OptimizerSteps:
         if self._divided_by is not None:
             raise PlanError(
                 "loop.closure_divided",
-                "{class_name} with a closure works on whole parameters; plan {plan} divides them. Use dp={ranks}",
+                "{class_name} with a closure works on whole parameters, but plan {plan} divides them. Use dp={ranks}.",
                 class_name=type(optimizer).__name__,
                 plan=self._divided_by,
                 ranks=self._ranks,
@@ -206,9 +207,9 @@ class OptimizerSteps:
         if None in owners:
             raise JobError(
                 "loop.optimizer_unknown",
-                "{class_name} steps on parameters that paceline.setup was not given: every rank would train its own. "
-                "Give setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …); or, "
-                "for one that every rank is to train by itself, engine.ignore(optimizer)",
+                "{class_name} steps on parameters that paceline.setup was not given, so every rank would train its "
+                "own. Give setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …). "
+                "If every rank should train one by itself, call engine.ignore(optimizer).",
                 class_name=type(optimizer).__name__,
             )
         for number in owners:
@@ -219,14 +220,14 @@ class OptimizerSteps:
         if self.gradients.get(number) == "own":
             raise SyncError(
                 "loop.gradients_not_reduced",
-                "the newest gradients are this rank's alone (sync=False): the last engine.backward before "
-                "optimizer.step() needs sync=True, or write engine.update()",
+                "the newest gradients are this rank's alone (sync=False). The last engine.backward before "
+                "optimizer.step() needs sync=True; or write engine.update().",
             )
         if number not in self.gradients:
             raise SyncError(
                 "loop.step_without_backward",
-                "optimizer.step() without engine.backward(loss) since its last step: the ranks have no gradients in "
-                "common. Write engine.backward(loss) instead of loss.backward()",
+                "optimizer.step() without engine.backward(loss) since its last step: the gradients of the ranks are "
+                "not reduced. Write engine.backward(loss) instead of loss.backward().",
             )
 
     def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
@@ -256,8 +257,8 @@ class Optimizers:
             if shared := [p for p in optimizer.state if p in together]:
                 raise CheckpointError(
                     "checkpoint.parameter_of_two_optimizers",
-                    "a parameter of shape {shape} is stepped on by two optimizers, so its state has no single name; "
-                    "give each parameter to one optimizer",
+                    "two optimizers step on a parameter of shape {shape}, so its state has no single name. Give each "
+                    "parameter to one optimizer.",
                     shape=tuple(shared[0].shape),
                 )
             together |= optimizer.state
@@ -362,9 +363,9 @@ class LossShares:
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
                 "loop.loader_unused",
-                "setup was given a DataLoader, and this loss is of other data: nothing was read from engine.loader "
-                "yet. Write `for batch in engine.loader`, which is this rank's part; or give setup no loader, where "
-                "every rank brings its own data",
+                "setup was given a DataLoader, but nothing was read from engine.loader yet, so this loss belongs to "
+                "other data. Write `for batch in engine.loader`, which yields this rank's part. If every rank has its "
+                "own data, give setup no loader.",
             )
 
     def _share(self) -> float:
@@ -386,8 +387,8 @@ class LossShares:
         if len(shares) > 1:
             raise DataError(
                 "loop.weight_unknown",
-                "the loaders' last batches are dealt in different proportions, so the weight of this loss is not "
-                "known: say what it is the mean of, engine.backward(loss, items=len(x))",
+                "the loaders' last batches are divided in different proportions, so the weight of this loss is not "
+                "known. Say how many items it is the mean of: engine.backward(loss, items=len(x))",
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size
@@ -396,9 +397,9 @@ class LossShares:
         ):
             raise DataError(
                 "loop.read_ahead",
-                "the loop reads batches ahead of their losses, and they are dealt in different proportions, so the "
-                "weight of this loss is not known: say what it is the mean of, engine.backward(loss, items=len(x)), "
-                "or set drop_last=True",
+                "the loop reads batches ahead of their losses, and they are divided in different proportions, so the "
+                "weight of this loss is not known. Say how many items it is the mean of, engine.backward(loss, "
+                "items=len(x)), or set drop_last=True.",
             )
         self._seen |= {number: now for number, (now, _) in seen.items()}
         return share
@@ -430,15 +431,15 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
     if engine.precision in ("bf16", "fp16") and not casts:
         raise JobError(
             "loop.no_autocast",
-            "precision={precision}: compute the model and the loss within `with engine.autocast():`, else they stay "
-            "in fp32",
+            "precision={precision}: compute the model and the loss within `with engine.autocast():`, or they stay in "
+            "fp32",
             precision=engine.precision,
         )
     plan = engine.plan
     if engine.local_steps and engine.split is not None:
         raise PlanError(
             "loop.rule_needs_step",
-            "plan {plan}: with sync={sync}, replicas that are divided are trained by engine.step(batch) alone",
+            "plan {plan}: with sync={sync}, divided replicas are trained only by engine.step(batch)",
             plan=plan,
             sync=plan.sync,
         )
@@ -446,14 +447,14 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
     if engine.split is not None and not sync:
         raise PlanError(
             "loop.backward_without_sync",
-            "plan {plan} divides the model: engine.backward(loss, sync=False) is for dp={size}; leave sync out",
+            "plan {plan} divides the model, but engine.backward(loss, sync=False) needs dp={size}. Leave sync out.",
             plan=plan,
             size=engine.group.size,
         )
     if engine.compute.divides_logits:
         raise PlanError(
             "loop.loss_under_tp",
-            "tp: leave the loss out of setup, so that the model gives whole logits to a loss of your own",
+            "tp: leave the loss out of setup, so that the model returns whole logits to your own loss",
         )
 
 
@@ -473,7 +474,8 @@ def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
     if stepped < optimizers:
         raise PlanError(
             "loop.rule_counts_steps",
-            "sync={sync} counts the steps of a replica, and several optimizers take different ones; use sync=allreduce",
+            "sync={sync} counts the steps of a replica, but several optimizers take different steps. Use "
+            "sync=allreduce.",
             sync=plan.sync,
         )
 
@@ -504,8 +506,8 @@ class Refusals:
         def refuse(memo: Any) -> Any:
             raise JobError(
                 "loop.copy_of_divided",
-                "plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a model of its "
-                "own. Copy it before setup and update it from engine.export, or use dp={ranks}",
+                "plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a whole model. "
+                "Copy it before setup and update the copy from engine.export, or use dp={ranks}.",
                 plan=plan,
                 ranks=ranks,
             )
@@ -537,7 +539,7 @@ class NoLoader:
     def __iter__(self) -> Iterator[Any]:
         raise DataError(
             "loop.no_loader",
-            "setup was given no loader: pass a DataLoader to setup, or iterate one of engine.deal(loader)",
+            "setup was given no loader. Pass a DataLoader to setup, or iterate over one of engine.deal(loader).",
         )
 
     def fill_every_rank(self, what: str) -> None:

@@ -156,14 +156,14 @@ def _divided(
     if settings.precision == "fp16":
         raise PlanError(
             "setup.fp16_divided",
-            "precision=fp16 needs whole parameters, and plan {plan} divides them; use precision=bf16, or dp={size}",
+            "precision=fp16 needs whole parameters, but plan {plan} divides them. Use precision=bf16, or dp={size}.",
             plan=plan,
             size=group.size,
         )
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(
             "setup.several_models",
-            "plan {plan} divides one model, and setup was given {models}; use dp={size}",
+            "plan {plan} divides one model, but setup was given {models}. Use dp={size}.",
             plan=plan,
             models=len(model),
             size=group.size,
@@ -172,8 +172,8 @@ def _divided(
     if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
         raise PlanError(
             "setup.parameters_outside",
-            "plan {plan} divides the model's parameters, and the optimizer holds others: {outside}. Make them "
-            "parameters of the model, or use dp={size}",
+            "plan {plan} divides the model's parameters, but the optimizer holds others: {outside}. Make them "
+            "parameters of the model, or use dp={size}.",
             plan=plan,
             outside=list(outside[:3]),
             size=group.size,
@@ -181,7 +181,7 @@ def _divided(
     if dealt is None:
         raise DataError(
             "setup.loader_needed",
-            "plan {plan} divides the model by the batches that it gets: give setup a loader, or use dp={size}",
+            "plan {plan} divides the model according to its batches. Give setup a loader, or use dp={size}.",
             plan=plan,
             size=group.size,
         )
@@ -231,13 +231,13 @@ def _check_loss(loss: Any) -> None:
         raise JobError(
             "setup.loader_as_loss",
             "setup got a DataLoader as its loss. Write paceline.setup(model, optimizer, loss=loss, loader=loader); or "
-            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself",
+            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself.",
         )
     if loss is not None and not callable(loss):
         raise JobError(
             "setup.loss_invalid",
-            "setup got a {class_name} as loss; it needs a function loss(output, target) or an nn.Module, for example "
-            "torch.nn.CrossEntropyLoss()",
+            "setup got a {class_name} as loss. It needs a function loss(output, target) or an nn.Module, for example "
+            "torch.nn.CrossEntropyLoss().",
             class_name=type(loss).__name__,
         )
 
@@ -246,34 +246,33 @@ def _check_settings(settings: Settings) -> None:
     if settings.nonfinite not in ("stop", "skip"):
         raise JobError(
             "setup.nonfinite_invalid",
-            "nonfinite={nonfinite!r}: a loop of one's own can stop or skip; rewind needs checkpoints, see "
-            "paceline.train",
+            "nonfinite={nonfinite!r}: your own loop can stop or skip. Rewinding needs checkpoints, see paceline.train.",
             nonfinite=settings.nonfinite,
         )
     known = (*get_args(Precision), "fp16")
     if settings.precision not in known:
         raise JobError(
             "setup.precision_invalid",
-            "precision={precision!r}: there are {choices}",
+            "precision={precision!r} is not one of {choices}",
             precision=settings.precision,
             choices=list(known),
         )
     if settings.batch_norm not in ("local", "sync"):
         raise JobError(
             "setup.batch_norm_invalid",
-            "batch_norm={batch_norm!r}: there are local (statistics of a replica) and sync (of the global batch)",
+            "batch_norm={batch_norm!r} is neither local (statistics of a replica) nor sync (of the global batch)",
             batch_norm=settings.batch_norm,
         )
     if settings.clip_norm is not None and settings.clip_norm <= 0:
         raise JobError(
             "setup.clip_norm_invalid",
-            "clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0; leave it out to clip nothing",
+            "clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0. Leave it out to clip nothing.",
             clip_norm=settings.clip_norm,
         )
     if settings.buffers not in ("same", "local"):
         raise JobError(
             "setup.buffers_invalid",
-            "buffers={buffers!r}: there are same (on all ranks) and local (each replica keeps its own)",
+            "buffers={buffers!r} is neither same (on all ranks) nor local (each replica keeps its own)",
             buffers=settings.buffers,
         )
 
@@ -294,14 +293,14 @@ def _refuse_own_forward(plan: Plan, loss: Any) -> None:
     if loss is None and plan.compile != "off":
         raise PlanError(
             "setup.compile",
-            "compile={compile} compiles what engine.step computes; in a loop of your own call model.compile()",
+            "compile={compile} compiles what engine.step computes. In your own loop call model.compile().",
             compile=plan.compile,
         )
     if loss is None and plan.microbatches > 1:
         raise PlanError(
             "setup.microbatches",
-            "microbatches={microbatches} divide the batches of engine.step; in a loop of your own call "
-            "engine.backward(loss, sync=False) for all parts of a batch but the last",
+            "microbatches={microbatches} divides the batches of engine.step. In your own loop call "
+            "engine.backward(loss, sync=False) for all parts of a batch but the last.",
             microbatches=plan.microbatches,
         )
 
@@ -310,7 +309,7 @@ def _check_ranks(plan: Plan, group: Group) -> None:
     if plan.num_workers:
         raise PlanError(
             "setup.num_workers",
-            "plan {plan} has loader processes, which are your loader's here: DataLoader(…, "
+            "plan {plan} has loader processes, but here your loader starts them: DataLoader(…, "
             "num_workers={num_workers}), and num_workers=0 in the plan",
             plan=plan,
             num_workers=plan.num_workers,
@@ -331,7 +330,7 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
     if len(optimizers) > 1 and not sync_info(plan.sync).several_optimizers:
         raise PlanError(
             "setup.several_optimizers",
-            "sync={sync}: this rule trains one optimizer; with several use sync=allreduce",
+            "sync={sync} trains one optimizer. With several, use sync=allreduce.",
             sync=plan.sync,
         )
 
@@ -342,14 +341,14 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     if not any(p in own for parameters in held for p in parameters):
         raise JobError(
             "setup.optimizer_of_other_model",
-            "the optimizer holds none of the model's parameters; make it from model.parameters() of the model given "
-            "here",
+            "the optimizer holds none of the model's parameters. Make it from model.parameters() of the model given "
+            "here.",
         )
     if len({p for parameters in held for p in parameters}) < sum(map(len, held)):
         raise JobError(
             "setup.parameter_of_two_optimizers",
-            "a parameter is held by two of the optimizers, so it is not known which one's update it waits for; give "
-            "it to one",
+            "two of the optimizers hold the same parameter, so it is not clear which update it waits for. Give it to "
+            "one optimizer.",
         )
 
 
@@ -364,8 +363,8 @@ def _check_plain(model: nn.Module) -> None:
             where = f"the model's {name}" if name else "the model"
             raise JobError(
                 "setup.wrapped",
-                "{where} is wrapped by {class_name}, and paceline distributes the work itself: give setup the plain "
-                "model (and choose fsdp=… in the plan)",
+                "{where} is wrapped by {class_name}, but paceline distributes the work itself. Give setup the plain "
+                "model (and choose fsdp=… in the plan).",
                 where=where,
                 class_name=kind.__name__,
             )
@@ -406,7 +405,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     if "fused" not in optimizer.defaults:
         raise PlanError(
             "setup.not_fused",
-            "fused=on: {class_name} has no fused step in torch; leave fused out",
+            "fused=on: {class_name} has no fused step in torch. Leave fused out.",
             class_name=type(optimizer).__name__,
         )
     for group in optimizer.param_groups:

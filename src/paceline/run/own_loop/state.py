@@ -118,7 +118,7 @@ def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, 
     if saved is None:
         raise CheckpointError(
             "checkpoint.of_train",
-            "{path} is of a run of paceline.train; engine.load reads what engine.save wrote",
+            "{path} belongs to a run of paceline.train; engine.load reads what engine.save wrote",
             path=loaded.path,
         )
     _check_objects(loaded, saved, objects)
@@ -199,8 +199,8 @@ def _check_folder(engine: Engine, folder: Path) -> None:
         if other != everyones[0]:
             raise CheckpointError(
                 "checkpoint.folders_differ",
-                "the folder of checkpoints is {first} on rank 0 and {other} on rank {rank}; all ranks write into one: "
-                "name it alike on each (a temporary folder is made by every rank for itself)",
+                "the folder of checkpoints is {first} on rank 0 and {other} on rank {rank}, but all ranks write into "
+                "one. Give the same name on each (every rank makes its own temporary folder).",
                 first=everyones[0],
                 other=other,
                 rank=rank,
@@ -219,7 +219,7 @@ def _shared_and_own(
         if local(tensor) is not tensor:
             raise CheckpointError(
                 "checkpoint.value_divided",
-                "{name} is divided over the ranks by the plan; keep such state out of engine.save, or use dp",
+                "the plan divides {name} over the ranks. Keep such state out of engine.save, or use dp.",
                 name=name,
             )
     # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
@@ -233,8 +233,8 @@ def _shared_and_own(
         ]:
             raise CheckpointError(
                 "checkpoint.values_differ",
-                "{name} differs between rank 0 and rank {rank}: what is saved by name is to be the same on every "
-                "rank. Make it from engine.mean(…) or from numbers that all have",
+                "{name} differs between rank 0 and rank {rank}, but what is saved by name must be the same on every "
+                "rank. Make it from engine.mean(…) or from numbers that all ranks have.",
                 name=differs[0],
                 rank=rank,
             )
@@ -256,8 +256,8 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
     if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
         raise CheckpointError(
             "checkpoint.value_not_loadable",
-            "engine.load was given {name!r}, which has no load_state_dict: leave it out, and take it from what "
-            "engine.load returns",
+            "engine.load was given {name!r}, which has no load_state_dict. Leave it out, and take its value from what "
+            "engine.load returns.",
             name=plain[0],
         )
 
@@ -325,8 +325,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_KIND: kind, "entries": pairs}
     raise CheckpointError(
         "checkpoint.value_unsupported",
-        "{name} is a {module}.{kind}, which a checkpoint cannot hold: give numbers, text, lists, dicts and tensors, "
-        "or an object whose state_dict has only these",
+        "{name} is a {module}.{kind}, which a checkpoint cannot hold. Give numbers, text, lists, dicts and tensors, "
+        "or an object whose state_dict has only these.",
         name=name,
         module=type(value).__module__,
         kind=kind,
@@ -359,7 +359,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
     if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
             "loop.measure_by_engine",
-            "plan {plan} runs the forward pass itself: leave `measure` out, and evaluate the loss given to setup",
+            "plan {plan} runs the forward pass itself. Leave `measure` out, and evaluate the loss given to setup.",
             plan=engine.plan,
         )
     sums: dict[str, tuple[float, float]] = {}
@@ -394,7 +394,7 @@ def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str
     if not engine.has_loss:
         raise JobError(
             "loop.evaluate_without_loss",
-            "setup was given no loss: say what to measure, engine.evaluate(loader, measure) with measure(batch) -> "
+            "setup was given no loss. Say what to measure: engine.evaluate(loader, measure) with measure(batch) -> "
             "dict",
         )
     batches = 0
@@ -427,7 +427,7 @@ def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> 
     if isinstance(value, Tensor) and value.dim() > 1:
         raise JobError(
             "loop.measure_shape",
-            "measure gives {name} of shape {shape}: give a number, one value per sample, or (sum, count)",
+            "measure returns {name} of shape {shape}. Return a number, one value per sample, or (sum, count).",
             name=name,
             shape=tuple(value.shape),
         )
@@ -474,7 +474,8 @@ def _dealt(data: Any, engine: Engine) -> _Dealt:
     if together:
         raise PlanError(
             "loop.evaluate_uneven",
-            "plan {plan} needs as many batches on every rank: evaluate a DataLoader whose dataset has a length",
+            "plan {plan} needs the same number of batches on every rank. Evaluate a DataLoader whose dataset has a "
+            "length.",
             plan=engine.plan,
         )
     return _Dealt(islice(data, group.rank, None, group.size), None)

@@ -151,7 +151,7 @@ class Run:
         if differing:
             raise JobError(
                 "run.other_job",
-                "{path} was made by another job: {differences}. Restore the values, or start a new run without "
+                "{path} belongs to another job: {differences}. Restore the values, or start a new run without "
                 "--resume.",
                 path=self.path,
                 differences="; ".join(differing),
@@ -193,8 +193,8 @@ class Run:
             ):
                 raise RunError(
                     "run.file_invalid",
-                    "{file} is not as paceline writes it: its lines are too long, its lists too many, or it has YAML "
-                    "aliases",
+                    "{file} does not have the form in which paceline writes it: its lines are too long, its lists too "
+                    "long, or it has YAML aliases",
                     file=file,
                 )
             return Cluster.load(file)
@@ -431,7 +431,7 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be kept in {run}: {reason}. Name a directory that can be written with --run.",
+            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror or error,
         ) from error

@@ -148,8 +148,8 @@ def step_time_ratios(run: Run) -> list[list[float]]:
     if not found:
         raise RunError(
             "run.too_few_steps",
-            "{run}: no rank has {needed} steps with compute times after the first {warm_up}; give a number to "
-            "--straggler-sigma instead",
+            "{run}: no rank has {needed} steps with compute times after the first {warm_up}. Give a number to "
+            "--straggler-sigma instead.",
             run=run.path,
             needed=_FEWEST,
             warm_up=WARM_UP_STEPS,

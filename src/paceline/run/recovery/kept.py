@@ -311,8 +311,8 @@ class StepUndo:
 def _cannot_undo(name: str, step: int) -> JobError:
     error = JobError(
         "recovery.step_not_repeatable",
-        "a rank was lost in step {step}, and the others cannot repeat it: the model's forward pass has already "
-        "written parameter {name!r}. The run goes on from its newest checkpoint (--restarts 1, or --resume).",
+        "a rank was lost in step {step}, and the others cannot repeat the step: the model's forward pass has already "
+        "written parameter {name!r}. The run continues from its newest checkpoint (--restarts 1, or --resume).",
         step=step,
         name=name,
     )

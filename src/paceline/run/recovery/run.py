@@ -130,7 +130,7 @@ class Trainee:
             if not resumed and engine.step_count == 0:
                 raise CheckpointError(
                     "checkpoint.gone",
-                    "the checkpoint of step {step} is gone before it was read",
+                    "the checkpoint of step {step} was removed before it was read",
                     step=start.boundary.step,
                 )
             boundary = None if start.begins or not resumed else start.boundary

@@ -144,19 +144,20 @@ def _this_host(cluster: Cluster | None) -> Host:
     if cluster.has_accelerators:
         raise ClusterError(
             "calibrate.gpus",
-            "a calibration measures CPUs; what GPUs do is predicted from the catalogue and measured by the run itself",
+            "a calibration measures CPUs. The speed of GPUs is predicted from the catalogue and measured by the run "
+            "itself.",
         )
     if cluster.emulate is None and len(cluster.hosts) > 1:
         raise ClusterError(
             "calibrate.several_hosts",
-            "{cluster} has {hosts} hosts, and only this machine can be calibrated from here",
+            "{cluster} has {hosts} hosts, but only this machine can be calibrated from here",
             cluster=cluster.name,
             hosts=len(cluster.hosts),
         )
     if cluster.hosts[0].cpu != host.cpu:
         raise ClusterError(
             "calibrate.other_cpu",
-            "{cluster} has another CPU ({cpu}) than this machine ({here}): calibrate there",
+            "{cluster} has another CPU ({cpu}) than this machine ({here}). Calibrate there.",
             cluster=cluster.name,
             cpu=cluster.hosts[0].cpu,
             here=host.cpu,
@@ -300,7 +301,7 @@ def _found(path: Path, cluster: Cluster | None) -> Iterator[Row | Skipped]:
     if not path.exists():
         raise PlanError(
             "calibrate.no_file",
-            "--calibrate-on {path}: there is no such file. It takes {takes}",
+            "--calibrate-on {path}: there is no such file. The option takes {takes}",
             path=path,
             takes=_FORMS,
         )
@@ -425,13 +426,13 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
     if sync_info(plan.sync).served:
         raise RunError(
             "calibrate.servers",
-            "sync={sync}: workers of servers take no steps together, so none are profiled",
+            "sync={sync}: workers of servers take no steps together, so their operations are not profiled",
             sync=plan.sync,
         )
     if len(cluster.hosts) > 1 and cluster.emulate is None:
         raise RunError(
             "calibrate.run_of_several_hosts",
-            "operations are profiled on this machine, and the run was on several hosts",
+            "operations are profiled on this machine, but the run used several hosts",
         )
     return run_on_plan(_profiled, (job, cluster, plan, steps), job=job, cluster=cluster, plan=plan)
 

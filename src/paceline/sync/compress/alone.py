@@ -38,7 +38,7 @@ class MessageCodec:
         if made is None or isinstance(made, CodedSum):
             raise PlanError(
                 "compress.code_of_sums",
-                "{text} codes sums over ranks, and these numbers are sent alone; take int8 or topk:0.01",
+                "{text} codes sums over ranks, but these numbers are sent alone. Use int8 or topk:0.01.",
                 text=text,
             )
         self._codec, self.numel = made, numel
@@ -92,8 +92,8 @@ class Feedback:
             if error.shape != wanted.shape:
                 raise CheckpointError(
                     "compress.kept_size",
-                    "what compress={text} kept of {name} has {kept} numbers, and there are {here}: go on with the "
-                    "plan that wrote it, or with compress=none",
+                    "what compress={text} kept of {name} has {kept} numbers, but the tensor has {here}. Continue with "
+                    "the plan that wrote it, or with compress=none.",
                     text=self.text,
                     name=name,
                     kept=error.numel(),
@@ -135,7 +135,7 @@ def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
         if coded.dtype is not torch.uint8 or coded.shape != (codec.nbytes,):
             raise ServerRefused(
                 "compress.size_differs",
-                "{numel:,} numbers take {nbytes:,} bytes in the code {text}, and here are {found} of {dtype}",
+                "{numel:,} numbers take {nbytes:,} bytes in the code {text}, but these are {found} of {dtype}",
                 numel=numel,
                 nbytes=codec.nbytes,
                 text=text,

@@ -91,7 +91,7 @@ class Compressor:
         if summer.numel != coded:
             raise SyncError(
                 "compress.name_reused",
-                '"{name}" stood for {before} numbers before and now for {now}: give each tensor a name of its own',
+                '"{name}" stood for {before} numbers before and now stands for {now}. Give each tensor its own name.',
                 name=name,
                 before=summer.numel,
                 now=coded,
@@ -133,7 +133,7 @@ class Compressor:
             raise CheckpointError(
                 "compress.kept_in_checkpoint",
                 'what compress={text} kept of "{name}" in the checkpoint does not fit: {saved} there, {here} here. '
-                "Continue with the plan and the number of ranks that wrote it, or with compress=none",
+                "Continue with the plan and the number of ranks that wrote it, or with compress=none.",
                 text=self.text,
                 name=name,
                 saved=_sizes(loaded),
@@ -151,8 +151,8 @@ class Compressor:
         if flat.dtype not in _FLOATS:
             raise PlanError(
                 "compress.dtype",
-                'compress={text} codes 32-bit and 16-bit floats; "{name}" is {dtype}. Use precision=fp32 or bf16, or '
-                "compress=none",
+                'compress={text} codes 32-bit and 16-bit floats, but "{name}" is {dtype}. Use precision=fp32 or bf16, '
+                "or compress=none.",
                 text=self.text,
                 name=name,
                 dtype=str(flat.dtype).removeprefix("torch."),
