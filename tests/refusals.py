@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 import pytest
 
@@ -15,16 +14,28 @@ from paceline.errors import Problem
 E = TypeVar("E", bound=BaseException)
 
 
-@contextmanager
-def raises(kind: type[E], code: str, /, **fields: Any) -> Iterator[pytest.ExceptionInfo[E]]:
+class raises(Generic[E]):
     """Context that must end with an error of a class, a code and fields.
 
     One of the error's problems must have the code and all of the fields. A field is compared as text if it is not
     equal; a `Path` stands for itself and all that is below it; `re.compile(…)` must be found in the field's text.
     """
-    with pytest.raises(kind) as caught:
-        yield caught
-    assert_problem(caught.value, code, **fields)
+
+    def __init__(self, kind: type[E], code: str, /, **fields: Any) -> None:
+        self._code, self._fields = code, fields
+        self._raises = pytest.raises(kind)
+
+    def __enter__(self) -> pytest.ExceptionInfo[E]:
+        self._caught = self._raises.__enter__()
+        return self._caught
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        caught = self._raises.__exit__(kind, error, trace)
+        if caught and error is not None:
+            assert_problem(error, self._code, **self._fields)
+        return caught
 
 
 def assert_problem(error: BaseException, code: str, /, **fields: Any) -> Problem:

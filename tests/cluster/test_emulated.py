@@ -85,7 +85,7 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
             "hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}",
             "emulate stands for 2 hosts, but 1 are listed",
         ),
-        ("name: lab", "cluster.yaml: a cluster has at least one host: list `hosts`, or emulate some"),
+        ("name: lab", "cluster.yaml: a cluster has at least one host. List `hosts`, or emulate some"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, text: str, message: str) -> None:

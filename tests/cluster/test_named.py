@@ -158,7 +158,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h'),
         ("2x8xH100, 0gbit", "carries nothing"),
         ("2x8xH100, 400gbit, 200gbit", "two values for its rate"),
-        ("2x8xH100, 2/h, 3/h", "two prices"),
+        ("2x8xH100, 2/h, 3/h", "two values for its price"),
     ],
 )
 def test_an_impossible_name_says_what_would_work(name: str, message: str) -> None:

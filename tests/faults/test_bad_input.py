@@ -60,7 +60,7 @@ def test_a_model_or_data_set_that_cannot_work_is_one_error_without_a_traceback(
 
 def test_a_word_for_recovery_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_RECOVERY", "no")
-    assert error_of(job(tmp_path), "dp=2") == "PACELINE_RECOVERY=no is neither on nor off\n"
+    assert error_of(job(tmp_path), "dp=2") == "PACELINE_RECOVERY=no is neither on nor off  [launch.recovery_invalid]\n"
 
 
 def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_an_error_inside_the_users_module_is_shown_where_it_happened(tmp_path: P
 def test_labels_out_of_range_are_named_with_their_step_rank_and_sample(tmp_path: Path) -> None:
     shown = error_of(job(tmp_path, trouble="label"), "dp=2")
     assert re.fullmatch(
-        r"expected labels in 0\.\.2, found 11 in step \d on rank [01] \(sample 40, 1 of 8 labels\)\n", shown
+        r"expected labels in 0\.\.2, found 11 in step \d on rank [01] \(sample 40, 1 of 8 labels\)  \[.*\]\n", shown
     )
 
 

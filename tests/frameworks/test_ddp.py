@@ -189,7 +189,7 @@ def second_group() -> str:
 
 
 def test_a_process_group_that_is_there_already_is_not_replaced(ranks: Ranks) -> None:
-    assert "there is a process group over gloo already" in ranks(2, second_group)[0]
+    assert "a process group over gloo already exists" in ranks(2, second_group)[0]
 
 
 def meets_as_under_torchrun(rank: int, port: int) -> None:

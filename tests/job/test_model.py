@@ -235,7 +235,7 @@ def test_a_class_or_a_function_of_ones_own_makes_the_model(own_code: Path, name:
             "own_models.py:uncalled returned the class Net itself, not an instance of it; a model is a torch.nn.Module",
         ),
         ("text", {}, "own_models.py:text returned a builtins.str; a model is a torch.nn.Module"),
-        ("built", {}, "own_models.py:built is a Net; name a function or class that makes the model"),
+        ("built", {}, "own_models.py:built is a Net. Name a function or class that makes the model"),
         ("nett", {}, "has no 'nett'. Did you mean \"Net\"?"),
     ],
 )
@@ -307,7 +307,7 @@ def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
             SMALL_GPT2,
             {},
             "image_classification",
-            "a gpt2 is not made for image_classification. Tasks that it has: causal_lm, sequence_class",
+            "a gpt2 cannot be made for image_classification. Its tasks: causal_lm, sequence_class",
         ),
         ({"n_layer": 3}, {}, "causal_lm", 'has no "model_type", so it is not a Hugging Face model configuration'),
         ({"model_type": "gpt9000"}, {}, "causal_lm", 'has no model_type "gpt9000"'),

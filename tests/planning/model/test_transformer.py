@@ -241,8 +241,8 @@ def test_parallel_parts_are_summed_once() -> None:
         ({"delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16}}, "delta: name its layers with pattern"),
         ({"pattern": "*-"}, "2 letters for 4 layers"),
         ({"pattern": "*-x-"}, 'unknown letter "x"'),
-        ({"pattern": "M-*-"}, '"M" without mamba; give mamba, too'),
-        ({"pattern": "*E*E"}, '"E" without experts; give experts, too'),
+        ({"pattern": "M-*-"}, '"M" without mamba. Give mamba, too'),
+        ({"pattern": "*E*E"}, '"E" without experts. Give experts, too'),
     ],
 )
 def test_dimensions_that_do_not_belong_together_are_refused(wrong: dict[str, Any], message: str) -> None:

@@ -130,7 +130,7 @@ def test_finite_values_whose_sum_overflows_are_no_nan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server.row_out_of_range", "code"),
+    ("row", "code"),
     [
         (-1, "server.row_out_of_range"),
         (3, "server.row_out_of_range"),
