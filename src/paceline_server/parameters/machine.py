@@ -213,7 +213,7 @@ class Machine:
                 version=version,
             )
         if (push.ticket is None) != (self.tickets is None):
-            told = "with a ticket, and this server deals none" if push.ticket else "without a ticket of this server"
+            told = "with a ticket, but this server gives none" if push.ticket else "without a ticket of this server"
             raise ServerRefused("server.push_refused", "{client} pushed {what}", client=name, what=told)
 
     def _push(self, name: str, push: Push) -> Reply:
