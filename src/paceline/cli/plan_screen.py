@@ -445,7 +445,7 @@ def titled(console: Console, title: str, about: str = "") -> None:
 
 def table_of(*columns: str, heads: bool = True, box: Box | None = None) -> Table:
     """A table of right-aligned figures, with a last column of words that may wrap."""
-    padding = (0, 1) if box else (0, 2, 0, 0)
+    padding = (0, 1, 0, 0) if box else (0, 2, 0, 0)
     table = Table(box=box, padding=padding, pad_edge=False, header_style=QUIET, show_header=heads)
     for column in columns[:-1]:
         table.add_column(column, justify="right", no_wrap=True)

@@ -65,7 +65,9 @@ def _rows(folder: Path | None) -> list[Row]:
 
     local = {path.absolute(): brief_of(path) for path in run_directories(RUNS if folder is None else folder)}
     rows = _submitted(local) if folder is None else []
-    return rows + [Row(path.name, brief.sentence, brief, brief.began, str(brief.path)) for path, brief in local.items()]
+    return rows + [
+        Row(path.name, brief.sentence, brief, brief.began, f"{brief.path.parent}/") for path, brief in local.items()
+    ]
 
 
 def _submitted(local: dict[Path, RunBrief]) -> list[Row]:
