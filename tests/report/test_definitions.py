@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.engine import meter
 from paceline.planning.cost import layout
 from paceline.report import links_page, plan_page
-from paceline.report.figures import DEFINITIONS, PARTS, WALL
+from paceline.report.figures import DEFINITIONS, PARTS, WALL, reason_words
 from paceline.report.page import described
 from paceline.run.record import goodput
 from paceline_lab.report import figures as lab
@@ -33,3 +35,17 @@ def test_the_environment_is_told_in_words() -> None:
         ("quiet", "yes"),
     ]
     assert described({}, {"gpus": []}) == [("GPUs", "none")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("steps: 20 done", "20 steps done"),
+        ("metric_above: accuracy 0.9777 > 0.97", "target reached, accuracy 0.9777 > 0.97"),
+        ("seconds: 5 s are over", "5 s are over"),
+        ("SIGINT", "SIGINT"),
+        ("the user: left", "the user: left"),
+    ],
+)
+def test_the_end_of_a_run_is_told_without_keys_of_the_job(reason: str, words: str) -> None:
+    assert reason_words(reason) == words

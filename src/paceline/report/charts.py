@@ -67,8 +67,6 @@ def lines(
 ) -> Figure:
     """Series over one axis; `marks` are events."""
     figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
-    # lines are told apart without colours too
-    patterns: list[Dash] = ["solid", "dash", "dot", "dashdot", "long"]
     symbols = ["circle", "square", "diamond", "triangle"]
     for number, line in enumerate(series):
         if line.marked:
@@ -76,7 +74,7 @@ def lines(
             figure.traces.append(Points(line.name, line.x, line.y, line.colour, marks=7, symbol=mark))
             continue
         short = thinned(line, middle, max(_FEWEST, 2 * POINTS // max(len(series), 2)))
-        points = Points(line.name, short.x, short.y, line.colour, dash=patterns[number % len(patterns)])
+        points = Points(line.name, short.x, short.y, line.colour, dash=DASHES[number % len(DASHES)])
         if short.low:
             points.low, points.high, points.fill = short.low, short.high, "band"
         figure.traces.append(points)
@@ -159,6 +157,7 @@ def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
 
 
 Dash = Literal["solid", "dash", "dot", "dashdot", "long"]
+DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "long")  # so that lines differ without colours too
 INK = "currentColor"  # the colour of the page's text, in the light and the dark theme
 
 

@@ -330,6 +330,19 @@ DEFINITIONS: Mapping[str, Definition] = {
 """Those that all pages know, by the names that templates, tables and panels use."""
 
 
+TARGETS = ("loss_below", "metric_above", "metric_below")  # stop rules that are reached, not used up
+
+
+def reason_words(reason: str) -> str:
+    """Why a run ended, without the key of the job's stop rule: `steps: 20 done` becomes `20 steps done`."""
+    key, colon, rest = reason.partition(": ")
+    if not colon or not key.isidentifier():
+        return reason
+    if key in TARGETS:
+        return f"target reached, {rest}"
+    return rest.replace(" done", f" {key} done") if key in ("steps", "epochs") else rest
+
+
 @dataclass(frozen=True)
 class Bar:
     """One rank's step in a breakdown: seconds by part, and the ideal step time."""

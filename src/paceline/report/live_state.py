@@ -11,7 +11,8 @@ from typing import Any
 from paceline.cluster.host import Host
 from paceline.engine.meter import PARTS
 from paceline.errors import PacelineError
-from paceline.report.charts import Axis, Figure, Points
+from paceline.report.charts import DASHES, Axis, Figure, Points
+from paceline.report.figures import reason_words
 from paceline.report.live_run import STATES, LiveRun, RankNow
 from paceline.report.page import not_by_paceline
 from paceline.report.svg import chart
@@ -69,12 +70,12 @@ def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
     """
     figure = Figure(Axis("step"), Axis("loss"), height=_CURVE_PX, legend=False)
     words = []
-    for name, colour, run in runs:
+    for number, (name, colour, run) in enumerate(runs):
         curve = run.curve
         if len(curve.values) < 2:
             continue
-        steps = [run.curve_from + (number + 1) * curve.each - 1 for number in range(len(curve.values))]
-        line = Points(name, steps, curve.values, colour)
+        steps = [run.curve_from + (at + 1) * curve.each - 1 for at in range(len(curve.values))]
+        line = Points(name, steps, curve.values, colour, dash=DASHES[number % len(DASHES)])
         if curve.each > 1:
             line.low, line.high, line.fill = curve.low, curve.high, "band"
         figure.traces.append(line)
@@ -108,7 +109,7 @@ def _progress(run: LiveRun, now: float) -> Section:
     phase = "ended" if run.ended else "late" if run.late(now) else "running" if recent.steps else "starting"
     return {
         "phase": phase,
-        "state": _text(run.state(now)),
+        "state": _text(f"ended: {reason_words(str(run.end.get('reason')))}" if run.end else run.state(now)),
         "step": recent.step,
         "total": run.total_steps,
         "epoch": recent.steps[-1]["epoch"] + 1 if recent.steps else None,

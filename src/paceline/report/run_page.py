@@ -19,7 +19,17 @@ from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import sync_info
 from paceline.report import charts, figures
-from paceline.report.figures import PARTS, RANK_FIGURES, SYNTHETIC, Bar, growth, mean_growth, parts_over_steps
+from paceline.report.figures import (
+    PARTS,
+    RANK_FIGURES,
+    SYNTHETIC,
+    TARGETS,
+    Bar,
+    growth,
+    mean_growth,
+    parts_over_steps,
+    reason_words,
+)
 from paceline.report.page import PAGE, Card, Chart, Row, not_by_paceline, write_page
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.goodput import USEFUL, Goodput
@@ -48,7 +58,6 @@ TROUBLE = (
     "balance",
     "recut",
 )
-TARGETS = ("metric_above", "metric_below", "loss_below")  # stop rules that are reached, not used up
 WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
 EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
 
@@ -143,7 +152,7 @@ def _verdict(steps: str, end: dict[str, Any] | None, elapsed_s: float) -> str:
         return f"Interrupted by {reason} after {steps} in {took}."
     if reason.startswith(TARGETS):
         return f"Reached its target ({reason.partition(': ')[2]}) after {steps} in {took}."
-    return f"Trained {steps} in {took} ({reason})."
+    return f"Trained {steps} in {took} ({reason_words(reason)})."
 
 
 def _cards(
@@ -251,7 +260,7 @@ def _sentence(event: dict[str, Any], noun: str) -> str | None:
             case "start":
                 return f"started with plan {event.get('plan')}, {event.get('parameters', 0):,} parameters"
             case "end":
-                return f"ended at {noun} {event.get('step')}: {event.get('reason')}"
+                return f"ended at {noun} {event.get('step')}: {reason_words(str(event.get('reason')))}"
         return event_sentence(event)
     except (KeyError, TypeError, ValueError):
         return f"{event['event']} (its line is not as paceline writes it)"

@@ -26,7 +26,7 @@ from paceline.errors import RunError
 from paceline.files import write_whole
 from paceline.planning.plan import Plan
 from paceline.planning.shortlist import Trial
-from paceline.report.figures import combined, figures_of, per_step
+from paceline.report.figures import TARGETS, combined, figures_of, per_step
 from paceline.report.run_record import typical, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, JsonLines, Run, Speed, differences, read_lines
 from paceline.stats import Interval, differ, median_interval
@@ -36,7 +36,6 @@ from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
 PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
 FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
 _CURVE_POINTS = 300
-_REACHED = ("metric_above", "metric_below", "loss_below")  # stop rules that are a target
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: fl
         steps=len(steps),
         training_time_s=run.training_time_s,
         reason=reason,
-        reached=reason.startswith(_REACHED),
+        reached=reason.startswith(TARGETS),
         other_cores=other_cores,
         energy_joules=sum(energy) if energy else None,
         synthetic=any(event.get("synthetic") for event in run.events()),

@@ -221,7 +221,7 @@
       label.hidden = !failures;
       say(label.querySelector("span"), `only the ${failures} that need${failures === 1 ? "s" : ""} attention`);
       const left = count - told.length;
-      say(this.fields.earlier, !count ? "Nothing yet but steps." : left ? `${grouped(left)} earlier events are in events.jsonl.` : "");
+      say(this.fields.earlier, !count ? "No events yet." : left ? `${grouped(left)} earlier events are in events.jsonl.` : "");
     }
   }
 
@@ -275,7 +275,7 @@
   };
   document.addEventListener("visibilitychange", () => { // runs are read only while somebody looks
     source.close();
-    if (document.hidden) connected(false, "paused while nobody looks"); else connect();
+    if (document.hidden) connected(false, "paused while the page is hidden"); else connect();
   });
   setInterval(() => { for (const view of runs.values()) view.tick(); }, 1000);
   connect();
