@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from paceline.errors import BatchError, DataError, JobError, PacelineError
-from paceline.job.loss import LossSpec
 from ranks import Ranks
 
 FEATURES, CLASSES, SAMPLES = 4, 3, 16
@@ -175,10 +173,3 @@ def test_a_second_setup_of_a_model_asks_for_close_and_works_after_it(ranks: Rank
     for said, steps in ranks(2, second_setups):
         assert "engine.close()" in said
         assert steps == 1
-
-
-def test_a_list_that_should_be_a_tensor_is_named_with_what_takes_lists() -> None:
-    with pytest.raises(JobError) as raised:
-        LossSpec(name="torch.nn:CrossEntropyLoss", args={"weight": [1.0, 2.0, 3.0]}).build()
-    assert "weight" in str(raised.value)
-    assert "cross_entropy" in str(raised.value)
