@@ -20,12 +20,7 @@ STILL_TO_DO: tuple[str, ...] = (
     "docs/how-to/trackers.md",
     "docs/how-to/object_stores.md",
     # H2
-    "docs/how-to/several_hosts.md",
-    "docs/how-to/submit.md",
     "docs/how-to/secure_the_network.md",
-    "docs/how-to/measure_scaling.md",
-    "docs/how-to/simulate_scaling.md",
-    "docs/how-to/compare_systems.md",
     "docs/how-to/federate.md",
     "docs/how-to/federate_on_flower.md",
     "docs/how-to/remote_modules.md",
