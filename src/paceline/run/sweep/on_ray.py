@@ -58,29 +58,33 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
     """
     if not sweep.missing:
         return
-    os.environ.update({**_SETTINGS, **{name: os.environ[name] for name in _SETTINGS if name in os.environ}})
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
     artifacts = f"ray-{secrets.token_hex(4)}"
-    with sweep.held() as lock, StopSignals() as signals:
+    with sweep.held() as lock:
         trials = [_trial_of(sweep, run) for run in sweep.missing]
         local = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": sweep.cluster.devices}
         ray.init(log_to_driver=False, logging_level="ERROR", **local)
         try:
-            tune.Tuner(
-                tune.with_resources(Trial, _resources(sweep)),
-                param_space=tune.grid_search([asdict(trial) for trial in trials]),
-                tune_config=tune.TuneConfig(
-                    metric="compared",
-                    mode="max",
-                    scheduler=ASHAScheduler(time_attr="evaluations", max_t=_MOST_EVALUATIONS) if scheduler else None,
-                ),
-                run_config=tune.RunConfig(
-                    name=artifacts,
-                    storage_path=str(sweep.path.resolve()),
-                    callbacks=[_Recorder(sweep)],
-                    stop=_Stopper(signals),
-                    verbose=0,
-                ),
-            ).fit()
+            with StopSignals() as signals:  # after `init`, which takes SIGTERM for Ray
+                tune.Tuner(
+                    tune.with_resources(Trial, _resources(sweep)),
+                    param_space=tune.grid_search([asdict(trial) for trial in trials]),
+                    tune_config=tune.TuneConfig(
+                        metric="compared",
+                        mode="max",
+                        scheduler=ASHAScheduler(time_attr="evaluations", max_t=_MOST_EVALUATIONS)
+                        if scheduler
+                        else None,
+                    ),
+                    run_config=tune.RunConfig(
+                        name=artifacts,
+                        storage_path=str(sweep.path.resolve()),
+                        callbacks=[_Recorder(sweep)],
+                        stop=_Stopper(signals),
+                        verbose=0,
+                    ),
+                ).fit()
         finally:
             ray.shutdown()
             shutil.rmtree(sweep.path / artifacts, ignore_errors=True)
