@@ -106,6 +106,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     outcome = paceline("init", "model", folder=tmp_path)
     assert outcome.code == 1
     assert "model.py" in outcome.error
+    assert "[init.exists]" in outcome.error
     assert [file.name for file in tmp_path.iterdir()] == ["model.py"]
     assert (tmp_path / "model.py").read_text() == "mine"
 
@@ -117,10 +118,14 @@ def test_without_a_kind_the_kinds_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
-    [(["image"], "images"), (["images", "--data", "nowhere"], "nowhere"), (["finetune"], "--model")],
+    ("words", "code"),
+    [
+        (["image"], "init.unknown_kind"),
+        (["images", "--data", "nowhere"], "init.no_data"),
+        (["finetune"], "init.no_model"),
+    ],
 )
-def test_what_is_missing_is_named(words: list[str], named: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_named(words: list[str], code: str, tmp_path: Path) -> None:
     outcome = paceline("init", *words, folder=tmp_path)
     assert outcome.code == 1
-    assert named in outcome.error
+    assert f"[{code}]" in outcome.error

@@ -64,7 +64,7 @@ def test_the_same_command_repeats_no_finished_run_and_another_one_is_refused(swe
     words = ("sweep", "job.yaml", "--plan", "dp=1", "--set", "stop.steps=4", "--out", "out")
     other = paceline(*words, "--grid", "optimizer.lr=0.1,0.2", folder=folder)
     assert other.code == 1
-    assert "combinations" in other.error
+    assert "[sweep.another_sweep]" in other.error
     marked = folder / "out" / "runs" / "1" / "mark"
     marked.touch()
     assert paceline(*words, "--grid", "optimizer.lr=0.1,3e38", folder=folder).code == 0
@@ -79,14 +79,14 @@ def test_the_same_command_repeats_no_finished_run_and_another_one_is_refused(swe
             ["--grid", "optimizer.lr=0.1,-1", "--grid", "seed=1,2"],
             ["optimizer.lr=-1, seed=1", "optimizer.lr=-1, seed=2"],
         ),
-        (["--grid", "optimizer.lr=0.1,1e-1"], ["same job"]),
+        (["--grid", "optimizer.lr=0.1,1e-1"], ["[sweep.refused]"]),
         (["--grid", "optimizer.lrr=0.1"], ["optimizer.lrr", '"lr"']),
         (["--grid", "model.args.hiden=3,4"], ["hiden"]),
         (["--grid", "global_batch=16,1", "--plan", "dp=2"], ["global_batch=1"]),
         (["--grid", "optimizer.lr=0.1,0.2", "--set", "optimizer.lr=1"], ["optimizer.lr"]),
-        (["--grid", "optimizer.lr=uniform(0,1)"], ["--random"]),
-        (["--grid", "seed=1,2", "--repeat", "2"], ["--repeat"]),
-        (["--grid", "seed=1,2", "--metric", "f1"], ["--metric f1"]),
+        (["--grid", "optimizer.lr=uniform(0,1)"], ["[sweep.range_in_grid]"]),
+        (["--grid", "seed=1,2", "--repeat", "2"], ["[sweep.seed_and_repeat]"]),
+        (["--grid", "seed=1,2", "--metric", "f1"], ["[sweep.metric_not_measured]"]),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_first_run(words: list[str], blamed: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.run.sweep.space import Range, combinations, short_names, values_of
+from refusals import raises
 
 
 def test_values_are_yaml() -> None:
@@ -31,30 +32,30 @@ def test_values_are_yaml() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "code"),
     [
-        "optimizer.lr",
-        "optimizer.lr=",
-        "=1,2",
-        "a=[1,2",
-        "a=1], [2",
-        "a=normal(0,1)",
-        "a=uniform(1)",
-        "a=uniform(2,1)",
-        "a=uniform(0,inf)",
-        "a=loguniform(0,1)",
-        "a=int(1.5,3)",
+        ("optimizer.lr", "sweep.not_key_values"),
+        ("optimizer.lr=", "sweep.not_key_values"),
+        ("=1,2", "sweep.not_key_values"),
+        ("a=[1,2", "sweep.not_yaml"),
+        ("a=1], [2", "sweep.not_yaml"),
+        ("a=normal(0,1)", "sweep.unknown_range"),
+        ("a=uniform(1)", "sweep.range_ends"),
+        ("a=uniform(2,1)", "sweep.range_order"),
+        ("a=uniform(0,inf)", "sweep.range_order"),
+        ("a=loguniform(0,1)", "sweep.range_not_positive"),
+        ("a=int(1.5,3)", "sweep.range_not_whole"),
     ],
 )
-def test_what_are_no_values_is_refused(text: str) -> None:
-    with pytest.raises(JobError, match="--grid"):
+def test_what_are_no_values_is_refused(text: str, code: str) -> None:
+    with raises(JobError, code):
         values_of([text])
 
 
 def test_a_key_comes_once_and_a_sweep_has_one() -> None:
-    with pytest.raises(JobError):
+    with raises(JobError, "sweep.key_twice", key="a"):
         values_of(["a=1", "a=2"])
-    with pytest.raises(JobError):
+    with raises(JobError, "sweep.no_key"):
         values_of([])
 
 
@@ -85,7 +86,7 @@ def test_draws_of_finite_values_are_distinct_and_repeatable(
     assert len(found) == draws
     assert all(found.count(each) == 1 and each in every for each in found)
     assert found == combinations(space, draws, seed)
-    with pytest.raises(JobError):
+    with raises(JobError, "sweep.too_many_draws", size=len(every)):
         combinations(space, len(every) + 1)
 
 
@@ -96,8 +97,13 @@ def test_draws_lie_within_their_range(low: float, factor: float, kind: Any) -> N
         assert each["b"] in (1, 2)
 
 
+def test_a_range_without_so_many_numbers_is_refused() -> None:
+    with raises(JobError, "sweep.range_too_narrow", draws=50):
+        combinations({"a": Range("uniform", 1.0, 1.0000000000000002)}, 50)
+
+
 def test_a_range_needs_draws() -> None:
-    with pytest.raises(JobError, match="--random"):
+    with raises(JobError, "sweep.range_in_grid", key="a"):
         combinations({"a": Range("uniform", 0, 1)})
 
 
