@@ -43,13 +43,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace each marker of a page by what it stands for."""
     if "<!-- every public name -->" in markdown:
-        packages = (paceline, paceline_lab, paceline_server)
-        names = [f"::: {package.__name__}.{name}" for package in packages for name in package.__all__]
-        markdown = markdown.replace("<!-- every public name -->", "\n\n".join(names))
+        markdown = markdown.replace("<!-- every public name -->", every_public_name())
     for marker, write in GENERATED.items():
         if marker in markdown:
             markdown = markdown.replace(marker, write())
     return markdown
+
+
+def every_public_name() -> str:
+    """The public names, for mkdocstrings: of each package the functions, then the classes, then the errors."""
+    kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
+    for name in paceline.__all__:
+        thing = getattr(paceline, name)
+        is_class = isinstance(thing, type)
+        kind = "Errors" if is_class and issubclass(thing, Exception) else "Classes" if is_class else "Functions"
+        kinds[kind].append(f"::: paceline.{name}")
+    for heading, package in {"Benchmarks": paceline_lab, "Remote modules": paceline_server}.items():
+        kinds[heading] = [f"::: {package.__name__}.{name}" for name in package.__all__]
+    return "\n\n".join("\n\n".join([f"## {heading}", *names]) for heading, names in kinds.items())
 
 
 def relinked(text: str) -> str:

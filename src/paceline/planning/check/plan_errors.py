@@ -38,8 +38,7 @@ def plan_errors(
         world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
 
     Returns:
-        A list of `PlanProblem`, empty if the plan works. Its attribute `nearest` is the plan that works and differs
-        least.
+        The problems, in a list whose attribute `nearest` is the plan that works and differs least.
 
     Raises:
         JobError: the job cannot be read, or its model cannot be built.

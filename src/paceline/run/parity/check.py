@@ -171,8 +171,7 @@ def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = N
         steps: the number of optimizer steps that are compared.
 
     Returns:
-        The differences in loss, gradients and parameters, and the verdict: `parity.holds` is True if the plan computes
-        what one process computes, up to rounding.
+        The differences, and the verdict: `parity.holds` is True if they are within rounding.
 
     Raises:
         PlanError: the plan cannot run the job here; the message lists every reason.
