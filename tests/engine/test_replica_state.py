@@ -218,7 +218,7 @@ def parted(at: int, plan: str) -> str:
 
 def test_one_bit_of_one_weight_is_seen_and_named(ranks: Ranks) -> None:
     said = ranks(4, parted, 2, "dp=2 tp=2", backend="shm")
-    assert any("parameter 'head.weight' is different on rank" in text for text in said)
+    assert any("parameter 'head.weight' differs between rank" in text for text in said)
     assert "None" not in said, "ranks that wait for one that has said so end, too"
 
 
@@ -241,7 +241,7 @@ def test_state_that_is_the_same_on_every_rank_or_known_to_be_its_own_is_no_error
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(JobError, match="there are same"):
+    with raises(JobError, "setup.buffers_invalid"):
         paceline.setup(
             Words(),
             torch.optim.SGD(Words().parameters()),

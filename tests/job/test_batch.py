@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import DataError
 from paceline.job.batch import nonfinite_rows, place, rows, split, target_of
+from refusals import raises
 
 
 def tuple_of(count: int) -> tuple[torch.Tensor, ...]:
@@ -36,24 +37,24 @@ def test_an_empty_share_has_no_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
+    ("batch", "code"),
     [
-        (torch.zeros(4, 2), "this one is a Tensor"),
-        ((torch.zeros(4, 2), ["a", "b"]), "a tuple that ends with a list"),
-        ((torch.zeros(4, 2), {"boxes": torch.zeros(4)}), "a tuple that ends with a dict"),
-        ({}, "this one is a dict"),
-        ("text", "this one is a str"),
+        (torch.zeros(4, 2), "data.batch_form"),
+        ((torch.zeros(4, 2), ["a", "b"]), "data.batch_form"),
+        ((torch.zeros(4, 2), {"boxes": torch.zeros(4)}), "data.batch_form"),
+        ({}, "data.batch_form"),
+        ("text", "data.batch_form"),
     ],
 )
-def test_what_is_no_batch_is_described(batch: Any, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_is_no_batch_is_described(batch: Any, code: str) -> None:
+    with raises(DataError, code):
         rows(batch)
 
 
 def test_a_batch_without_a_target_says_where_it_belongs() -> None:
-    with pytest.raises(DataError, match='its target under "labels"; this one has input_ids, mask'):
+    with raises(DataError, "data.dict_without_labels", keys=["input_ids", "mask"]):
         target_of({"input_ids": torch.zeros(2), "mask": torch.zeros(2)})
-    with pytest.raises(DataError, match="has a single part"):
+    with raises(DataError, "data.sample_without_target"):
         target_of((torch.zeros(2),))
 
 

@@ -322,12 +322,17 @@ def test_a_config_that_does_not_fit_is_named_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"{", "is not JSON: "), (b"\xff", "is not JSON: "), (b"[1]", "it holds a list, not keys")]
+    ("content", "code"),
+    [
+        (b"{", "model.configuration_not_json"),
+        (b"\xff", "model.configuration_not_json"),
+        (b"[1]", "model.configuration_invalid"),
+    ],
 )
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes, code: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)
-    with pytest.raises(JobError, match=words):
+    with raises(JobError, code):
         spec(hf=file, task="causal_lm").build()
 
 

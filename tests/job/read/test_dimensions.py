@@ -23,6 +23,7 @@ from paceline.planning.model.model_info import model_info
 from paceline.planning.model.transformer import transformer
 from paceline.planning.plan import Plan
 from paceline.planning.search.space import legal_plans
+from refusals import raises
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plan"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq": 16, "vocab": 50}
@@ -68,24 +69,24 @@ assert "torch" not in sys.modules, "torch was imported"
 
 
 def test_training_dimensions_says_what_to_name_instead() -> None:
-    with pytest.raises(JobError, match=r"can be planned, not trained.*hf: config.json.*zoo: gpt"):
+    with raises(JobError, "model.dimensions_only"):
         job().model.build()
-    with pytest.raises(JobError, match="can be planned, not trained"):  # whoever begins with the data finds out as well
+    with raises(JobError, "model.dimensions_only"):  # whoever begins with the data finds out as well
         job().model.input_shape()
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "code"),
     [
-        ({"heads": 5}, "hidden: 32 does not divide into 5 heads; 30 would"),
-        ({"kv_heads": 3}, "heads: 4 heads do not divide into 3 kv_heads"),
-        ({"experts": 2, "top_k": 3}, "top_k: 3 of 2 experts"),
-        ({"layers": 0}, "layers should be at least 1"),
-        ({"hiden": 3}, 'unknown key "hiden".*"hidden"'),
+        ({"heads": 5}, "model.hidden_not_divisible"),
+        ({"kv_heads": 3}, "model.kv_heads"),
+        ({"experts": 2, "top_k": 3}, "model.experts_top_k"),
+        ({"layers": 0}, "file.value_out_of_range"),
+        ({"hiden": 3}, "file.unknown_key"),
     ],
 )
-def test_impossible_dimensions_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
+def test_impossible_dimensions_are_refused(wrong: dict[str, Any], code: str) -> None:
+    with raises(JobError, code):
         job(**wrong)
 
 
@@ -143,8 +144,8 @@ def test_a_model_beyond_all_memory_is_refused_before_anything_starts() -> None:
 
 def test_training_dimensions_ends_before_anything_is_measured_or_written(tmp_path: Path) -> None:
     large = Job.load(EXAMPLES / "llama_70b.yaml")
-    with pytest.raises(JobError, match="can be planned, not trained"):
+    with raises(JobError, "model.dimensions_only"):
         paceline.train(large, run=tmp_path / "run")
-    with pytest.raises(JobError, match="can be planned, not trained"):
+    with raises(JobError, "model.dimensions_only"):
         paceline_lab.bench(large, out=tmp_path / "bench")
     assert not any(tmp_path.iterdir())

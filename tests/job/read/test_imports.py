@@ -83,7 +83,7 @@ def test_code_that_fails_on_import_is_named_with_its_error_and_not_kept(tmp_path
 
 def test_a_missing_name_gets_the_nearest_one(tmp_path: Path) -> None:
     file = written(tmp_path / "named.py", "def make_model(): ...\n")
-    with pytest.raises(JobError, match=r"has no 'make_modle'. Did you mean \"make_model\"\?"):
+    with raises(JobError, "job.object_missing", hint='Did you mean "make_model"?', name="make_modle"):
         load_object(f"{file}:make_modle")
 
 
