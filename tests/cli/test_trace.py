@@ -74,8 +74,8 @@ def test_a_run_that_lost_a_rank_is_traced_through_the_loss(tmp_path: Path) -> No
 def test_what_cannot_be_traced_is_an_error_that_says_why(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml")
     assert paceline("train", job, "--plan", "dp=1", "--run", "run", folder=tmp_path).code == 0
-    assert "those recorded are 1 to 6" in paceline("trace", "run", "--steps", "7-9", folder=tmp_path).error
-    assert "is not a run directory" in paceline("trace", "absent", folder=tmp_path).error
+    assert "[report.steps_not_recorded]" in paceline("trace", "run", "--steps", "7-9", folder=tmp_path).error
+    assert "[run.not_a_run]" in paceline("trace", "absent", folder=tmp_path).error
     assert paceline("trace", "run", "--out", "no/t.json", folder=tmp_path).code == 2, "there is no folder no"
     wrong = paceline("trace", "run", "--steps", "few", folder=tmp_path, columns=200)
     assert wrong.code == 2
