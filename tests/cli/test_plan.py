@@ -236,14 +236,14 @@ def test_a_price_of_the_command_line_goes_before_that_of_the_cluster() -> None:
 
 def test_every_command_of_the_documentation_is_one() -> None:
     root = Path(__file__).parent.parent.parent
-    pages = "\n".join(page.read_text() for page in sorted((root / "docs").rglob("*.md")))
+    pages = "\n".join(page.read_text() for page in sorted((root / "docs").rglob("*.md"))).replace("\\\n", " ")
     lines = re.findall(r"^paceline plan (.*examples/\S.*)$", pages, re.MULTILINE)
     assert len(lines) >= 6
     for line in lines:
         values = parsed(["plan", *shlex.split(line, comments=True)])
         Job.load(root / values["job"])
         if values["cluster"] is not None:
-            assert command.cluster_of(values["cluster"], None)[0].devices in (8, 128)
+            assert command.cluster_of(values["cluster"], None)[0].devices > 1
 
 
 def test_one_plan_is_recommended_for_a_small_model_that_many_devices_train_no_faster(tmp_path: Path) -> None:

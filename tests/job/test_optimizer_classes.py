@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.job.job import Job
 from paceline.job.optimizer import OptimizerSpec
+from paceline.job.zoo.optimizer_trials import scope_of
 
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 ARGS: dict[str, dict[str, Any]] = {
@@ -80,6 +81,16 @@ def test_a_class_of_torch_takes_the_steps_that_it_takes_without_us(name: str) ->
     assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
     for own, expected in zip(trained(ours, optimizer), trained(plain, reference), strict=True):
         assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_is_known_of_a_short_name_is_what_a_trial_finds(name: str, momentum: float) -> None:
+    keys = {"momentum": momentum} if name in ("sgd", "lars") else {}
+    optimizer = OptimizerSpec(name=name, lr=0.1, **keys)
+    matrix = 64 * 64 * 4
+    assert round(optimizer.state_bytes((64, 64), 4) / matrix) == optimizer.state_tensors
+    assert scope_of(optimizer.build) == optimizer.scope
 
 
 def test_the_learning_rate_of_every_class_is_torchs_default() -> None:

@@ -153,10 +153,17 @@ class OptimizerSpec(Spec):
 
     @property
     def scope(self) -> Scope:
-        """What an update of an element depends on, found by trying it."""
+        """What an update of an element depends on; tried if it is not known."""
+        if known := self._known_without_torch:
+            return known.scope
         from paceline.job.zoo.optimizer_trials import scope_of
 
         return _tried(self, scope_of)  # type: ignore[no-any-return]
+
+    @property
+    def _known_without_torch(self) -> _Optimizer | None:
+        """Facts of a short name, for planning without torch; None for a trial."""
+        return _SHORT[self.name] if self.has_short_name and not self.args else None
 
     @property
     def has_fused_step(self) -> bool:
@@ -166,6 +173,8 @@ class OptimizerSpec(Spec):
     @property
     def state_tensors(self) -> float:
         """Number of tensors kept for a matrix of float32, each of its shape and type."""
+        if known := self._known_without_torch:
+            return float(bool(self.momentum) if self.name == "sgd" else known.kept)
         tensors = self._state(2).tensors
         return sum((kept.element_bytes or 4) / 4 for kept in tensors if kept.dims == (0, 1))
 
@@ -323,10 +332,18 @@ def _written(patterns: Iterable[str]) -> str:
 
 
 class _Optimizer(NamedTuple):
-    """Class behind a short name, and the arguments that are keys."""
+    """Class behind a short name, and what is known of it without torch.
+
+    Attributes:
+        options: arguments that are keys.
+        kept: tensors of its state for a parameter; sgd without momentum has none.
+        scope: what an update of an element depends on.
+    """
 
     path: str
     options: tuple[str, ...]
+    kept: int
+    scope: Scope
 
 
 _COMMON = ("lr", "weight_decay")
@@ -334,11 +351,11 @@ _ADAM = (*_COMMON, "betas", "eps")
 _OF_ALL = ("args", "groups", "no_decay")
 _ARGUMENTS = ("weight_decay", "momentum", "nesterov", "betas", "eps")
 _SHORT = {
-    "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov")),
-    "adam": _Optimizer("torch.optim:Adam", _ADAM),
-    "adamw": _Optimizer("torch.optim:AdamW", _ADAM),
-    "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust")),
-    "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM),
+    "sgd": _Optimizer("torch.optim:SGD", (*_COMMON, "momentum", "nesterov"), 1, "element"),
+    "adam": _Optimizer("torch.optim:Adam", _ADAM, 2, "element"),
+    "adamw": _Optimizer("torch.optim:AdamW", _ADAM, 2, "element"),
+    "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1, "parameter"),
+    "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, "parameter"),
 }
 # torch's classes and the learning rates that they have by default; known without torch, which is slow to import
 _TORCH = {
