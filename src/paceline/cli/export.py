@@ -21,6 +21,13 @@ class ExportLayout(StrEnum):
     HF = "hf"
 
 
+class ExportWeights(StrEnum):
+    """Weights that `paceline export` can write."""
+
+    RAW = "raw"
+    EMA = "ema"
+
+
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
     out: Annotated[
@@ -31,6 +38,10 @@ def command(
         typer.Option(help="One safetensors file (file), or a folder for from_pretrained of transformers (hf)."),
     ] = ExportLayout.FILE,
     checkpoint: Checkpoint = "newest",
+    weights: Annotated[
+        ExportWeights | None,
+        typer.Option(help="Weights after the last update (raw), or their average (ema, the default if there is one)."),
+    ] = None,
 ) -> None:
     """Write the weights of a run's checkpoint to a file or folder.
 
@@ -44,7 +55,7 @@ def command(
         warnings.simplefilter("always")
         say = partial(typer.echo, err=True)
         path = held.enter_context(copy_of(run, say, checkpoint=checkpoint)) if is_url(run) else Path(run)
-        (export if layout is ExportLayout.FILE else export_hf)(path, out, checkpoint)
+        (export if layout is ExportLayout.FILE else export_hf)(path, out, checkpoint, weights and weights.value)
     for warning in passed_over:
         typer.echo(f"note: {warning.message}", err=True)
     how = (

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
+from paceline.state.average import WeightAverage
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
@@ -120,6 +121,7 @@ class RankEngine:
         reduction: sums gradients, loss and votes over all replicas.
         guard: leaves out updates that are not finite, and of spikes of the loss.
         rows: tables whose gradients are sparse.
+        average: moving average of the weights, which evaluations measure; None without the job's `ema`.
         rule: how the replicas agree.
         replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
         messages: lines for the record of the run, of the rule and of the comparison of replicas.
@@ -167,6 +169,7 @@ class RankEngine:
         self.data_group = self.compute.data_group
         self.runs_ahead = settings.runs_ahead(plan, self.device)
         spikes = None if settings.spike.policy == "off" else LossSpikes(settings.spike)
+        self.average = None if settings.ema is None else WeightAverage(optimizer, settings.ema)
         self.guard = Guard(
             settings.nonfinite, self.model, self.compute.loss_scale, group.rank, late=self.runs_ahead, spikes=spikes
         )
@@ -176,6 +179,7 @@ class RankEngine:
             seed=settings.seed,
             on_phase=lambda phase: self.on_phase(phase, self.step_count),
             on_end=lambda: self.replica_state.max_norm.agree(),
+            weights=self._measured_weights,
         )
         self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
         self.messages: list[str] = []
@@ -536,11 +540,26 @@ class RankEngine:
             torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:
+        if self.average is not None:
+            self.average.before_update()
         self.rule.step_optimizer(self.optimizer)
         if self._after_update is not None:
             self._after_update(step)
+        if self.average is not None:
+            self.average.after_update()
         if self.compute.loss_scale is not None:
             self.compute.loss_scale.grow()
+
+    @contextmanager
+    def _measured_weights(self) -> Iterator[None]:
+        """Context in which the model has the weights that evaluations measure."""
+        if self.average is None:
+            yield
+            return
+        if self.before_update is not None:
+            self.before_update(self.step_count)  # a checkpoint may still copy the weights
+        with self.average.in_place():
+            yield
 
     def _prepare_update(self, step: int) -> None:
         """Compare replicas where due, and let a checkpoint copy parameters before they change."""

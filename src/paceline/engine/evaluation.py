@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Evaluation:
         statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
         seed: of random numbers that the model draws meanwhile.
         on_phase: told that this rank lives, as a set may be long.
+        weights: context in which the model has the weights to be measured.
         on_end: called by every rank after its last batch, when replicas may write into their parameters again.
     """
 
@@ -41,7 +42,9 @@ class Evaluation:
         seed: int,
         on_phase: Callable[[Phase], None],
         on_end: Callable[[], None],
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.weights = weights
         self.compute, self.seed, self.on_phase, self.on_end = compute, seed, on_phase, on_end
         self._statistics = statistics
 
@@ -63,18 +66,19 @@ class Evaluation:
         training = [module for module in compute.model.modules() if module.training]
         compute.model.eval()
         try:
-            with (
-                rule.in_agreement(),
-                self.averaged_buffers(),
-                forked_random(compute.device),
-                torch.no_grad(),  # not inference mode: a model may keep a tensor that it made, and train with it later
-                compute.autocast(),
-            ):
-                yield
+            with self.weights():
+                with (
+                    rule.in_agreement(),
+                    self.averaged_buffers(),
+                    forked_random(compute.device),
+                    torch.no_grad(),  # not inference mode: a model may keep a tensor that it made, and train with it
+                    compute.autocast(),
+                ):
+                    yield
+                self.on_end()
         finally:
             for module in training:
                 module.training = True
-        self.on_end()
 
     def begin(self, number: int) -> None:
         """Seed the random numbers of a validation batch, and show that this rank lives."""

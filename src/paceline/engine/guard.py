@@ -259,6 +259,7 @@ class Settings:
     run_ahead: bool = False
     spike: SpikeSpec = field(default_factory=SpikeSpec)
     clip_value: float | None = None
+    ema: float | None = None
 
     def runs_ahead(self, plan: Plan, device: torch.device) -> bool:
         """True if the host queues a step before it reads the last one's numbers.

@@ -89,12 +89,17 @@ class ReplicaState:
         """Groups of ranks, tensors they hold alike, and if these must be bitwise equal."""
         engine, split = self.engine, self.engine.split
         parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
+        averages: dict[str, Tensor] = {}
+        if engine.average is not None:
+            found = engine.average.of_parameters()
+            averages = {name: found[p] for name, p in engine.named_parameters().items() if p in found}
         if split is None:
-            yield engine.group, parameters | self._buffers(), True
+            yield engine.group, parameters | _as_averages(averages) | self._buffers(), True
             return
         for axis in _AXES:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
+                alike |= _as_averages({name: p for name, p in averages.items() if name in alike})
                 # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the
                 # same.
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
@@ -177,6 +182,11 @@ _BUFFER = (
     "or say buffers: local (a buffers='local' of setup) where each replica may keep its own: evaluations and exports "
     "then take the mean."
 )
+
+
+def _as_averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Averages of parameters under names of their own."""
+    return {f"{name} (average)": tensor for name, tensor in tensors.items()}
 
 
 def _keeps_its_own(module: nn.Module) -> bool:

@@ -113,6 +113,7 @@ class Job(Spec):
     drop_last: bool = False  # leave out the last, smaller batch of an epoch; else it is weighted exactly
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     clip_value: float | None = Field(None, gt=0)  # largest absolute value of an element of the gradient
+    ema: float | None = Field(None, gt=0, lt=1)  # decay of the average of the weights, which evaluations measure
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
     buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
     compare_every: int = Field(100, ge=1)  # steps between comparisons of replicas, which find silent corruption
@@ -247,8 +248,14 @@ class Job(Spec):
             "optimizer.no_decay": bool(optimizer.no_decay),
             f"schedule.name: {schedule.name}": schedule.by_class,
             "clip_value": self.clip_value is not None,
+            "ema": self.ema is not None,
         }
         return [key for key, used in found.items() if used]
+
+    @property
+    def state_tensors(self) -> float:
+        """Tensors kept for a parameter, each of its shape and type, by the optimizer and the average."""
+        return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:
         """Fetch data and weights that are named by a URL.

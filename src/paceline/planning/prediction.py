@@ -116,7 +116,7 @@ class Layouts:
             precision=precision,
             parameter_bytes=number,
             gradient_bytes=number,
-            optimizer_bytes=number * self.job.optimizer.state_tensors,
+            optimizer_bytes=number * self.job.state_tensors,
             offload=plan.offload,
             cut=_cut(plan, self.trace, self._places),
             sync_bytes=_sent_bytes(plan, self.trace, number),

@@ -145,6 +145,7 @@ def settings_of(job: Job) -> Settings:
         run_ahead=not by_loss,
         spike=job.spike,
         clip_value=job.clip_value,
+        ema=job.ema,
     )
 
 
@@ -205,7 +206,7 @@ def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
     """
     held = engine.named_parameters()
     parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
-    return predicted_bytes(parts, held, job.optimizer).total
+    return predicted_bytes(parts, held, job.optimizer, averages=job.ema is not None).total
 
 
 def seed_all(seed: int) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from paceline.errors import JobError, RunError
 from paceline.files import short_name
 from paceline.split.layout import Part, ShardLayout, local
+from paceline.state.average import is_average
 from paceline.state.manifest import TensorEntry, TensorPiece, sync_folder
+from paceline.state.rank_state import parameter_and_key
 from paceline.state.reader import NEWEST, Loaded, TensorPieces, chosen_checkpoint
 from paceline.state.shard import described_bytes, write_one_by_one
 
@@ -27,7 +29,10 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 # Out of a run
 
 
-def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST) -> None:
+Weights = Literal["raw", "ema"]
+
+
+def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: Weights | None = None) -> None:
     """Write the model of a checkpoint as one safetensors file.
 
     For `model.load_state_dict(load_file(out))`.
@@ -39,9 +44,10 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST) -> None:
 
     Args:
         checkpoint: see `chosen_checkpoint`.
+        weights: those after the last update (`raw`), or their average; None: the average if the run has one.
 
     Raises:
-        RunError: there is no checkpoint, or `out` exists or cannot be written.
+        RunError: there is no checkpoint or no average, or `out` exists or cannot be written.
         CheckpointError: none is whole.
     """
     if out.exists():
@@ -51,10 +57,10 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST) -> None:
             file=out,
         )
     loaded = chosen_checkpoint(run_or_folder, checkpoint)
-    _write(loaded, out, tied=True)
+    _write(loaded, out, tied=True, weights=weights)
 
 
-def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
+def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: Weights | None = None) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
     For transformers' `AutoModel….from_pretrained(out)`.
@@ -62,6 +68,7 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
     The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files
     with an index; tied weights once, all under the names of published checkpoints of the architecture. Needs room for
     the weights twice, but no memory for them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
+    `weights` is that of `export`.
 
     Raises:
         RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be
@@ -78,9 +85,9 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST) -> None:
     loaded = chosen_checkpoint(run, checkpoint)
     try:
         with new_folder_beside(out) as folder:
-            weights = folder / "all-weights"
-            _write(loaded, weights, tied=False)
-            with safe_open(weights, framework="pt") as file:  # maps the file: the tensors take no memory
+            whole = folder / "all-weights"
+            _write(loaded, whole, tied=False, weights=weights)
+            with safe_open(whole, framework="pt") as file:  # maps the file: the tensors take no memory
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
             for alias, name in loaded.aliases.items():  # tied tensors: transformers keeps the name that it reads
                 state[_bare(alias)] = state[_bare(name)]
@@ -108,9 +115,17 @@ def new_folder_beside(out: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _entries(loaded: Loaded, *, tied: bool) -> dict[str, TensorEntry]:
+def _entries(loaded: Loaded, *, tied: bool, weights: Weights | None) -> dict[str, TensorEntry]:
     """Entries of the model's state dict; with `tied`, tied tensors under all names."""
     everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
+    averages = {name: entry for name, entry in everything.items() if is_average(name)}
+    if weights == "ema" and not averages:
+        raise RunError(
+            "export.no_average",
+            "The run keeps no average of its weights: write ema: 0.999 into its job, or export raw weights.",
+        )
+    if weights != "raw":
+        everything |= {f"model/{parameter_and_key(name)[0]}": entry for name, entry in averages.items()}
     if tied:
         everything |= {alias: everything[name] for alias, name in loaded.aliases.items() if name in everything}
     return {_bare(name): entry for name, entry in everything.items() if name.startswith(("model/", "buffer/"))}
@@ -120,8 +135,8 @@ def _bare(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _write(loaded: Loaded, out: Path, *, tied: bool) -> None:
-    tensors = TensorPieces(_entries(loaded, tied=tied), loaded.shared.files)
+def _write(loaded: Loaded, out: Path, *, tied: bool, weights: Weights | None) -> None:
+    tensors = TensorPieces(_entries(loaded, tied=tied, weights=weights), loaded.shared.files)
     averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
     if tied:
         averaged |= {

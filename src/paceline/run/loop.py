@@ -467,7 +467,8 @@ class Evaluations:
             return None
         engine.on_phase("evaluate", step)
         metrics = engine.evaluate(batches_of(engine.compute, self._held_out, self.job.global_batch), self.metrics)
-        self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics})
+        weights = {} if engine.average is None else {"weights": "ema"}
+        self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics, **weights})
         self.told(step, metrics)
         self.at = step
         reason = self.stop.after_evaluation(metrics, step)

@@ -253,7 +253,9 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
     return StateBytes(_bytes(own), _bytes(gradients), _bytes(state))
 
 
-def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec) -> StateBytes:
+def predicted_bytes(
+    parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec, *, averages: bool = False
+) -> StateBytes:
     """Bytes of training state that this rank will hold, from the layouts of its parts.
 
     Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and
@@ -263,6 +265,7 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
         parts: the parts of the parameters that this rank holds.
         like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
         optimizer: the job's.
+        averages: True if an average of the weights is kept beside its state.
     """
     parameters = gradients = state = 0
     for name, part in parts.items():
@@ -270,7 +273,7 @@ def predicted_bytes(parts: Parts, like: Mapping[str, Tensor], optimizer: Optimiz
         parameters += own
         if like[name].requires_grad:
             gradients += own
-            state += optimizer.state_bytes(part.layout.shape, like[name].element_size())
+            state += own * averages + optimizer.state_bytes(part.layout.shape, like[name].element_size())
     return StateBytes(parameters, gradients, state)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 from paceline.split.layout import Part, ShardLayout, local, tied_names
+from paceline.state.average import drop_average
 from paceline.state.rank_state import (
     RankState,
     in_order_of,
@@ -104,6 +105,8 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
         for name, buffer in share.buffers.items():
             buffer.copy_(own[f"buffer/{name}"])
     engine.optimizer.load_state_dict(state)
+    if engine.average is None:
+        drop_average(engine.optimizer)
     values = loaded.values
     restore_counters(engine, values["step"], values)
     if said := _restore_rule(engine, loaded, alone):

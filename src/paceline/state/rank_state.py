@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.device import is_accelerator, random_state, set_random_state
 from paceline.errors import CheckpointError
 from paceline.split.layout import local
+from paceline.state.average import drop_average
 from paceline.state.manifest import plain
 from paceline.state.shard import CODES, DTYPES
 
@@ -141,6 +142,8 @@ class RankState:
         for name, target in targets.items():
             target.copy_(self.tensors[name])
         engine.optimizer.load_state_dict(self._optimizer_state(engine.optimizer, parameters))
+        if engine.average is None:
+            drop_average(engine.optimizer)
         restore_counters(engine, self.step, values)
         engine.updates = values["updates"]
         if engine.compute.loss_scale is not None:

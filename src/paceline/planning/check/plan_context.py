@@ -144,14 +144,14 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     kept = whole if plan.zero < 3 or plan.pp > 1 else max(whole / plan.fsdp, largest_block)
     # torch's pipelines gather and reduce once a step
     gradients = trained if plan.zero == 1 or plan.pp > 1 else trained / plan.fsdp
-    return int(size * (kept + gradients + job.optimizer.state_tensors * trained / plan.fsdp))
+    return int(size * (kept + gradients + job.state_tensors * trained / plan.fsdp))
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
     """Bytes that a rank of a plan with offload keeps in host memory."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
-    return int(size * (whole + trained + job.optimizer.state_tensors * trained) / plan.fsdp)
+    return int(size * (whole + trained + job.state_tensors * trained) / plan.fsdp)
 
 
 def memory_shortage(context: PlanContext) -> str | None:

@@ -292,6 +292,18 @@ def _data_ranks(plan: Plan) -> str:
 # Sync rules
 
 
+@_check("sync")
+def _average_of_other_weights(context: PlanContext) -> PlanProblem | None:
+    info = sync_info(context.plan.sync)
+    if context.job.ema is None or not info.local_steps or info.served:
+        return None
+    return PlanProblem(
+        "plan.average_of_local_steps",
+        "plan {plan} lets replicas train independently, so each would have another average of the weights (ema): "
+        "sync=allreduce, or leave ema out of the job.",
+    )
+
+
 @_check("sync", "dp")
 def _more_servers_than_replicas(context: PlanContext) -> PlanProblem | None:
     spec = SyncSpec.parse(context.plan.sync)

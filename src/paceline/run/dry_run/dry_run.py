@@ -200,7 +200,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
         names = names_of(recorded.model)
         loss, settings = (
             job.loss.build(),
-            Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers),
+            Settings(job.clip_norm, job.nonfinite, job.batch_norm, job.precision, job.seed, job.buffers, ema=job.ema),
         )
         experts = {name for name, _ in mixtures(recorded.model)}
         split = _only_plan_errors(lambda: without_memory(recorded, plan, mesh, loader, loss, settings), plan, batch)
@@ -214,7 +214,7 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
             watch.begin()
             problem = _stepped(engine, batch, split.modules)
             sent = _by_axis(watch.sent_bytes, mesh)
-            state = predicted_bytes(split.parts, split.parameters, job.optimizer)
+            state = predicted_bytes(split.parts, split.parameters, job.optimizer, averages=job.ema is not None)
             engine.close()
     return StageDryRun(
         stage, rank, [*split.report, *engine.messages], state, watch.peak_bytes, sent, sorted(watch.asked), problem
