@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from paceline.comm import Group
 from paceline.data.deal import deal
 from paceline.data.loader import Loader, Position
-from paceline.state.average import WeightAverage
 from paceline.engine.calls import made_ready
 from paceline.engine.compute import Compute, LocalLoss, WholeModel
 from paceline.engine.evaluation import Evaluation
@@ -40,6 +39,7 @@ from paceline.job.loss import Loss, Metric
 from paceline.planning.plan import REPLICA, Plan
 from paceline.planning.sync_info import sync_info
 from paceline.split.layout import Part
+from paceline.state.average import WeightAverage
 from paceline.sync import Replica, SyncRule, acts_after_step, attach, build_rule
 from paceline.sync.batchnorm import unsynchronise
 from paceline.sync.rows import numbers_of

@@ -261,7 +261,9 @@ class MaxNorm:
     def __init__(self, engine: RankEngine) -> None:
         self.group = engine.group
         alone = engine.local_steps or engine.split is not None or self.group.size == 1
-        self.tables = [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
+        self.tables: list[_Table] = (
+            [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
+        )
 
     def agree(self) -> None:
         """Shorten the rows that only other ranks looked up since the last update."""

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,10 +29,7 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 # Out of a run
 
 
-Weights = Literal["raw", "ema"]
-
-
-def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: Weights | None = None) -> None:
+def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
     """Write the model of a checkpoint as one safetensors file.
 
     For `model.load_state_dict(load_file(out))`.
@@ -60,7 +57,7 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: We
     _write(loaded, out, tied=True, weights=weights)
 
 
-def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: Weights | None = None) -> None:
+def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
     For transformers' `AutoModel….from_pretrained(out)`.
@@ -115,7 +112,7 @@ def new_folder_beside(out: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _entries(loaded: Loaded, *, tied: bool, weights: Weights | None) -> dict[str, TensorEntry]:
+def _entries(loaded: Loaded, *, tied: bool, weights: str | None) -> dict[str, TensorEntry]:
     """Entries of the model's state dict; with `tied`, tied tensors under all names."""
     everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
     averages = {name: entry for name, entry in everything.items() if is_average(name)}
@@ -135,7 +132,7 @@ def _bare(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _write(loaded: Loaded, out: Path, *, tied: bool, weights: Weights | None) -> None:
+def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> None:
     tensors = TensorPieces(_entries(loaded, tied=tied, weights=weights), loaded.shared.files)
     averaged = {_bare(name): buffer for name, buffer in loaded.averaged_buffers().items()}
     if tied:

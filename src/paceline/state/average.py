@@ -31,13 +31,13 @@ class WeightAverage:
     def after_update(self) -> None:
         """Move the average towards the new weights."""
         # only now: some optimizers take a state with anything in it for one that they have set up
-        for parameter, weights in self._first.items():
-            self.optimizer.state[parameter][AVERAGE] = weights
+        for parameter, first in self._first.items():
+            self.optimizer.state[parameter][AVERAGE] = first
         self._first = {}
         held = self.of_parameters()
-        if held:
-            weights = [p.detach() for p in held]
-            torch._foreach_lerp_(list(held.values()), weights, 1.0 - self.decay)
+        averages, weights = list(held.values()), [p.detach() for p in held]
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -1,0 +1,137 @@
+"""Optimizer class, groups, schedule class, clip_value, freeze and ema together, under splits and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import paceline
+from paceline.errors import PlanError, RunError
+from paceline.job.job import Job
+from paceline.run.convert import export
+from paceline.run.record.run import Run
+from paceline.state.average import WeightAverage
+from ranks import Ranks
+from refusals import raises
+from small_jobs import facts, new_run, plain, points, small_job, train_as_rank, train_here
+
+CHOICES: dict[str, Any] = {
+    "optimizer": {
+        "name": "NAdam",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "groups": [{"match": "2", "lr": 0.02}],
+        "no_decay": "bias",
+    },
+    "schedule": {"name": "OneCycleLR", "args": {"max_lr": [0.02, 0.03, 0.04, 0.05, 0.01], "total_steps": 40}},
+    "clip_value": 0.01,
+    "ema": 0.8,
+    "data": points(held_out=0.25),
+}
+
+
+def choices(**changes: Any) -> Job:
+    values = CHOICES | {"schedule": {"name": "ExponentialLR", "args": {"gamma": 0.9}}}
+    return small_job(**(values | changes))
+
+
+def test_a_run_with_all_of_them_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, ranks: Ranks) -> None:
+    runs = {"undisturbed": (20,), "resumed": (8, 20)}
+    for name, stops in runs.items():
+        for steps in stops:
+            new_run(tmp_path / name, choices(stop={"steps": steps}), "dp=2 balance=off")
+            ranks(2, train_as_rank, tmp_path / name)
+    undisturbed, resumed = (Run(tmp_path / name) for name in runs)
+    assert facts(resumed) == facts(undisturbed)
+    assert resumed.metrics == undisturbed.metrics
+    for weights in ("raw", "ema"):
+        tensors = []
+        for name in runs:
+            export(tmp_path / name, tmp_path / f"{name}-{weights}", weights=weights)
+            tensors.append(load_file(tmp_path / f"{name}-{weights}"))
+        assert all(torch.equal(tensors[0][name], own) for name, own in tensors[1].items())
+
+
+def test_evaluations_measure_the_average_which_is_also_exported(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", choices())
+    job = run.job
+    model = plain()
+    losses = {}
+    held_out: Any = job.data.build(input_shape=None, seed=job.seed).held_out
+    inputs, labels = (torch.stack(list(parts)) for parts in zip(*held_out, strict=True))
+    for weights in ("raw", "ema", None):
+        export(run.path, tmp_path / f"{weights}", weights=weights)
+        model.load_state_dict(load_file(tmp_path / f"{weights}"))
+        losses[weights] = nn.functional.cross_entropy(model(inputs), labels).item()
+    assert run.metrics["loss"] == pytest.approx(losses["ema"], rel=1e-5)
+    assert losses[None] == losses["ema"] != losses["raw"]
+    assert all(event["weights"] == "ema" for event in run.events() if event["event"] == "evaluation")
+
+
+def test_a_checkpoint_moves_to_another_plan_with_its_average(tmp_path: Path, ranks: Ranks) -> None:
+    alone = train_here(tmp_path / "alone", choices(stop={"steps": 16}))
+    new_run(tmp_path / "moved", choices(stop={"steps": 8}), "fsdp=2")
+    ranks(2, train_as_rank, tmp_path / "moved")
+    moved = train_here(tmp_path / "moved", choices(stop={"steps": 16}))
+    assert moved.losses == pytest.approx(alone.losses, rel=1e-4)
+    assert moved.metrics == pytest.approx(alone.metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "tp=2", "pp=2 microbatches=2"])
+def test_all_of_them_are_exact_under_plans_that_divide_the_model(plan: str) -> None:
+    job = choices(model={"zoo": "mlp", "args": {"hidden": 8}}, data="digits", global_batch=16)
+    job = Job(**(job.model_dump(exclude_defaults=True) | {"optimizer": {**CHOICES["optimizer"], "groups": []}}))
+    assert paceline.check(job, f"{plan} precision=fp64", steps=3).holds
+
+
+def test_an_average_is_that_of_the_formula_also_of_weights_that_are_updated_late() -> None:
+    early, late = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    optimizer = torch.optim.Adam([early, late], lr=0.1)
+    average = WeightAverage(optimizer, 0.5)
+    expected = [p.detach().clone() for p in (early, late)]
+    for step in range(4):
+        early.grad, late.grad = torch.ones(2, dtype=torch.float64), None
+        if step >= 2:
+            late.grad = torch.ones(2, dtype=torch.float64)
+        average.before_update()
+        optimizer.step()
+        average.after_update()
+        expected = [0.5 * old + 0.5 * p.detach() for old, p in zip(expected, (early, late), strict=True)]
+    now = [p.detach().clone() for p in (early, late)]
+    with average.in_place():
+        torch.testing.assert_close([early.detach(), late.detach()], expected)
+    assert all(torch.equal(p.detach(), before) for p, before in zip((early, late), now, strict=True))
+
+
+def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", choices(freeze="0", optimizer="RMSprop", stop={"steps": 3}))
+    whole = train_here(tmp_path / "start", small_job(stop={"steps": 1}, optimizer={"name": "sgd", "lr": 1e-30}))
+    tensors = []
+    for own in (run, whole):
+        export(own.path, tmp_path / own.path.name / "weights")
+        tensors.append(load_file(own.path / "weights"))
+    assert torch.equal(tensors[0]["0.weight"], tensors[1]["0.weight"])
+    assert not torch.equal(tensors[0]["2.weight"], tensors[1]["2.weight"])
+
+
+def test_a_run_without_an_average_exports_none(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", small_job(stop={"steps": 1}))
+    with raises(RunError, "export.no_average"):
+        export(run.path, tmp_path / "weights", weights="ema")
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "code"),
+    [
+        ("dp=2 sync=local:4", {"ema": 0.9}, "plan.average_of_local_steps"),
+        ("fsdp=2", {"optimizer": "Adafactor"}, "plan.updates_of_whole_parameters"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(plan: str, changes: dict[str, Any], code: str) -> None:
+    with raises(PlanError, code):
+        paceline.train(small_job(**changes), plan)
