@@ -254,7 +254,7 @@ class Job(Spec):
 
     @property
     def state_tensors(self) -> float:
-        """Tensors kept for a parameter, each of its shape and type, by the optimizer and the average."""
+        """Tensors of a parameter's shape and type that are kept beside it."""
         return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:
