@@ -21,7 +21,7 @@ def test_it_writes_the_page_of_a_benchmark(tmp_path: Path) -> None:
     (tmp_path / "bench" / "report.json").write_text(report().to_json())
     shown = paceline("report", "bench", folder=tmp_path)
     assert (shown.code, shown.out) == (0, "bench/report.html\n")
-    assert "2.43 times as fast with 4 cores." in (tmp_path / "bench" / "report.html").read_text()
+    assert "2.43 times as fast with 4 cores by plan dp=4" in (tmp_path / "bench" / "report.html").read_text()
 
 
 def test_a_directory_that_is_neither_is_an_error(tmp_path: Path) -> None:
