@@ -20,12 +20,6 @@ STILL_TO_DO: tuple[str, ...] = (
     "docs/how-to/trackers.md",
     "docs/how-to/object_stores.md",
     # H2
-    "docs/how-to/secure_the_network.md",
-    "docs/how-to/federate.md",
-    "docs/how-to/federate_on_flower.md",
-    "docs/how-to/remote_modules.md",
-    "docs/how-to/extend.md",
-    "docs/how-to/add_a_",
     # R
     "docs/reference/",
 )
