@@ -200,7 +200,7 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty; a cluster needs at least hosts, emulate or catalogue"),
+        ("", "is empty. A cluster needs at least hosts, emulate or catalogue"),
         ("- a", "line 1: a cluster is a group of keys with values, such as `emulate: .*`, not a list"),
         ("a: [", "this is not valid YAML"),
         ("\xff", "is not UTF-8 text: byte 0 is 0xff"),

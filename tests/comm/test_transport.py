@@ -69,7 +69,7 @@ def test_one_rank_without_memory_takes_all_to_gloo(ranks: Ranks, limit: int) -> 
     [(backend, reason)] = set(ranks(3, chosen, "auto", {1: limit}))
     assert backend == "gloo"
     assert reason is not None
-    assert re.fullmatch(r"shared memory of \d+ bytes is refused: .*File too large.* \(rank 1\)", reason)
+    assert re.fullmatch(r"shared memory of \d+ bytes was refused: .*File too large.* \(rank 1\)", reason)
 
 
 def test_where_shared_memory_is_insisted_on_every_rank_says_why_not(ranks: Ranks) -> None:
