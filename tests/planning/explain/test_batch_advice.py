@@ -58,7 +58,14 @@ def test_the_useful_batch_is_the_smallest_with_95_percent_of_the_best_throughput
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rule"), [("sgd", "linear"), ("lars", "linear"), ("adam", "square root"), ("lamb", "square root")]
+    ("optimizer", "rule"),
+    [
+        ("sgd", "linear"),
+        ("lars", "linear"),
+        ("adam", "square root"),
+        ("lamb", "square root"),
+        ("NAdam", "square root"),
+    ],
 )
 def test_the_learning_rate_follows_the_rule_of_its_optimizer(optimizer: str, rule: str) -> None:
     found = advice(optimizer={"name": optimizer, "lr": 0.01})

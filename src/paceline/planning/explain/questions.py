@@ -257,7 +257,7 @@ USEFUL = 0.95
 # least gain of throughput by a doubling; after two that gain less, no larger batch is tried
 _LEAST_GAIN = 1.01
 _MOST_DOUBLINGS = 10
-_WITH_SQUARE_ROOT = ("adam", "adamw", "lamb")
+_WITH_SQUARE_ROOT = ("adam", "adamw", "lamb", "adamax", "nadam", "radam")  # in any case
 _LEAST_WARM_UP = 10  # steps
 # of an epoch: a batch that leaves fewer steps is not called useful, however fast
 _FEWEST_STEPS = 20
@@ -393,7 +393,7 @@ def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> Batc
     points = (*smaller, now, *larger)
     useful = next(point for point in points if point.throughput >= USEFUL * best)
     factor = useful.global_batch / now.global_batch
-    rule = "square root" if job.optimizer.name in _WITH_SQUARE_ROOT else "linear"
+    rule = "square root" if job.optimizer.name.lower() in _WITH_SQUARE_ROOT else "linear"
     lr = job.optimizer.lr * (math.sqrt(factor) if rule == "square root" else factor)
     unknown = (
         ()
@@ -464,21 +464,26 @@ def _cautions(job: Job, factor: float) -> list[str]:
     ]
     if factor == 1:
         return cautions
-    if job.optimizer.name not in _WITH_SQUARE_ROOT:
+    if job.schedule.by_class or job.optimizer.groups:
+        cautions = [*cautions, "arguments of a scheduler class, and rates of parameter groups, are not changed here"]
+    if job.optimizer.name.lower() not in _WITH_SQUARE_ROOT:
         return [
             "linear scaling of the learning rate holds for SGD with warm-up and up to some batch only, 8,192 images "
             "for ResNet-50 (Goyal et al., 2017, arXiv:1706.02677)",
             *cautions,
         ]
-    beta = 1 - factor * (1 - job.optimizer.betas[1])
+    optimizer = job.optimizer
+    given: dict[str, Any] = optimizer.args
+    betas, eps = given.get("betas", optimizer.betas), given.get("eps", optimizer.eps)
+    beta = 1 - factor * (1 - betas[1])
     moved = (
-        f", and beta2 from {job.optimizer.betas[1]:g} to {beta:.4g}"
+        f", and beta2 from {betas[1]:g} to {beta:.4g}"
         if 0 < beta < 1
         else ", and the betas with it, which has no room here"
     )
     return [
         "square-root scaling of the learning rate is for Adam and its like where noise rules the gradients (Malladi et "
         "al., 2022, arXiv:2205.10287), whose rule also moves eps to "
-        f"{job.optimizer.eps / math.sqrt(factor):.2g}{moved}: not changed here",
+        f"{eps / math.sqrt(factor):.2g}{moved}: not changed here",
         *cautions,
     ]
