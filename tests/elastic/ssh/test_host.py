@@ -50,10 +50,10 @@ def test_the_exit_code_and_the_environment_are_those_of_the_order(tmp_path: Path
     ("data", "said"),
     [
         (b"", b"standard input has no order"),
-        (b"{}\n", b"the order of another version of paceline"),
-        (b"\xff\xfe\n", b"the order of another version of paceline"),
+        (b"{}\n", b"the order comes from another version of paceline"),
+        (b"\xff\xfe\n", b"the order comes from another version of paceline"),
         (b"x" * (2**20 + 1), b"standard input has no order"),
-        (order(Path("/"), key="-----BEGIN PRIVATE KEY-----"), b"no key of a run"),
+        (order(Path("/"), key="-----BEGIN PRIVATE KEY-----"), b"not a key of a paceline run"),
         (order(Path("/nowhere/at/all"), "-c", ""), b"cannot be started in /nowhere/at/all: No such file or directory"),
     ],
     ids=["nothing", "other", "no text", "long", "key", "directory"],
