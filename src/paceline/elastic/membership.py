@@ -168,7 +168,6 @@ class StepBoundary:
         acted: the newest step after which evaluations and checkpoints are done.
         stop: state of the stop rule.
         schedule: state of the learning-rate schedule.
-        loss_scale: state of the loss scale of fp16 training.
         evaluated_at: the step of the newest evaluation.
         rejected: steps whose batch a rewind left out.
         items_per_sample: see `LossNormalization`.
@@ -186,7 +185,6 @@ class StepBoundary:
     acted: int = -1
     stop: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, Any] = field(default_factory=dict)
-    loss_scale: dict[str, Any] | None = None
     evaluated_at: int = -1
     rejected: list[int] = field(default_factory=list)
     items_per_sample: float | None = None
