@@ -12,11 +12,13 @@ import paceline
 from paceline.cli import (
     check,
     doctor,
+    evaluate,
     export,
     init,
     links,
     operate,
     plan,
+    predict,
     report,
     runs,
     sweep,
@@ -42,7 +44,11 @@ Commands.known = commands_of(
             "Train",
             'paceline sweep examples/digits.yaml --plan "dp=2" --grid optimizer.lr=1e-3,1e-2 --repeat 3',
         ),
+        "evaluate": Command(evaluate.command, "Train", "paceline evaluate runs/mine --data test"),
         "export": Command(export.command, "Train", "paceline export runs/mine model.safetensors"),
+        "predict": Command(
+            predict.command, "Train", "paceline predict runs/mine --data new.parquet --out predictions.parquet"
+        ),
         "runs": Command(runs.runs, "Runs", "paceline runs"),
         "logs": Command(runs.logs, "Runs", "paceline logs digits-20261123-101500"),
         "watch": Command(watch.watch, "Runs", "paceline watch runs/mine runs/other"),

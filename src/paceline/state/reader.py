@@ -326,7 +326,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
 
 def best_step(values: Mapping[str, Any]) -> int | None:
     """Step of the best evaluation by the values of a checkpoint; None without one."""
-    best = (values.get("stop") or {}).get("best")
+    best = ((values.get("loop") or {}).get("stop") or {}).get("best")
     return None if best is None or best["value"] is None else int(best["step"])
 
 

@@ -1,0 +1,147 @@
+"""The model of a run's checkpoint in this process, to measure or to predict."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.utils.data import Dataset
+
+from paceline import device
+from paceline.comm import Group
+from paceline.engine.engine import RankEngine
+from paceline.engine.evaluation import batches_of
+from paceline.engine.guard import Settings
+from paceline.errors import DataError, RunError
+from paceline.job.batch import Batch
+from paceline.job.job import Job
+from paceline.job.loss import build_metrics
+from paceline.job.partition import PartitionSpec
+from paceline.job.samples import DataSets
+from paceline.planning.plan import Plan
+from paceline.run.build import loader_of, seed_all
+from paceline.run.convert import export
+from paceline.run.record.run import Run
+from paceline.split.mesh import Mesh
+from paceline.state.reader import NEWEST
+
+SETS = ("train", "held_out", "test")
+
+
+class SavedModel:
+    """The whole model of a run, as the run evaluates it, on one device.
+
+    Attributes:
+        job: the run's job.
+        engine: with one rank, whatever the plan of the run was.
+    """
+
+    def __init__(self, run: Run, dataset: Dataset[Any], checkpoint: str = NEWEST) -> None:
+        """Build the model and read its weights.
+
+        Args:
+            dataset: a set whose batches the model takes.
+            checkpoint: see `paceline.state.reader.chosen_checkpoint`.
+
+        Raises:
+            RunError: there is no such checkpoint, or it is of another model.
+        """
+        self.job = job = run.job
+        job.model.must_be_at_hand()
+        seed_all(job.seed)
+        precision = run.plan.precision or job.precision
+        alone = Plan(precision=run.plan.precision)
+        where = device.use(0) if device.accelerator_type() is not None else torch.device("cpu")
+        group, model = Group(device=where), job.model.build().to(where)
+        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
+        fitting = {"global_batch": max(1, min(job.global_batch, samples)), "partition": PartitionSpec()}
+        loader = loader_of(job.model_copy(update=fitting), Mesh.of(alone, group), DataSets(dataset, None))
+        # no step is taken
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        settings = Settings(precision=precision, seed=job.seed)
+        self.engine = RankEngine(model, optimizer, job.loss.build(), loader, alone, group, settings)
+        with tempfile.TemporaryDirectory(prefix="paceline-weights-") as folder:
+            file = Path(folder) / "model.safetensors"
+            export(run.path, file, checkpoint)
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        state = self.engine.model.state_dict()
+        with safe_open(file, framework="pt") as weights, torch.no_grad():
+            if missing := sorted(state.keys() - set(weights.keys())):
+                raise RunError(
+                    "run.other_model", "the checkpoint is of another model: it has no {missing}", missing=missing[:5]
+                )
+            for name, tensor in state.items():
+                tensor.copy_(weights.get_tensor(name))
+
+    def measure(self, dataset: Dataset[Any]) -> dict[str, float]:
+        """The loss and the job's metrics of a data set, as the run measures them."""
+        batches = batches_of(self.engine.compute, dataset, self.job.global_batch)
+        return self.engine.evaluate(batches, build_metrics(self.job.metrics, self.engine.loss))
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[Any]:
+        """The model's output for each batch, in eval mode; targets are not looked at."""
+        compute, evaluation = self.engine.compute, self.engine.evaluation
+        compute.normalization.prepared = True  # which looks at targets
+        with evaluation.measuring(self.engine.rule):
+            for i, batch in enumerate(batches):
+                evaluation.begin(i)
+                found = compute.output(batch)
+                assert found is not None, "the only rank has every output"
+                yield found[0]
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.engine.close()
+
+
+@contextmanager
+def saved_model(run: Run, dataset: Dataset[Any], checkpoint: str = NEWEST) -> Iterator[SavedModel]:
+    """Context with the model of a run's checkpoint."""
+    model = SavedModel(run, dataset, checkpoint)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def data_of(job: Job, source: str) -> Dataset[Any]:
+    """A data set of a job with its targets.
+
+    Args:
+        source: `train`, `held_out` or `test`; or a file, folder or factory of the same kind of data.
+
+    Raises:
+        DataError: the job has no such set, or it cannot be read.
+    """
+    spec = job.data
+    if source not in SETS:
+        try:
+            spec = spec.model_copy(update={"test": spec.resolved(source)})
+        except ValueError as error:
+            raise DataError("data.no_such_set", "{source}: {error}", source=source, error=str(error)) from error
+        spec.fetch()
+    sets = spec.build(input_shape=job.model.input_shape(), seed=job.seed)
+    found = getattr(sets, source if source in SETS else "test")
+    if found is None:
+        there = [name for name in SETS if getattr(sets, name) is not None]
+        raise DataError(
+            "data.no_such_set",
+            "{source}: the job has no such set. Known: {known}; or name a file or folder",
+            source=source,
+            known=there,
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def evaluated(run: Run, source: str, checkpoint: str = NEWEST) -> dict[str, float]:
+    """Measure a checkpoint of a run on a data set by its job's metrics."""
+    dataset = data_of(run.job, source)
+    with saved_model(run, dataset, checkpoint) as model:
+        return model.measure(dataset)
