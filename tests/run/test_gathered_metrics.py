@@ -18,7 +18,16 @@ from ranks import Ranks
 from refusals import raises
 from small_jobs import new_run, points, small_job, train_as_rank, train_here
 
-METRICS = ["accuracy", "own_metrics:AUC", {"name": "own_metrics:F1", "args": {"average": "weighted"}}, "own_metrics:R2"]
+OF_CLASSES = "torchmetrics.classification:Multiclass"
+METRICS = [
+    "accuracy",
+    "f1",
+    # states that are summed, and states that are concatenated
+    *({"name": f"{OF_CLASSES}{name}", "args": {"num_classes": 3}} for name in ("F1Score", "AUROC")),
+    "own_metrics:AUC",
+    {"name": "own_metrics:F1", "args": {"average": "weighted"}},
+    "own_metrics:R2",
+]
 
 
 def job(**changes: Any) -> Job:
@@ -40,7 +49,13 @@ def expected(held_out: Any) -> dict[str, float]:
     inputs, labels = torch.stack([x for x, _ in pairs]), torch.tensor([int(y) for _, y in pairs])
     with torch.no_grad():
         output = own_metrics.network()(inputs)
+    of_each = torch.nn.functional.one_hot(labels, 3)
+    areas = [roc_auc_score(of_each[:, i], output.double().softmax(1)[:, i]) for i in range(3)]
+    macro = float(f1_score(labels, output.argmax(1), average="macro"))
     return {
+        "f1": macro,
+        "MulticlassF1Score": macro,
+        "MulticlassAUROC": float(sum(areas) / 3),
         "accuracy": float((output.argmax(1) == labels).double().mean()),
         "auc": float(roc_auc_score(labels == 0, output.double().softmax(1)[:, 0])),
         "f1_weighted": float(f1_score(labels, output.argmax(1), average="weighted")),

@@ -29,7 +29,7 @@ def command(
     checkpoint: Checkpoint = "newest",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure a saved run on a data set, with the loss and metrics of its job.
+    """Measure a saved run on a data set by its job's metrics.
 
     The whole model is on one device here, whatever the plan of the run was.
     """

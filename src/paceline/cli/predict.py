@@ -37,7 +37,7 @@ def command(
         int | None, typer.Option(min=1, help="Samples at a time.", show_default="the job's global batch")
     ] = None,
 ) -> None:
-    """Write the predictions of a saved run for new data, in the order of the data.
+    """Write predictions of a saved run for new data, in its order.
 
     The whole model is on one device here, whatever the plan of the run was, and only a batch is in memory.
     """
