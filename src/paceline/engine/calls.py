@@ -1,4 +1,4 @@
-"""Preparing a model for its precision, its batch norms and its memory format."""
+"""Preparation of a model for its precision, batch norm and memory format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
-    """The model on this rank's device, in its precision; checks the loader's batches."""
+    """Return the model on this rank's device in its precision, and check the loader's batches."""
     settings = engine.settings
     if plan.threads:
         torch.set_num_threads(plan.threads)
@@ -51,7 +51,7 @@ def made_ready(engine: RankEngine, model: nn.Module, plan: Plan) -> nn.Module:
 def prepared(
     model: nn.Module, batch_norm: str, precision: str, data_group: Group, rows: Collection[Tensor] = ()
 ) -> nn.Module:
-    """The model in its precision, with synchronised batch norms where the job asks for them.
+    """Convert the model to its precision, and synchronize batch norm if the job requires it.
 
     Called before the model is split.
 
@@ -71,7 +71,8 @@ def prepared(
         model.double()
         choose = getattr(model, "set_experts_implementation", None)
         if choose is not None:
-            choose("eager")  # the grouped matrix product of transformers' mixtures takes no float64
+            # the grouped matrix product of transformers' mixture-of-experts layers does not support float64
+            choose("eager")
     make_dense(model, set(rows))
     _refuse_frequencies(model, data_group)
     synchronised = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
@@ -88,7 +89,9 @@ def prepared(
 
 
 def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
-    """Refuse embeddings that divide by how often a row is in the batch.
+    """Refuse embeddings with `scale_grad_by_freq`.
+
+    They divide gradients by how often a row occurs in the batch, and a rank sees only a part of the batch.
 
     A rank sees a part of it.
     """
@@ -105,18 +108,18 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Lay the weights of convolutions (4-D) out with channels last."""
+    """Store the weights of convolutions (4-D) in channels-last format."""
     for parameter in model.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
-LEAST = 2**18  # multiplications of a product: a smaller one is over before the way through Python pays
+LEAST = 2**18  # number of multiplications in a product; below it, the Python call costs more than oneDNN saves
 _library: torch.library.Library | None = None
 
 
 def use_onednn(on: bool) -> None:
-    """Have all matrix products of this process computed by oneDNN, or by torch again.
+    """Compute all matrix products of this process with oneDNN, or with torch again.
 
     Raises:
         PlanError: this build of torch has no oneDNN.
@@ -180,16 +183,16 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_plain(matrix: Tensor) -> bool:
-    """True if rows or columns lie one after the other, without overlap."""
+    """Return True if rows or columns are contiguous and do not overlap."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     return (right == 1 and down >= columns) or (down == 1 and right >= rows)
 
 
-_MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # were sparse; another generation's plan may keep them so
+_MADE_DENSE: WeakSet[nn.Module] = WeakSet()  # these were sparse; the plan of another generation may keep them sparse
 
 
 def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights of embeddings with `sparse=True` by name, without those that other layers use, too."""
+    """Return the weights of embeddings with `sparse=True` by name, except those that other layers share."""
     tables = [(name, module) for name, module in model.named_modules() if _is_sparse(module)]
     elsewhere = {p for module in model.modules() if not _is_sparse(module) for p in module.parameters(recurse=False)}
     found = {f"{name}.weight".lstrip("."): module.get_parameter("weight") for name, module in tables}
@@ -197,7 +200,9 @@ def sparse_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def keep_rows(engine: RankEngine, model: nn.Module, plan: Plan) -> set[Tensor]:
-    """Tables whose sparse gradients rule and optimizer take.
+    """Return the tables whose sparse gradients both the sync rule and the optimizer support.
+
+    A fused optimizer update does not support sparse gradients, so it is unfused.
 
     A fused update of theirs, which takes none, is unfused.
     """
@@ -218,7 +223,7 @@ def keep_rows(engine: RankEngine, model: nn.Module, plan: Plan) -> set[Tensor]:
 
 
 def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
-    """Refuse torch's SparseAdam, which steps by sparse gradients alone, where its parameters get dense ones."""
+    """Refuse torch's SparseAdam for parameters that get dense gradients."""
     for optimizer in getattr(engine.optimizer, "optimizers", [engine.optimizer]):
         held = {p for group in optimizer.param_groups for p in group["params"]}
         if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
@@ -233,9 +238,9 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
 
 
 def make_dense(model: nn.Module, kept: set[Tensor]) -> None:
-    """Have embeddings make dense gradients, but for the tables that are kept.
+    """Make embeddings produce dense gradients, except for the tables in `kept`.
 
-    Every collective takes dense ones, and optimizer steps are the same.
+    Every collective supports dense gradients, and the optimizer steps do not change.
     """
     for module in model.modules():
         if _is_sparse(module):
@@ -249,13 +254,13 @@ def _is_sparse(module: nn.Module) -> bool:
 
 
 def _groups(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Parameter groups that torch steps by sparse gradients as by dense ones.
+    """Return parameter groups for which torch's sparse and dense steps are the same.
 
-    Rows without a gradient stay as they are.
+    In these groups, rows without a gradient do not change.
     """
     for group in optimizer.param_groups:
         if type(optimizer) is SparseAdam:
             yield group
-        # decay and momentum would be of all rows
+        # decay and momentum would also change rows without a gradient
         if type(optimizer) in (SGD, Adagrad) and not group["weight_decay"] and not group.get("momentum"):
             yield group

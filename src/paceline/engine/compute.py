@@ -1,5 +1,7 @@
 """Forward and backward passes of one rank: placement, precision, loss and its weight.
 
+`WholeModel` is for a rank that holds the whole model; `split_model.py` has the class for divided models.
+
 `WholeModel` is that of a rank with the whole model; `split_model.py` has the other.
 """
 
@@ -42,7 +44,7 @@ class LocalLoss:
 
     Attributes:
         total: sum over the microbatches of their mean losses, each times its share of the global batch.
-        items: the share of the global batch that they stand for, together.
+        items: the sum of these shares.
     """
 
     total: float | Tensor = 0.0
@@ -55,23 +57,22 @@ class LocalLoss:
 
 
 class Compute(ABC):
-    """Forward and backward passes of one rank. `WholeModel` and `SplitModel` say how.
+    """Forward and backward passes of one rank; implemented by `WholeModel` and `SplitModel`.
 
     Attributes:
         model: the module on this rank; in a pipeline, this rank's stages.
-        forward: its forward pass, compiled where the plan asks for that.
+        forward: its forward pass, compiled if the plan asks for it.
         loss: what the job minimises.
-        step_loss: what a step minimises: `loss`, in another form where the logits stay divided.
+        step_loss: what a step minimises: `loss`, or its vocabulary-parallel form if the logits stay divided.
         loader: this rank's share of every global batch.
         group: all ranks; `data_group`: those that read different samples.
-        split: how the model is divided over the ranks of a replica; None where each holds all of it.
+        split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         normalization: how the loss of each microbatch counts in the global mean.
         loss_scale: the factor of fp16 training; None in other precisions.
-        replica: what the sync rule sees of this rank.
-        casts: whether something else computes in low precision already (FSDP2).
-        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that knows how to sum
-            them.
-        reads: refuses code outside of the model that reads shards of parameters; None where each rank holds all.
+        replica: the view of this rank that the sync rule gets.
+        casts: whether FSDP2 already casts to the low precision.
+        divides_logits: whether the logits of a step stay divided over the vocabulary, for a loss that can sum over it.
+        reads: refuses reads of parameter shards by code outside of the model; None if each rank holds all parameters.
     """
 
     replica: Replica
@@ -102,17 +103,17 @@ class Compute(ABC):
         """Accumulate the gradient of this rank's part of the global mean loss.
 
         Args:
-            batch: this rank's share of the global batch; None where it is empty.
-            position: where in the data the batch stands.
-            step: the optimizer step under way, from 1, for error texts.
+            batch: this rank's share of the global batch; None if it is empty.
+            position: position of the batch in the data.
+            step: number of the current optimizer step, from 1, for error texts.
         """
 
     @abstractmethod
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:
-        """The model's output for a batch, and the placed batch; None on ranks without it."""
+        """Return the model's output and the placed batch; None on ranks without it."""
 
     def call(self, batch: Batch) -> Any:
-        """The model's output for a batch that is placed already."""
+        """Return the model's output for a batch that is already placed."""
         try:
             return call(self.forward, batch, loss=self.loss)
         except (TypeError, RuntimeError) as error:
@@ -125,17 +126,17 @@ class Compute(ABC):
             raise
 
     def place(self, batch: Batch) -> Batch:
-        """The batch on this rank's device, in the precision and memory format of the plan."""
+        """Return the batch on this rank's device, in the plan's precision and memory format."""
         wide = torch.float64 if self.precision == "fp64" else None
         return place(batch, self.device, dtype=wide, channels_last=self.plan.memory_format == "channels_last")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Autocast context of the plan's precision; empty where FSDP2 casts itself."""
+        """Return the autocast context of the plan's precision; empty if FSDP2 casts itself."""
         narrow = _NARROW.get(self.precision)
         return torch.autocast(self.device.type, narrow) if narrow is not None and not self.casts else _AS_IT_IS
 
     def prepare(self, batch: Batch | None) -> None:
-        """Agree on the items that the loss averages over, before the first step.
+        """Exchange the number of items that the loss averages over, before the first step.
 
         `normalization.items_per_sample` is then the largest number of items per sample in the first batch of any
         replica, and the unit in which every replica counts its share.
@@ -150,7 +151,7 @@ class Compute(ABC):
     def normalized_loss(
         self, output: Any, part: Batch, batch: Batch, position: Position, step: int
     ) -> tuple[Tensor, float | Tensor]:
-        """Mean loss of a microbatch of `batch`, and its share of the global batch.
+        """Return the mean loss of a microbatch and its share of the global batch.
 
         Raises:
             DataError: the target cannot be compared with the output; names the sample.
@@ -158,25 +159,25 @@ class Compute(ABC):
         try:
             return self._loss(output, part, position, step)
         except DataError:
-            # says better where it is
+            # gives a better error message if it does
             self.check_target(output, batch, self.here(step), self.loader.indices, self.step_loss)
             raise
 
     def check_target(
         self, output: Any, batch: Batch, where: str, samples: list[int] | None = None, loss: Loss | None = None
     ) -> None:
-        """Have the loss validate the target on the host while an accelerator computes the output."""
+        """Validate the target on the host while an accelerator computes the output."""
         check = getattr(loss or self.loss, "check", None)
         if check is not None and not on_accelerator(target := target_of(batch)):
             check(output, target, where, samples)
 
     def here(self, step: int) -> str:
-        """The place of an error, for its text."""
+        """Return the position of an error, for its text."""
         return f"in step {step} on rank {self.group.rank}"
 
     @property
     def is_whole_batch(self) -> bool:
-        """True if every microbatch is a whole global batch, so its loss needs no weight."""
+        """Return True if every microbatch is a whole global batch and needs no weight."""
         return self.data_group.size == self.plan.microbatches == self.plan.cp == 1
 
     def _loss(self, output: Any, part: Batch, position: Position, step: int) -> tuple[Tensor, float | Tensor]:
@@ -195,14 +196,14 @@ class Compute(ABC):
 
 
 class ExpertBalance:
-    """Weighs the balance loss of a model's routers; nothing to do for models without any."""
+    """Weights of the balance loss of a model's routers; does nothing for models without routers."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self._routes = any(True for _ in routers_of(compute.model))
 
     def weigh(self, part: Batch | None, position: Position, *, alike: bool = False) -> None:
-        """Tell the routers what the sequences of a microbatch count for; None counts for nothing.
+        """Set the weights of a microbatch's sequences in the routers' balance loss; None means 0.
 
         Args:
             alike: one number for all sequences, as the stages of a pipeline need it.
@@ -232,7 +233,7 @@ class ExpertBalance:
         weigh_balance(compute.model, weights.mean() if alike else weights)
 
     def counts(self) -> dict[str, Any]:
-        """Tokens of this rank by expert so far (`moe_counts`); {} where other ranks tell it."""
+        """Return this rank's tokens per expert so far (`moe_counts`); {} if another rank reports them."""
         split_ = self.compute.split
         if split_ is None:
             return moe_counts(self.compute.model)
@@ -242,7 +243,7 @@ class ExpertBalance:
 
 
 class WholeModel(Compute):
-    """A replica on one rank: computes its share of the batch in microbatches, in turn."""
+    """A replica on one rank; computes its share of the batch in successive microbatches."""
 
     def __init__(self, model: nn.Module, loss: Loss, loader: Loader, plan: Plan, group: Group, precision: str) -> None:
         super().__init__(model, loss, loader, plan, group, group, precision, None)
@@ -269,14 +270,14 @@ class WholeModel(Compute):
         return local
 
     def _knowing(self, batch: Batch) -> AbstractContextManager[None]:
-        """Context in which the loss knows the labels that an accelerator's host has."""
+        """Return a context that gives the loss the labels that are already on the host."""
         knowing = getattr(self.step_loss, "knowing", None)
         if knowing is None or not is_accelerator(self.device) or on_accelerator(target := target_of(batch)):
             return _AS_IT_IS
         return cast(AbstractContextManager[None], knowing(target))
 
     def microbatches(self, placed: Batch) -> list[Batch]:
-        """The parts of this rank's share that it computes one after the other."""
+        """Split this rank's share into the microbatches that it computes in turn."""
         return list(split(placed, self.plan.microbatches))
 
     def output(self, batch: Batch | None) -> tuple[Any, Batch] | None:

@@ -1,6 +1,6 @@
 """The engine: one optimizer step of a plain model over all replicas.
 
-paceline's own loop and users' loops run the same one.
+paceline's own loop and users' own loops use the same engine.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Outcome:
-    """Numbers of a step that every rank updates by.
+    """Numbers of a step that every rank uses for its update.
 
     Attributes:
         rescale: see `Reduced`.
         norm: of the gradient, before clipping.
-        updated: False where the update was left out.
+        updated: False if the update was skipped.
         last_losses: see `LossSpikes`.
     """
 
@@ -71,19 +71,19 @@ class Outcome:
 class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
-    If replicas take local steps, `grad_norm` and `problem` are those of this replica; so is `loss` in steps that are
-    not `agreed`.
+    With local rules, `grad_norm` and `problem` describe only this replica. So does `loss` in steps that are not
+    `agreed`.
 
     Attributes:
         step: number of optimizer steps so far, this one included.
         loss: mean over the global batch, before the update.
         samples: number of samples of the global batch.
         grad_norm: L2 norm of the whole gradient, before clipping.
-        problem: why the update was left out (loss or gradient not finite, a spike); None if it was made.
+        problem: why the update was skipped (loss or gradient not finite, a spike); None if it was made.
         votes: number of ranks that asked for a stop, for a checkpoint, and so on.
-        timing: this rank's times. On accelerators they are those of the step before, and None at the first step, unless
-            the engine runs ahead.
-        agreed: True if loss and votes are those of all replicas.
+        timing: this rank's times. On accelerators they belong to the previous step, and are None at the first step,
+            unless the engine runs ahead.
+        agreed: True if loss and votes cover all replicas.
     """
 
     step: int
@@ -96,19 +96,19 @@ class StepResult:
     agreed: bool = True
 
     def __repr__(self) -> str:
-        """Return step, loss and gradient norm, and the problem if the update was left out."""
+        """Return step, loss and gradient norm, and the problem if the update was skipped."""
         left_out = f", not updated: {self.problem}" if self.problem else ""
         norm = f"gradient norm {self.grad_norm:.4g}"
         return f"<StepResult {self.step}: loss {self.loss:.6g}, {norm}, {self.samples:,} samples{left_out}>"
 
     @property
     def is_spike(self) -> bool:
-        """True if the update was left out because of a spike, all numbers being finite."""
+        """Return True if a spike was the reason to skip the update."""
         return self.problem is not None and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class RankEngine:
-    """Runs the steps of one rank; `paceline.Engine` adds what loops of users need.
+    """Training steps of one rank; `paceline.Engine` adds what users' own loops need.
 
     Attributes:
         model: the user's module, on this rank's device. The same object, not a wrapper; in a pipeline, this rank's
@@ -117,23 +117,23 @@ class RankEngine:
             ranks has one or more data-parallel ranks; all its ranks that compute parts of the same samples have the
             same one.
         compute: forward and backward passes of this rank, of the whole model or of a part.
-        split: how the model is divided over the ranks of a replica; None where each holds all of it.
+        split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         reduction: sums gradients, loss and votes over all replicas.
-        guard: leaves out updates that are not finite, and of spikes of the loss.
+        guard: skips updates with NaN or Inf, and updates after a spike of the loss.
         rows: tables whose gradients are sparse.
         average: moving average of the weights, which evaluations measure; None without the job's `ema`.
-        rule: how the replicas agree.
-        replica: what the rule sees of this rank; its `traffic` is what the rule has sent.
-        messages: lines for the record of the run, of the rule and of the comparison of replicas.
-        local_steps: True if replicas differ between the steps in which they agree (local rules).
-        updates: how many there were; replicas are compared before some of them.
-        runs_ahead: True if `begin` leaves the numbers of its step to be read later.
-        device: where the model is.
-        outcome: of the newest step, unless the engine runs ahead.
-        sync_interrupted: True where the generation ended before replicas agreed on the parameters of the newest step
-            (local rules). The step stands, as this replica's own.
-        before_update: called with the number of every optimizer step before it (the checkpoint writer copies weights
-            until then); None where nobody asks.
+        rule: the sync rule of the replicas.
+        replica: the view of this rank that the rule gets; its `traffic` counts what the rule has sent.
+        messages: lines for the run's record, from the rule and from the comparison of replicas.
+        local_steps: True if replicas may differ between synchronizations (local rules).
+        updates: number of updates so far; replicas are compared before some of them.
+        runs_ahead: True if the host reads the numbers of a step only after `begin` returns.
+        device: device of the model.
+        outcome: outcome of the newest step, unless the engine runs ahead.
+        sync_interrupted: True if the generation ended before replicas synchronized the parameters of the newest step
+            (local rules). This replica keeps its own step.
+        before_update: called before every optimizer step with its number, because the checkpoint writer copies weights
+            until then; None without a writer.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class RankEngine:
         *,
         identical: bool = False,
     ) -> None:
-        """Make the engine of one rank; `identical`: the replicas have the same parameters already."""
+        """Make the engine of one rank; `identical`: the replicas already have the same parameters."""
         # parameters and buffers outside of the model that are trained with it
         self.extra = dict(extra or {})
         self.split, self.optimizer, self.loss, self.loader = split, optimizer, loss, loader
@@ -194,24 +194,24 @@ class RankEngine:
         torch.manual_seed(settings.seed * 1_000_003 + 1 + self.data_group.rank)
 
     def step(self, batch: Batch | None) -> StepResult:
-        """Forward, backward, reduction and update on this replica's share of a global batch.
+        """Run forward, backward, reduction and update on this replica's share of a global batch.
 
         Args:
-            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None where this replica's share
-                is empty.
+            batch: what `loader` yielded: (inputs …, target) or a mapping with "labels"; None if this replica's share is
+                empty.
 
         Raises:
             NonFiniteError: NaN or Inf in the loss or the gradients, and the policy is to stop. Nothing was updated.
-            SyncError: another rank is gone or did not come in time.
+            SyncError: another rank failed or missed the deadline.
             DataError: the batch is not one of `loader`'s, has no target, or has a label out of range.
         """
         return self.settle(self.begin(batch))
 
     def begin(self, batch: Batch | None) -> StepResult | UnreadStep:
-        """Take a step as `step`, whose result `settle` gives.
+        """Begin a step; `settle` returns its result.
 
-        Where the engine runs ahead the step is queued, its update included, and its numbers are not read yet. Until
-        they are, the weights may be of a gradient that is not finite: settle before they are saved or measured.
+        If the engine runs ahead, the step and its update are only queued, and its numbers are not read yet. Until then,
+        the update may come from a gradient with NaN or Inf: call `settle` before you save or evaluate the weights.
         """
         step, position = self._prepare(batch)
         with self._gradients("collected"):
@@ -232,12 +232,12 @@ class RankEngine:
         return self._end(step, position.total, reduced, problem)
 
     def settle(self, begun: StepResult | UnreadStep) -> StepResult:
-        """Result of a step that was begun.
+        """Return the result of a step that `begin` started.
 
-        On accelerators this is the one wait for the device.
+        On accelerators the host waits for the device only here.
 
         Raises:
-            NonFiniteError: as `step`. Where the engine runs ahead the weights have been updated.
+            NonFiniteError: as `step`. If the engine runs ahead, the weights are already updated.
         """
         if isinstance(begun, StepResult):
             return begun
@@ -248,20 +248,23 @@ class RankEngine:
         return StepResult(begun.step, reduced.loss, begun.total, norm, None, reduced.votes, timing)
 
     def examines(self, step: int) -> bool:
-        """True if a step compares replicas, or parts of a user's loss.
+        """Return True if a step compares replicas, or the microbatches of a user's loss.
+
+        Such a step waits for the device. Earlier steps are settled first, so that their problems are not reported for
+        it.
 
         The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
         """
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
     def finish(self, outcome: Outcome, stage: Literal["summed", "mean"]) -> None:
-        """Take a step without other ranks, by the reduced gradients in the parameters' `.grad`.
+        """Finish a step without other ranks, from the reduced gradients in the parameters' `.grad`.
 
-        For a rank on which the step was broken off after they were summed.
+        Used by a rank whose step was interrupted after the gradients were summed.
 
         Args:
-            outcome: what the ranks have updated by that took the step.
-            stage: of the gradients, see `GradientReduction`.
+            outcome: outcome on the ranks that completed the step.
+            stage: stage of the gradients, see `GradientReduction`.
         """
         step = self.step_count + 1
         if outcome.updated:
@@ -274,32 +277,32 @@ class RankEngine:
         self.step_count = step
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
-        """Deal another `DataLoader` to the ranks, as the one given to `setup`.
+        """Distribute another `DataLoader` over the ranks, like the one given to `setup`.
 
-        For a second data set, an actor's stream, a validation set.
+        Use it for a second data set, an actor's stream or a validation set.
 
-        Iterating it yields this rank's share of each batch; its `position` tells the samples of the share and of the
+        Iterating it yields this rank's share of each batch; its `position` gives the samples of the share and of the
         global batch. Every rank must call this, in the same order.
         """
         self._dealt += 1
         return deal(loader, self.data_group, self.group, self.settings.seed + 7919 * self._dealt)
 
     def evaluate(self, batches: Iterable[Batch | None], metrics: list[Metric]) -> dict[str, float]:
-        """Metrics over the batches of all data-parallel ranks, exact for any division of samples.
+        """Compute metrics over the batches of all data-parallel ranks, exactly for any division of samples.
 
-        The model is in eval mode meanwhile.
+        The model is in eval mode during the evaluation.
 
-        Every rank must call this, and where a replica has several data-parallel ranks each with as many batches as the
-        others: None where it has none left. For the measurement, replicas that take local steps use the parameters that
-        they agree on, and batch-norm statistics are averaged over the data-parallel ranks.
+        Every rank must call this. If a replica has several data-parallel ranks, each must pass the same number of
+        batches, with None for missing ones. With local rules, the replicas evaluate the parameters of a
+        synchronization. Batch-norm statistics are averaged over the data-parallel ranks.
         """
         found = self.evaluation.means(batches, metrics, self.rule)
         self.meter.restart()
         return found
 
     def close(self) -> None:
-        """Let go of the model: no hooks of paceline remain in it. A model that was divided stays divided."""
-        with ExitStack() as held:  # each, also where one of them fails as ranks are gone
+        """Release the model and remove paceline's hooks; a divided model stays divided."""
+        with ExitStack() as held:  # close each of them, even if one fails because ranks are gone
             held.callback(unsynchronise, self.model)
             held.callback(self.replica_state.close)
             if self.split is not None:
@@ -308,7 +311,7 @@ class RankEngine:
 
     @property
     def plan(self) -> Plan:
-        """The plan that is run."""
+        """The plan in use."""
         return self.compute.plan
 
     @plan.setter
@@ -317,21 +320,21 @@ class RankEngine:
 
     @property
     def parts(self) -> dict[str, Part] | None:
-        """Parts that this rank holds of its parameters; None where it holds all of each."""
+        """Return this rank's shards of its parameters; None if it holds all of each parameter."""
         return self.split.parts if self.split is not None else None
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, however it is divided."""
+        """Number of parameters of the whole model, however it is divided."""
         return self.split.parameter_count if self.split is not None else sum(p.numel() for p in self.model.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that this rank's optimizer steps on, by their names in the unsplit model."""
+        """Yield the parameters that this rank's optimizer updates, by their names in the undivided model."""
         extra = {name: p for name, p in self.extra.items() if isinstance(p, nn.Parameter)}
         return self.split.parameters if self.split is not None else {**dict(self.model.named_parameters()), **extra}
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers, by the names in the undivided model."""
+        """Yield this rank's buffers, by their names in the undivided model."""
         extra = {name: b for name, b in self.extra.items() if not isinstance(b, nn.Parameter)}
         return self.split.named_buffers() if self.split is not None else {**dict(self.model.named_buffers()), **extra}
 
@@ -353,7 +356,7 @@ class RankEngine:
     def _queue(
         self, reduction: ReductionAhead, step: int, batch: Batch | None, position: Position, local: LocalLoss
     ) -> UnreadStep:
-        """Queue the rest of a step without a wait for the device."""
+        """Queue the rest of a step without waiting for the device."""
         by_samples = self.compute.normalization.by_samples
         limits = {"clip_norm": self.settings.clip_norm, "clip_value": self.settings.clip_value}
         unread = reduction.queue(local, step, by_samples=by_samples, **limits)
@@ -364,7 +367,7 @@ class RankEngine:
         self.step_count = step
         self.meter.mark(OPTIMIZER)
         self.meter.end(step)
-        # behind the end of the step, so that one wait is for both
+        # queued after the end of the step, so that one wait serves both
         unread.send()
         return unread
 
@@ -383,18 +386,18 @@ class RankEngine:
         timing = self.meter.finish(step)
         return StepResult(step, reduced.loss, samples, reduced.norm, problem, reduced.votes, timing, reduced.everywhere)
 
-    # How the model is set up
+    # Model setup
 
     def _compute(self, plan: Plan) -> Compute:
         if self.split is None:
             return WholeModel(self.model, self.loss, self.loader, plan, self.group, self.precision)
-        # With all of FSDP2 and the pipelines, which a plain run does without.
+        # imports all of FSDP2 and the pipelines, which a plain run does not need
         from paceline.engine.split_model import SplitModel
 
         return SplitModel(self.split, self.loss, self.loader, plan, self.group, self.precision)
 
     def _attach(self, *, identical: bool = False) -> None:
-        """Give the model to the rule; `identical`: the replicas have the same parameters already."""
+        """Attach the model to the rule; `identical`: the replicas already have the same parameters."""
         split, world, info = self.split, self.group, sync_info(self.plan.sync)
         inner = split.mesh.group(*REPLICA) if split is not None and info.needs_inner else Group(device=world.device)
         self.replica = Replica(
@@ -431,25 +434,25 @@ class RankEngine:
             )
 
     def _owners(self) -> dict[Tensor, int]:
-        """Index of the optimizer that steps on each parameter; {} where there is only one."""
+        """Return the index of each parameter's optimizer; {} if there is only one."""
         return {}
 
     def _held_by_optimizer(self) -> list[nn.Parameter]:
         return [p for g in self.optimizer.param_groups for p in g["params"]]
 
     def _signature(self) -> tuple[int, ...]:
-        """Key that changes when the optimizer gets or loses a trainable parameter."""
-        # written out, as every step asks
+        """Return a key that changes when the optimizer gains or loses a trainable parameter."""
+        # written out for speed, because every step calls it
         return tuple([id(p) if p.requires_grad else 0 for g in self.optimizer.param_groups for p in g["params"]])
 
     def _follow_changes(self, *, forward_is_done: bool = False) -> None:
         """Follow a change of the set of trained parameters.
 
-        Replicas that take local steps are set to the mean of their parameters first. If the forward pass is done, this
-        waits until after the update.
+        With local rules, the replicas' parameters are averaged first. If the forward pass is already done, the change
+        is postponed until after the update.
 
         Raises:
-            PlanError: the plan divides the model, so its parts were settled at the start.
+            PlanError: the plan divides the model, so its parts were fixed at the start.
             JobError: the forward pass used parameters that may differ between the ranks.
         """
         if self._signature() == self._trained:
@@ -480,7 +483,7 @@ class RankEngine:
         }
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # it may lie in memory that the rule gives back
+                parameter.grad = parameter.grad.clone()  # it may lie in memory that the rule frees
         if self.local_steps:
             self._average_replicas()
         self.rule.detach()
@@ -501,7 +504,7 @@ class RankEngine:
 
     @contextmanager
     def _gradients(self, go: Literal["collected", "kept"]) -> Iterator[None]:
-        """Context that says where backward passes leave gradients; outside, `loss.backward()` is refused."""
+        """Return a context that sets where backward passes store gradients; outside, `loss.backward()` is refused."""
         self.replica.backward.gradients = go
         try:
             yield
@@ -525,14 +528,15 @@ class RankEngine:
 
     def _clear_gradients(self) -> None:
         self.reduction.stage = "own"
-        self.reduction.gradients = []  # else two steps' gradients would be held during the backward pass
+        # otherwise the gradients of two steps would be in memory during the backward pass
+        self.reduction.gradients = []
         for parameter in self._parameters:
             parameter.grad = None
 
     # Update
 
     def _clip(self, norm: float, most: float | None = None) -> None:
-        """Clip gradients whose norm is `norm` to `most`, by default to the job's limits."""
+        """Clip gradients whose norm is `norm` to `most`, which defaults to the job's limits."""
         if most is None and self.settings.clip_value is not None:
             clip_elements(self.reduction.gradients, self.settings.clip_value)
         most = self.settings.clip_norm if most is None else most
@@ -552,17 +556,17 @@ class RankEngine:
 
     @contextmanager
     def _measured_weights(self) -> Iterator[None]:
-        """Context in which the model has the weights that evaluations measure."""
+        """Return a context in which the model has the weights that evaluations measure."""
         if self.average is None:
             yield
             return
         if self.before_update is not None:
-            self.before_update(self.step_count)  # a checkpoint may still copy the weights
+            self.before_update(self.step_count)  # a checkpoint may still be copying the weights
         with self.average.in_place():
             yield
 
     def _prepare_update(self, step: int) -> None:
-        """Compare replicas where due, and let a checkpoint copy parameters before they change."""
+        """Compare replicas if due, and let a checkpoint copy parameters before they change."""
         update = self.updates + 1
         if update >= self.replica_state.due:
             self.replica_state.before_update(update)
@@ -573,7 +577,10 @@ class RankEngine:
             self.meter.mark(CHECKPOINT)
 
     def _agree_on_parameters(self, step: int) -> None:
-        """Agree on parameters, as local rules do in every step.
+        """Synchronize parameters as the local rule asks in every step.
+
+        A replica that skipped its update takes part, because the others wait for it. If the generation ends during this
+        call, the step is kept, and the replicas synchronize the next time.
 
         A replica that left its update out takes part, since others wait for it. Where the generation ends meanwhile the
         step stands, and replicas agree the next time.

@@ -1,4 +1,4 @@
-"""Measuring a validation set, exactly, however its samples are divided over the ranks."""
+"""Exact evaluation on a validation set, however its samples are divided over the ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from paceline.wire.status import Phase
 
 
 class Evaluation:
-    """Runs the model over validation batches, with parameters that all replicas agree on.
+    """Evaluation of the model on validation batches, with synchronized parameters.
 
     Args:
         statistics: whether buffers differ between replicas, so that their mean is measured (local batch norm).
-        seed: of random numbers that the model draws meanwhile.
-        on_phase: told that this rank lives, as a set may be long.
-        weights: context in which the model has the weights to be measured.
+        seed: seed of the random numbers that the model draws during the evaluation.
+        on_phase: called to report that this rank is alive, because a set may be long.
+        weights: context in which the model has the weights to evaluate.
         on_end: called by every rank after its last batch, when replicas may write into their parameters again.
     """
 
@@ -49,7 +49,7 @@ class Evaluation:
         self._statistics = statistics
 
     def means(self, batches: Iterable[Batch | None], metrics: list[Metric], rule: SyncRule) -> dict[str, float]:
-        """The metrics over the batches of all ranks. Every rank calls this."""
+        """Compute the metrics over the batches of all ranks; every rank calls this."""
         measured = Measured(metrics)
         with self.measuring(rule):
             for i, batch in enumerate(batches):
@@ -59,7 +59,7 @@ class Evaluation:
 
     @contextmanager
     def measuring(self, rule: SyncRule) -> Iterator[None]:
-        """Context in which the model is in eval mode, with parameters all replicas agree on."""
+        """Return a context with the model in eval mode and synchronized parameters."""
         compute = self.compute
         compute.normalization.prepare()
         # A user may keep some layers in eval mode.
@@ -71,7 +71,8 @@ class Evaluation:
                     rule.in_agreement(),
                     self.averaged_buffers(),
                     forked_random(compute.device),
-                    torch.no_grad(),  # not inference mode: a model may keep a tensor that it made, and train with it
+                    # not inference mode: a model may cache a tensor that it made and train with it later
+                    torch.no_grad(),
                     compute.autocast(),
                 ):
                     yield
@@ -81,14 +82,14 @@ class Evaluation:
                 module.training = True
 
     def begin(self, number: int) -> None:
-        """Seed the random numbers of a validation batch, and show that this rank lives."""
+        """Seed the random numbers of a validation batch, and report that this rank is alive."""
         data_group = self.compute.data_group
         torch.manual_seed(self.seed + number * data_group.size + data_group.rank)
         self.on_phase("evaluate")
 
     @contextmanager
     def averaged_buffers(self) -> Iterator[None]:
-        """Within, floating-point buffers hold their mean over the replicas."""
+        """Replace floating-point buffers by their mean over the replicas within this context."""
         buffers = [b for b in self.compute.model.buffers() if b.is_floating_point()]
         if self.compute.data_group.size == 1 or not buffers or not self._statistics:
             yield
@@ -119,11 +120,11 @@ class Evaluation:
 
 
 def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> Iterable[Batch | None]:
-    """Return this rank's batches of a set to measure.
+    """Return this rank's batches of a set to evaluate.
 
-    If ranks wait for each other in every batch, all have equally many; None stands for a missing one.
+    If ranks wait for each other in every batch, all get the same number of batches; None stands for a missing one.
     """
-    # a measure of a whole batch depends on the samples in it
+    # a metric of a whole batch depends on which samples are in it
     whole = getattr(compute.loss, "whole_batch", False)
     rank, size = compute.data_group.rank, compute.data_group.size
     batch = global_batch if whole else max(1, global_batch // size)
@@ -134,7 +135,7 @@ def batches_of(compute: Compute, dataset: Dataset[Any], global_batch: int) -> It
     return padded(batches, most_batches(samples, batch=batch, replicas=size, in_turn=whole))
 
 
-LIMIT_BYTES = 2**30  # largest size of the rows of one metric, from all ranks together
+LIMIT_BYTES = 2**30  # upper limit for the rows of one metric, from all ranks together
 
 
 class Measured:
@@ -163,7 +164,7 @@ def _kept_of(metric: Metric) -> _Sums | _Rows | _States:
 
 
 class _Sums:
-    """Two sums of a metric, of which the first may be a tensor."""
+    """Two sums of a metric; the first may be a tensor."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -181,10 +182,10 @@ class _Sums:
 
 
 def add_up(sums: list[_Sums], group: Group | None) -> None:
-    """Add up the sums of all ranks, in one exchange."""
+    """Add up the sums of all ranks in one exchange."""
     if group is None or group.size == 1:
         return
-    # a rank without a batch does not know how many numbers there are
+    # a rank without a batch does not know the number of values
     found = group.gather_json([None if kept.total is None else list(kept.total.shape) for kept in sums])
     for i, kept in enumerate(sums):
         shape: list[int] = next((of_rank[i] for of_rank in found if of_rank[i] is not None), [])
@@ -208,7 +209,7 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
 
 
 class _States:
-    """A metric's own states on this rank (`paceline.job.zoo.torch_metrics`)."""
+    """A torchmetrics metric's own states on this rank (`paceline.job.zoo.torch_metrics`)."""
 
     def __init__(self, metric: Any) -> None:
         self.name, self._states = metric.name, metric.begin()
@@ -250,7 +251,7 @@ class _Rows:
                 found=shown,
             )
         for kept, one in zip(self._kept, pair, strict=True):
-            kept.append(one.detach().to("cpu", copy=True))  # a view would keep the whole output alive
+            kept.append(one.detach().to("cpu", copy=True))  # a view would keep the whole output in memory
             self._bytes += one.nbytes
         self._check(self._bytes)
 
@@ -270,7 +271,7 @@ def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
 
     Args:
         own: this rank's rows; None for none.
-        name: the metric's, for messages.
+        name: name of the metric, for messages.
 
     Raises:
         DataError: the rows differ in type or shape between ranks, or exceed `LIMIT_BYTES`.

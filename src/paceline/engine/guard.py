@@ -22,15 +22,15 @@ from paceline.planning.sync_info import sync_info
 
 
 class Guard:
-    """Decides on each update, and restores buffers where it is left out.
+    """Decision about each update; restores buffers if the update is skipped.
 
     Args:
-        policy: `stop` raises; `skip` and `rewind` leave the update out.
-        model: its buffers are put back.
-        loss_scale: that of fp16 training, which an overflow shrinks; None in other precisions.
+        policy: `stop` raises; `skip` and `rewind` skip the update.
+        model: the model whose buffers are restored.
+        loss_scale: the loss scale of fp16 training, which an overflow reduces; None in other precisions.
         rank: this rank's number in the run.
-        late: the update is made before its numbers are known here, which only `stop` allows.
-        spikes: tells spikes of the loss, whose updates are left out, too; None where they are made.
+        late: the update happens before its numbers are known on the host; only `stop` allows this.
+        spikes: detects spikes of the loss, whose updates are also skipped; None to make these updates.
     """
 
     def __init__(
@@ -49,21 +49,22 @@ class Guard:
         self._saved: list[tuple[Tensor, Tensor]] = []
 
     def remember(self) -> None:
-        """Copy the buffers, before a forward pass whose update may be left out."""
+        """Copy the buffers before a forward pass whose update may be skipped."""
         if self.policy != "stop" or self.spikes is not None:
             self._saved = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
 
     def check(
         self, deciders: Group, batch: Batch | None, samples: list[int], *, step: int, loss: float, norm: float
     ) -> str | None:
-        """Reason to leave the update of a step out; None to make it.
+        """Return the reason to skip the update of a step, or None.
 
         Args:
             deciders: the ranks that have this loss and gradient; all of them call this.
-            batch: this rank's, to look for NaN and Inf in it; `samples` are its samples' numbers in the data set.
+            batch: this rank's batch, which is searched for NaN and Inf; `samples` are its samples' numbers in the data
+                set.
 
         Raises:
-            NonFiniteError: the policy is to stop, or too many updates in a row were left out.
+            NonFiniteError: the policy is to stop, or too many consecutive updates were skipped.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             problem = None if self.spikes is None else self.spikes.problem(step, loss)
@@ -87,7 +88,7 @@ class Guard:
 
 
 Policy = Literal["stop", "skip", "rewind"]
-PATIENCE = 20  # updates left out in a row before the run is called broken
+PATIENCE = 20  # number of consecutive skipped updates before the run fails
 
 
 def explain(
@@ -100,11 +101,11 @@ def explain(
     norm: float,
     rank: int | None = None,
 ) -> str:
-    """One sentence naming the step, the quantity, and the rank and samples it came from.
+    """Return a sentence with the step, the quantity, the rank and its samples.
 
     Args:
-        group: the ranks whose loss and gradient it is; all of them call this.
-        rank: this rank's number in the run, where that is not the one in `group`.
+        group: the ranks that share this loss and gradient; all of them call this.
+        rank: this rank's number in the run, if it differs from the number in `group`.
     """
     bad = nonfinite_rows(batch)
     names = [indices[row] for row in bad]
@@ -119,7 +120,7 @@ def explain(
 
 
 def stop(problem: str, *, late: bool = False) -> NonFiniteError:
-    """The error of the `stop` policy; `late`: the weights in memory were updated meanwhile."""
+    """Return the error of the `stop` policy; `late`: the weights in memory are already updated."""
     kept = "No checkpoint has what came of it." if late else "Nothing was updated."
     return NonFiniteError(
         "nonfinite.stopped",
@@ -132,7 +133,7 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
 
 
 def gave_up(problem: str, skipped: int) -> NonFiniteError:
-    """The error when leaving updates out does not help."""
+    """Return the error for the case that skipping updates does not help."""
     return NonFiniteError(
         "nonfinite.not_recovering",
         "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "
@@ -148,20 +149,21 @@ _GROWTH, _BACKOFF, _GROWS_AFTER = 2.0, 0.5, 2000  # as torch.amp.GradScaler
 class LossScale:
     """A factor for the loss; gradients are divided by it before they are used.
 
-    All ranks see the same gradients, so it is the same on all.
+    All ranks see the same gradients, so they all have the same scale.
 
     Attributes:
         overflows: number of consecutive gradients that were not finite. After `PATIENCE` of them, lowering the scale
             has not helped, so the scale is not the cause.
 
-    It acts on reduced gradients, wherever they lie; `torch.amp.GradScaler` knows only those of one optimizer.
+    The scale applies to reduced gradients in any memory; `torch.amp.GradScaler` handles only the gradients of one
+    optimizer.
     """
 
     def __init__(self, value: float = 2.0**16) -> None:
         self.value, self.overflows, self._good_steps = value, 0, 0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
+        """Return the loss to differentiate."""
         return loss * self.value
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
@@ -170,13 +172,13 @@ class LossScale:
             torch._foreach_mul_(list(gradients), 1.0 / self.value)
 
     def grow(self) -> None:
-        """Note an update that was made."""
+        """Record an update that was made."""
         self._good_steps += 1
         if self._good_steps % _GROWS_AFTER == 0:
             self.value *= _GROWTH
 
     def shrink(self) -> str:
-        """Note a gradient that overflowed; returns the message about the skipped update."""
+        """Record a gradient that overflowed; return the message about the skipped update."""
         before, self._good_steps = self.value, 0
         self.overflows += 1
         self.value *= _BACKOFF
@@ -190,20 +192,20 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over an earlier scale."""
+        """Restore an earlier scale."""
         self.value, self._good_steps = state["value"], state["good_steps"]
 
 
-_SIGMA = 1.4826  # standard deviations per median absolute deviation, of normal noise
-_LEAST = 0.01  # of the median: the spread of losses that hardly differ
+_SIGMA = 1.4826  # standard deviation per median absolute deviation, for normal noise
+_LEAST = 0.01  # as a fraction of the median: smallest spread assumed for losses that hardly differ
 
 
 class LossSpikes:
-    """Tells losses that lie far beyond the median of the last ones.
+    """Detection of losses far above the median of the last losses.
 
-    Far is many times their spread, the median absolute deviation, which neither a spike nor a slow fall of the loss
-    widens much. Spikes are not counted among the last losses, and nothing is one before as many losses are known as the
-    job's window has. Equal on all ranks, as the loss is.
+    "Far" means many times the spread, measured by the median absolute deviation, which a spike or a slow fall of the
+    loss hardly changes. Spikes are not added to the last losses. No loss counts as a spike until the job's window is
+    full. All ranks have the same loss and therefore find the same spikes.
     """
 
     def __init__(self, spec: SpikeSpec) -> None:
@@ -211,7 +213,7 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=spec.window)
 
     def problem(self, step: int, loss: float) -> str | None:
-        """Sentence about a spike; None for another loss, which is then one of the last."""
+        """Return a sentence about a spike; None for another loss, which is recorded."""
         limit = self.limit
         if loss <= limit:
             self._losses.append(loss)
@@ -224,7 +226,7 @@ class LossSpikes:
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no spike now."""
+        """Return the largest loss that is not a spike now."""
         if len(self._losses) < self.spec.window:
             return math.inf
         median = statistics.median(self._losses)
@@ -232,11 +234,11 @@ class LossSpikes:
         return median + self.spec.threshold * max(spread, _LEAST * abs(median))
 
     def state_dict(self) -> list[float]:
-        """The last losses."""
+        """Return the last losses."""
         return list(self._losses)
 
     def load_state_dict(self, losses: list[float]) -> None:
-        """Take over the last losses of an earlier run."""
+        """Restore the last losses of an earlier run."""
         self._losses = deque(losses, maxlen=self.spec.window)
 
 
@@ -262,11 +264,11 @@ class Settings:
     ema: float | None = None
 
     def runs_ahead(self, plan: Plan, device: torch.device) -> bool:
-        """True if the host queues a step before it reads the last one's numbers.
+        """Return True if the host queues a step before it reads the last one's numbers.
 
-        Not where a step's numbers decide on its update (`nonfinite` other than stop, `spike`, fp16's loss scale, a
-        replica's own step), where the host takes part in it (a pipeline's timer, offload), or where events do not tell
-        the time.
+        This is not possible if a step's numbers decide about its update (`nonfinite` other than stop, `spike`, the fp16
+        loss scale, a replica's own step), if the host takes part in the step (a pipeline's timer, offload), or if the
+        device has no timed events.
         """
         policies = {self.nonfinite, self.spike.policy} & {"skip", "rewind"}
         numbers_decide = bool(policies) or (plan.precision or self.precision) == "fp16"

@@ -1,8 +1,9 @@
 """Loss normalization: the weight of each microbatch in the global mean.
 
-A loss is the mean over samples, over items that it or torch's own definition tells (`paceline.job.zoo.losses`), or a
-sum. Where a batch is computed in several parts, a loss of the user's own is held against that: before the first update,
-and in steps 2, 4, 8, … again, as early batches may have no label that is left out.
+A loss is a sum, a mean over samples, or a mean over items. The loss itself or torch's definition gives the items
+(`paceline.job.zoo.losses`). If a batch is computed in several microbatches, a user's own loss is compared with this
+definition before the first update. The comparison is repeated in steps 2, 4, 8, …, because early batches may have no
+ignored label.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ if TYPE_CHECKING:
     from paceline.engine.compute import Compute
 
 
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; by what the loss was computed in
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative tolerance, by the dtype of the loss
 _LOW_PRECISION = 2e-2
-_IGNORED = (-100, -1, 0, 255)  # labels that losses commonly leave out, for the hint
+_IGNORED = (-100, -1, 0, 255)  # labels that losses commonly ignore, for the hint
 
 
 class LossNormalization:
     """Weights of the microbatches of a step in its loss.
 
     Attributes:
-        remarks: what a user must know of how the loss is normalized, for the record.
-        prepared: whether the items of a model's own loss were looked for.
+        remarks: what a user must know about the normalization of the loss, for the record.
+        prepared: whether the items of a model's own loss have been searched.
         items_per_sample: the unit in which every replica counts its items; None before the first step.
-        warns: whether a remark is also a Python warning: in loops of users' own, on the first rank.
+        warns: whether a remark is also a Python warning: in users' own loops, on the first rank.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -66,27 +67,27 @@ class LossNormalization:
         self._read = 0  # number of remarks that `news` has returned
         self.by_model = isinstance(self.loss, ModelsOwn) or reads_models_loss(self.loss)
         self.adds_up = adds_up(self.loss)
-        # a sum is weighted by its samples; its items only show which parts are empty
+        # a sum is weighted by its samples; its items only show which microbatches are empty
         self._counted = items_of(self.loss)
         self._count = None if self.adds_up else self._counted
-        self._trial: Callable[..., Any] | None = None  # a copy of the loss, which may keep a state
-        self._earlier: tuple[Any, Tensor] | None = None  # a part of one sample
+        self._trial: Callable[..., Any] | None = None  # a copy of the loss, because it may have state
+        self._earlier: tuple[Any, Tensor] | None = None  # a microbatch of one sample
         self._examines = not (self.by_model or declares_mean(self.loss) or is_known(self.loss))
         self._examines &= not getattr(self.loss, "whole_batch", False)
         self.prepared = False
 
     @property
     def counts(self) -> bool:
-        """True if the loss averages over other items than samples, such as tokens."""
+        """Return True if the loss averages over items other than samples, such as tokens."""
         return self._count is not None
 
     @property
     def by_samples(self) -> bool:
-        """True if items are samples, so the ranks' shares of a batch sum to 1."""
+        """Return True if items are samples, so the ranks' shares sum to 1."""
         return self._count is None and not isinstance(self.loss, ModelsOwn)
 
     def examines(self, step: int) -> bool:
-        """True if a step compares a user's own loss with those of its parts."""
+        """Return True if a step compares a user's own loss with its parts."""
         return self._examines and not step & (step - 1)
 
     def prepare(self) -> None:
@@ -101,16 +102,19 @@ class LossNormalization:
                 self._remark(text)
 
     def news(self) -> list[str]:
-        """Remarks made since the last call."""
+        """Return the remarks made since the last call."""
         told, self._read = self._read, len(self.remarks)
         return self.remarks[told:]
 
     def target(self, batch: Batch) -> Any:
-        """Target of a batch; the batch itself for models that compute their loss without `labels`."""
+        """Return the target of a batch.
+
+        Models that compute their loss without `labels` get the batch itself.
+        """
         return batch if self.by_model and isinstance(batch, Mapping) and "labels" not in batch else target_of(batch)
 
     def items(self, batch: Batch) -> float | Tensor:
-        """Number of items that the loss averages over in this batch; samples by default."""
+        """Return the number of items that the loss averages over; samples by default."""
         if isinstance(self.loss, ModelsOwn):
             items = self.loss.items_in(batch)
         elif self._count is None:
@@ -162,7 +166,7 @@ class LossNormalization:
         return loss.reshape(())
 
     def of_microbatch(self, loss: Loss, output: Any, target: Any) -> Tensor:
-        """Compute the loss of one part of a batch.
+        """Compute the loss of one microbatch.
 
         Raises:
             DataError: the loss cannot compare this target with this output.
@@ -188,10 +192,9 @@ class LossNormalization:
         return self.one_number(made)
 
     def normalized(self, loss: Tensor, output: Any, batch: Batch, position: Position) -> tuple[Tensor, float | Tensor]:
-        """Mean loss of a part of a batch, and its weight in the global mean.
+        """Return the mean loss of a microbatch, and its weight in the global mean.
 
-        A part without items counts for nothing: its loss is 0, and so is its gradient.
-
+        A microbatch without items has the loss 0 and a zero gradient.
         """
         assert self.items_per_sample is not None
         items = self.items(batch)
@@ -205,7 +208,7 @@ class LossNormalization:
         by_model = isinstance(self.loss, ModelsOwn)
         if declares_mean(self.loss) or (self._counted is None and not by_model):
             return loss
-        # reading the value is nearly free on a CPU; on an accelerator it would be a wait
+        # reading the value is nearly free on a CPU; on an accelerator the host would have to wait
         if loss.device.type == "cpu" and not math.isnan(loss.item()):
             return loss
         items = (
@@ -220,20 +223,20 @@ class LossNormalization:
         return loss if items else NoGradient(loss).loss
 
     def measured(self, metric: LossMetric, output: Any, batch: Batch) -> tuple[float, float]:
-        """The loss of a validation batch as this rank's part of `(total, count)`."""
+        """Return the loss of a validation batch as this rank's part of `(total, count)`."""
         total, count = metric(output, batch if isinstance(self.loss, ModelsOwn) else self.target(batch))
         context = self.compute.split.context if self.compute.split is not None else None
         if context is not None and context.own_loss:  # the ranks' losses add up to the mean over the whole sequences
             count /= context.group.size
         return total, count
 
-    # Whether it is what it is taken for
+    # Verify the declared reduction
 
     def look(self, output: Any, target: Any, step: int, position: Position) -> None:
-        """Compare a part's loss with those of its own parts, in steps 1, 2, 4, …
+        """Compare a microbatch's loss with the losses of its parts, in steps 1, 2, 4, …
 
         Raises:
-            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
+            PlanError: the loss is not the declared mean or sum; the message says what to write instead.
         """
         if not self.examines(step) or active_fake_mode() is not None:
             return
@@ -245,7 +248,7 @@ class LossNormalization:
         """Compare a user's own loss of several samples with the losses of their parts.
 
         Raises:
-            PlanError: it is not the mean, or the sum, that it is taken for; with what to write.
+            PlanError: the loss is not the declared mean or sum; the message says what to write instead.
         """
         if not self._examines:
             return
@@ -266,15 +269,15 @@ class LossNormalization:
             self._examine(output, target)
 
     def _two_samples(self, output: Any, target: Any, position: Position) -> tuple[Any, Tensor] | None:
-        """Output and target of two samples or more, or None.
+        """Return output and target of two or more samples, or None.
 
-        A part of one sample is joined with an earlier part, or with those of other ranks.
+        A microbatch of one sample is joined with an earlier one, or with those of other ranks.
         """
         compute, output = self.compute, tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, output)
         if len(target) > 1:
             return output, target
         shares = compute.loader.partition.shares(position.step, position.epoch)
-        # and so on all ranks
+        # and the same on all ranks
         if max(shares) == min(shares) == 1 and compute.data_group.size > 1 and isinstance(output, Tensor):
             return gather(compute.data_group, output, shares), gather(compute.data_group, target, shares)
         earlier, self._earlier = self._earlier, (output, target)
@@ -290,7 +293,7 @@ class LossNormalization:
 
     def _examine(self, output: Any, target: Tensor) -> None:
         output, target, whole = self._widest(output, target)
-        # NaN is the step's to tell; and this loss draws at random
+        # NaN is reported by the step; a loss that uses random numbers cannot be compared
         if not math.isfinite(whole) or whole != self._value(output, target):
             if math.isfinite(whole):
                 self._remark(
@@ -305,7 +308,7 @@ class LossNormalization:
 
     def _hold(self, whole: float, output: Any, target: Tensor, dim: int) -> None:
         size = target.shape[dim]
-        first = size // 2 if size < 6 else size // 3  # a part of one could be too small for the loss
+        first = size // 2 if size < 6 else size // 3  # a microbatch of one sample could be too small for the loss
         parts = []
         for start, length in ((0, first), (first, size - first)):
             cut = _cut(output, size, dim, start, length)
@@ -423,7 +426,7 @@ def _double(leaf: Any) -> Any:
 
 
 def _cut(output: Any, size: int, dim: int, start: int, length: int) -> Any:
-    """A part of an output along `dim`: of its tensors that have `size` there. None where it has no such tensor."""
+    """Slice the tensors of an output with `size` along `dim`; None if it has none."""
     found = []
 
     def cut(leaf: Any) -> Any:
@@ -453,13 +456,13 @@ class NoGradient:
         self._hooks = [n.register_prehook(_zeros) for n in graph_nodes(loss) if not hasattr(n, "variable")]
 
     def release(self) -> None:
-        """Let gradients of other losses pass through the graph again (`retain_graph`)."""
+        """Let the gradients of other losses pass through the graph again (`retain_graph`)."""
         for hook in self._hooks:
             hook.remove()
 
 
 def stop_gradient_unless(counts: Tensor, output: Any) -> None:
-    """Zero the gradients that reach a model's output, unless `counts` (0-dimensional, on its device) is true.
+    """Zero the gradients of a model's output, unless `counts` (0-dimensional, on its device) is true.
 
     The value stays on the device, so the host does not wait for it.
     """
@@ -475,7 +478,7 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 def graph_nodes(loss: Tensor, descends: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     """Iterate over the nodes of the autograd graph of a loss.
 
-    The nodes below a node for which `descends` returns False are left out.
+    Nodes below a node for which `descends` returns False are skipped.
     """
     waiting, seen = [loss.grad_fn], set()
     while waiting:

@@ -1,7 +1,6 @@
 """Step timing by part: data, compute, bubble, exposed communication, imbalance, optimizer, checkpoint.
 
-The clock is read at the boundaries between the parts and each part ends where the next begins, so they sum to the step
-exactly.
+Each part ends when the next one begins, so the parts sum exactly to the step time.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ class Timing:
 
     @property
     def step_s(self) -> float:
-        """Seconds from the end of the step before to the end of this one."""
+        """Seconds from the end of the previous step to the end of this one."""
         return sum(self.parts_s)
 
     @property
     def busy_s(self) -> float:
-        """Seconds until this rank was ready to communicate: all that is not waiting for others."""
+        """Seconds until this rank was ready to communicate, without any wait for other ranks."""
         return self.step_s - self.parts_s[BUBBLE] - self.parts_s[COMM] - self.parts_s[IMBALANCE]
 
     def move(self, part: int, source: int) -> None:
-        """Take a part's seconds from those of `source`, where they were counted, too.
+        """Move seconds to a part from `source`, where they were also counted.
 
-        No more than there are.
+        At most the seconds of `source` are moved.
         """
         self.parts_s[part] = min(self.parts_s[part], self.parts_s[source])
         self.parts_s[source] -= self.parts_s[part]
 
 
 class Meter:
-    """The stop-watch of one rank. `mark(part)` gives the time since the last mark to `part`.
+    """Stopwatch of one rank; `mark(part)` assigns the time since the last mark to `part`.
 
     On accelerators the marks are events on the current stream, read one step later, so that measuring never makes the
-    host wait. Where a device has no timed events, they are the host's: when it had queued the work.
+    host wait. If a device has no timed events, the marks are host times at which the work was queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +62,7 @@ class Meter:
         self.previous_busy_s = 0.0
 
     def mark(self, part: int) -> None:
-        """The time since the last mark went into `part`."""
+        """Assign the time since the last mark to `part`."""
         if self._clock.by_events:
             self._events.append((part, self._clock.now()))
             return
@@ -72,7 +71,10 @@ class Meter:
         self._last = now
 
     def restart(self) -> None:
-        """Forget the time since the last mark: what happened there (an evaluation, a pause) belongs to no step."""
+        """Forget the time since the last mark.
+
+        This excludes an evaluation or a pause from the step time.
+        """
         self._last = self._reduced = time.perf_counter()
         self.current.parts_s = [0.0] * len(PARTS)
         if self._clock.by_events:
@@ -80,35 +82,38 @@ class Meter:
             self._start = self._clock.now()
 
     def busy_s(self) -> float:
-        """Seconds this rank computed since the last reduction; on accelerators of the previous step."""
+        """Return the seconds this rank computed since the last reduction.
+
+        On accelerators it is the value of the previous step.
+        """
         return self.previous_busy_s if self._clock.by_events else self._last - self._reduced
 
     @property
     def waited_s(self) -> float:
-        """Seconds of `busy_s` in which this rank waited in a pipeline; none on accelerators."""
+        """Return the part of `busy_s` that was pipeline waiting; 0 on accelerators."""
         return 0.0 if self._clock.by_events else self.current.parts_s[BUBBLE]
 
     def waited_in_pipeline(self, seconds: float) -> None:
         """Move seconds from compute to pipeline bubble."""
         self.current.parts_s[BUBBLE] = seconds
-        if not self._clock.by_events:  # else when compute has been read
+        if not self._clock.by_events:  # otherwise when the compute time has been read
             self.current.move(BUBBLE, COMPUTE)
 
     def split_wait(self, slowest_busy_s: float, own_busy_s: float) -> None:
         """Split communication time into imbalance, waiting for the slowest rank, and exposed communication.
 
-        All ranks leave an all-reduce at about the same moment, so the times that they were busy since then tell when
-        each came to the next one, and no two hosts' clocks are compared.
+        All ranks leave an all-reduce at about the same moment, so their busy times since then show when each reached
+        the next one. The clocks of different hosts are not compared.
         """
         self._reduced = self._last
         self.current.parts_s[IMBALANCE] = max(slowest_busy_s - own_busy_s, 0.0)
-        if not self._clock.by_events:  # else when the wait has been read
+        if not self._clock.by_events:  # otherwise when the wait time has been read
             self.current.move(IMBALANCE, COMM)
 
     def finish(self, step: int) -> Timing | None:
         """End the step; returns the newest timed step.
 
-        That is this one, on accelerators the previous one (None at the first).
+        This is the current step; on accelerators, the previous step (None at the first).
         """
         done = self.end(step)
         if not self._clock.by_events:
@@ -116,7 +121,7 @@ class Meter:
         return self._read_events() if len(self._unread) > 1 else None
 
     def end(self, step: int) -> Timing:
-        """End the step; on accelerators its times are still to be read."""
+        """End the step; on accelerators its times are read later."""
         done = self.current
         done.step = step
         self.current = Timing(step + 1)
@@ -129,7 +134,7 @@ class Meter:
         return done
 
     def ended(self, step: int, slowest_busy_s: float, own_busy_s: float) -> Timing | None:
-        """Times of a step whose end the accelerator has reached; None if untimed.
+        """Return the times of a step that the accelerator has completed; None if untimed.
 
         Args:
             slowest_busy_s, own_busy_s: as for `split_wait`.

@@ -1,8 +1,8 @@
 """Items that a model's own loss averages over, found by watching a few samples.
 
-Models call torch's cross-entropy with labels of their batch, some of which are left out (-100). A part of a batch has
-to be weighed by the labels that its loss counted, so the labels are traced back to the batch: as they are, shifted by a
-token, or masked.
+Models call torch's cross-entropy with labels of their batch and ignore some of them (-100). The weight of a microbatch
+is the number of labels that its loss counted. To count them, the labels are traced back to the batch: unchanged,
+shifted by a token, or masked.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 
 SAMPLES = 4
 _TOLERANCE = {"fp64": 1e-6, "fp32": 2e-5, "bf16": 2e-2}
-_REFUSED = 1e-2  # a loss that differs by more is not one with a small term beside it
+_REFUSED = 1e-2  # relative difference above which the loss is more than cross-entropy with a small extra term
 
 
 def examine(compute: Compute) -> list[str]:
-    """Find the terms of a model's own loss; returns remarks for the user. Every rank calls this.
+    """Find the terms of a model's own loss and return remarks; every rank calls this.
 
     Raises:
-        PlanError: the model's loss compares the samples of a batch with each other, and the plan computes it in parts.
+        PlanError: the model's loss compares the samples of a batch with each other, and the plan computes the batch in
+            microbatches.
     """
     loss = compute.loss
-    if compute.plan.cp > 1:  # the split has made sure that it is the mean over shifted labels
+    if compute.plan.cp > 1:  # the split has verified that the loss is the mean over shifted labels
         if isinstance(loss, ModelsOwn):
             loss.terms = (Term("labels", shifted=True, ignored=IGNORED),)
         return []
@@ -119,7 +120,7 @@ def _told_terms(compute: Compute, terms: list[Term]) -> list[Term]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the labels that torch's cross-entropy and NLL loss are called with."""
+    """Record of the labels that torch's cross-entropy and NLL loss are called with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _traced(call: tuple[Tensor, int], batch: Batch) -> Term | None:
-    """Key of the batch from which the labels of a call come, or None."""
+    """Return the key of the batch that a call's labels come from, or None."""
     if not isinstance(batch, Mapping):
         return None
     labels, ignored = call
@@ -173,9 +174,9 @@ _TO_NARROW = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 @contextmanager
 def nothing_dropped() -> Iterator[None]:
-    """Torch's dropout functions return their input within this context.
+    """Make torch's dropout functions return their input within this context.
 
-    Masks are drawn per rank, so two plans have different ones.
+    Each rank draws its own masks, so two plans have different masks.
     """
     before = {name: getattr(F, name) for name in _DROPOUTS}
     for name in _DROPOUTS:
@@ -188,7 +189,7 @@ def nothing_dropped() -> Iterator[None]:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Have no module drop anything: values, paths (stochastic depth) or layers."""
+    """Disable all dropout: of values, paths (stochastic depth) and layers."""
     for module in model.modules():
         kind = type(module).__name__.lower()
         drops = "drop" in kind or "stochasticdepth" in kind
@@ -198,11 +199,11 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def random_module(compute: Compute, batch: Batch) -> str | None:
-    """First module whose output depends on random numbers, or None.
+    """Return the first module whose output depends on random numbers, or None.
 
     Found by two passes over a batch with different random states.
 
-    `the loss`, where only that differs.
+    Returns `the loss` if only the loss differs.
     """
     model, found = compute.model, list[dict[str, float]]()
     with suppress(Exception), torch.no_grad():
@@ -211,7 +212,7 @@ def random_module(compute: Compute, batch: Batch) -> str | None:
                 torch.manual_seed(seed)
                 found.append(_sums(compute, batch))
     if len(found) < 2:
-        return None  # it does not run so; the steps tell why
+        return None  # the model fails on this input; the training steps will report why
     return next((name for name, value in found[0].items() if value == value and found[1].get(name) != value), None)
 
 
@@ -240,16 +241,16 @@ def _sums(compute: Compute, batch: Batch) -> dict[str, float]:
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """Context in which modules that ask for float32 or less get float64.
+    """Return a context in which modules that ask for float32 or less get float64.
 
-    They ask by `x.float()`, a new tensor, or a softmax in float32.
+    Such requests are `x.float()`, a new tensor, or a softmax in float32.
     """
     call, depth = nn.Module.__call__, 0
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         depth += 1
-        try:  # and no hooks: they are not called where a pipeline's stage leaves the model's forward pass early
+        try:  # no hooks either: they are not called if a pipeline stage leaves the model's forward pass early
             with _Wide() if depth == 1 else nullcontext():
                 return call(module, *args, **kwargs)
         finally:
@@ -263,7 +264,7 @@ def all_in_float64() -> Iterator[None]:
 
 
 def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss whose own tensors may be of float32, computed in float64."""
+    """Compute in float64 a loss that creates float32 tensors itself."""
 
     def wide(*args: Any) -> Any:
         with _Wide():
@@ -275,7 +276,7 @@ def in_float64(loss: Callable[..., Any]) -> Callable[..., Any]:
 class _Wide(TorchFunctionMode):
     """Mode in which floating-point tensors are float64.
 
-    Applies to tensors asked for in fewer bits, and to operations that mix both.
+    It applies to tensors requested in fewer bits, and to operations that mix dtypes.
     """
 
     def __enter__(self) -> Any:

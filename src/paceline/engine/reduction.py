@@ -32,14 +32,14 @@ class Reduced:
     """Sums of a step's signals over the replicas.
 
     Attributes:
-        loss: mean over the items that there were.
-        rescale: what makes the gradients those of this mean.
-        votes: how many ranks asked for what.
-        slowest_busy_s: the longest that any rank was busy before.
+        loss: mean over the items of the step.
+        rescale: factor that turns the gradients into those of this mean.
+        votes: number of ranks that asked for each action.
+        slowest_busy_s: the longest busy time of any rank before the reduction.
         norm: L2 norm of the whole gradient, before clipping.
-        own_loss: that of this replica, where it takes the step of its own gradient; None where all take the same.
-        everywhere: whether all this is what every replica knows; if not, it is what this one knows of itself, and votes
-            are still asked.
+        own_loss: loss of this replica if it steps by its own gradient; None if all replicas take the same step.
+        everywhere: whether the values cover all replicas; if not, they describe only this replica, and its votes are
+            pending.
     """
 
     loss: float
@@ -52,17 +52,17 @@ class Reduced:
 
     @property
     def step_loss(self) -> float:
-        """The loss of the gradient that this rank updates by."""
+        """Return the loss of the gradient that this rank uses for its update."""
         return self.loss if self.own_loss is None else self.own_loss
 
 
 class StepSignals:
     """Scalars that a rule sums with the gradients.
 
-    They are loss, items, votes, then each rank's busy time, and, in pipelines, how much of it each rank waited.
+    They are loss, items, votes, each rank's busy time and, in pipelines, each rank's wait within it.
 
     Attributes:
-        tensor: where they are written and read; a rule may give one of its own for it, in the dtype of its buffers.
+        tensor: storage of the signals; a rule may provide its own tensor, in the dtype of its buffers.
     """
 
     def __init__(self, group: Group, *, pipelined: bool = False) -> None:
@@ -70,15 +70,15 @@ class StepSignals:
         size = FIRST_BUSY + group.size * (2 if pipelined else 1)
         self.tensor: Tensor = torch.zeros(size, dtype=widest_float(group.device), device=group.device)
         self._asked: set[str] = set()
-        # of every rank, before the newest reduction, without its waits in a pipeline; read by `take_busy`
+        # busy seconds of every rank before the newest reduction, without waits in a pipeline; read by `take_busy`
         self.busy_s: list[float] = []
 
     def vote(self, what: str) -> None:
-        """Ask all ranks for something in `VOTES`; decided when the replicas next agree."""
+        """Ask all ranks for an action in `VOTES`; decided at the next global reduction."""
         self._asked.add(what)
 
     def seal(self, meter: Meter, local: LocalLoss) -> float:
-        """Write what this rank has to say before the reduction; returns the busy seconds noted."""
+        """Write this rank's values before the reduction; return the busy seconds written."""
         busy_s = meter.busy_s()
         if self.group.size == 1:
             return busy_s
@@ -90,7 +90,8 @@ class StepSignals:
             staged[FIRST_BUSY + self.group.size + self.group.rank] = meter.waited_s
         if not on_accelerator(self.tensor):
             staged[LOSS], staged[ITEMS] = float(local.total), float(local.items)
-            self.tensor.numpy()[:] = staged  # the caches are cold here: a call of torch more is tens of microseconds
+            # the caches are cold here: one more call of torch costs tens of microseconds
+            self.tensor.numpy()[:] = staged
         else:
             self.tensor.copy_(uploaded(staged, self.tensor.dtype, self.tensor.device))
             self.tensor[LOSS] = local.total
@@ -98,25 +99,25 @@ class StepSignals:
         return busy_s
 
     def own(self, local: LocalLoss) -> list[float | Tensor]:
-        """This rank's part of the loss, and of the items, of the step."""
+        """Return this rank's part of the loss and of the items of the step."""
         return [local.total, local.items]
 
     def sums(self, local: LocalLoss) -> list[float | Tensor]:
-        """The signals after the reduction, whose numbers `read` takes."""
+        """Return the signals after the reduction, as `read` expects them."""
         return self.own(local) if self.group.size == 1 else [self.tensor]
 
     def take_busy(self) -> list[float]:
-        """Busy seconds of each rank before the newest reduction; empty if already taken."""
+        """Return each rank's busy seconds before the newest reduction; empty if already taken."""
         busy_s, self.busy_s = self.busy_s, []
         return busy_s
 
     def scaled(self, loss: float, items: float) -> Reduced:
-        """Result of a step that only this replica knows; votes stay pending."""
+        """Return the result of a step that only this replica knows; votes stay pending."""
         rescale = self._rescale(items)
         return Reduced(loss * rescale, rescale, {}, 0.0, own_loss=loss * rescale, everywhere=False)
 
     def read(self, sums: Sequence[float]) -> Reduced:
-        """The sums over all replicas, of their numbers."""
+        """Read the sums over all replicas from `numbers`."""
         loss, items, *rest = sums
         if self.group.size == 1:
             votes, slowest_s = dict.fromkeys(self._asked, 1), 0.0
@@ -135,7 +136,7 @@ class StepSignals:
         return 1.0 if abs(items - 1.0) < self._rounding else 1.0 / items
 
     def factor(self, items: float | Tensor) -> float | Tensor:
-        """The coming `Reduced.rescale`; a tensor () where only an accelerator knows the items yet."""
+        """Return the next `Reduced.rescale`; a tensor () if only an accelerator knows the items yet."""
         if not isinstance(items, Tensor):
             return self._rescale(items)
         is_one = ((items - 1.0).abs() < self._rounding) | (items <= 0.0)
@@ -147,7 +148,7 @@ class StepSignals:
 
 
 def numbers(parts: Sequence[float | Tensor]) -> list[float]:
-    """The numbers of all parts in order, with at most one wait for an accelerator."""
+    """Return the numbers of all parts in order; waits at most once for an accelerator."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) > 1 and on_accelerator(tensors[0]):
         return in_order(parts, torch.cat([t.reshape(-1) for t in tensors]).tolist())
@@ -155,7 +156,7 @@ def numbers(parts: Sequence[float | Tensor]) -> list[float]:
 
 
 def in_order(parts: Sequence[float | Tensor], of_tensors: Sequence[float]) -> list[float]:
-    """Numbers of all parts, given those of the tensors among them."""
+    """Return the numbers of all parts, given the numbers of the tensors among them."""
     read = iter(of_tensors)
     return [x for part in parts for x in (islice(read, part.numel()) if isinstance(part, Tensor) else (part,))]
 
@@ -168,18 +169,18 @@ def clip_elements(gradients: Sequence[Tensor], most: float) -> None:
 
 
 class GradientReduction:
-    """Gradients, losses and votes are those of all replicas in every step.
+    """Reduction of gradients, losses and votes over all replicas in every step.
 
     Args:
-        rule: how the replicas agree; attached to `replica` already.
+        rule: the sync rule, already attached to `replica`.
         signals: loss, votes and times, which travel with the gradients.
         world: all ranks.
-        split: how the model is divided over the ranks of a replica; None where each holds all of it.
+        split: how the model is divided over the ranks of a replica; None if each rank holds the whole model.
         loss_scale: the factor that the loss had in fp16 training; None in other precisions.
 
     Attributes:
         gradients: tensors that hold every most recently reduced gradient once.
-        stage: how far the newest gradients are: this rank's, those of all ranks, and these as a mean.
+        stage: state of the newest gradients: local, summed over all ranks, or divided to the mean.
     """
 
     def __init__(
@@ -198,13 +199,13 @@ class GradientReduction:
         self.stage: Literal["own", "summed", "mean"] = "own"
         # The ranks of a divided model sum the signals over all of them, so the rule gets none.
         self._nothing = signals.tensor.new_empty(0)
-        # of the newest gradient, where it is read together with the signals
+        # norm of the newest gradient, if it is read together with the signals
         self._reads_norm, self._norm = split is not None or is_accelerator(world.device), 0.0
 
     def reduce(self, local: LocalLoss, step: int) -> Reduced:
-        """Reduce gradients, loss and votes of an optimizer step by the rule.
+        """Reduce gradients, loss and votes of an optimizer step with the rule.
 
-        From here on gradients are those of the mean over all items of the global batch. On accelerators this is the one
+        Afterwards the gradients belong to the mean over all items of the global batch. On accelerators this is the only
         wait of a step for the device.
         """
         pipeline = None if self.split is None else self.split.pipeline
@@ -240,19 +241,19 @@ class GradientReduction:
         return reduced
 
     def apply_rule(self, step: int) -> bool:
-        """Have the rule agree on gradients and signals; True if all replicas took part."""
+        """Reduce gradients and signals with the rule; return True if all replicas took part."""
         if self.split is not None:
             self.split.after_backward()
             result = self.rule.after_backward(step, self._nothing)
         else:
             result = self.rule.after_backward(step, self.signals.tensor)
-            # The next step's signals are written where the rule sends them from.
+            # The next step's signals are written to the buffer that the rule sends.
             self.signals.tensor = result.scalars
         self.gradients = result.gradients
         return result.everywhere
 
     def norm(self) -> float:
-        """L2 norm of `gradients`; if the model is divided, of all its gradients. Every rank calls it."""
+        """Return the L2 norm of `gradients`; for a divided model, of all its gradients. Every rank calls it."""
         if self.split is None:
             return math.hypot(*numbers(self._norms()))
         square = self.split.gradient_square()
@@ -263,7 +264,7 @@ class GradientReduction:
         return torch._foreach_norm(self.gradients) if self.gradients else ()
 
     def _numbers(self, parts: Sequence[float | Tensor]) -> list[float]:
-        """`numbers` of the parts; on accelerators the gradient's norm is read in the same wait."""
+        """Return `numbers` of the parts; on accelerators the same wait reads the gradient's norm."""
         if not self._reads_norm:
             return numbers(parts)
         norms = self._norms()
@@ -273,7 +274,7 @@ class GradientReduction:
 
     @property
     def deciders(self) -> Group:
-        """Ranks that have the same loss and gradient, and so decide alike on the update."""
+        """Return the ranks that make the same decision about the update."""
         return self.world
 
     def scale(self, factor: float) -> None:
@@ -283,18 +284,18 @@ class GradientReduction:
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> Tensor:
-        """The signals and, last, the squared gradient norm: sums over all ranks in one collective."""
+        """Sum the signals and, last, the squared gradient norm over all ranks in one collective."""
         together = torch.cat([self.signals.tensor, split.gradient_square()])
         self.world.all_reduce(together)
         return together
 
 
 class LocalReduction(GradientReduction):
-    """Reduction under local rules: every replica steps by its own gradient and loss.
+    """Reduction with local rules: every replica steps by its own gradient and loss.
 
-    All ranks know of losses and votes in the steps in which the rule agrees.
+    Losses and votes are known to all ranks only in steps that synchronize.
 
-    Within a replica that is divided, its ranks agree in every step.
+    The ranks of one divided replica reduce theirs in every step.
     """
 
     def _reduce(self, local: LocalLoss, step: int) -> Reduced:
@@ -319,13 +320,13 @@ class LocalReduction(GradientReduction):
 
     @property
     def deciders(self) -> Group:
-        """The ranks of this replica."""
+        """Return the ranks of this replica."""
         return self.replica.inner
 
     def _sum_over_replica(self, split: Split, local: LocalLoss, everywhere: bool) -> Tensor:
-        """Loss, items and squared gradient norm of this replica.
+        """Sum loss, items and squared gradient norm over this replica.
 
-        With `everywhere` followed by the signals, which are summed over all ranks in the same collective.
+        With `everywhere`, the same collective also sums the signals over all ranks.
         """
         tensor, replicas, place = self.signals.tensor, split.mesh.sizes["dp"], split.mesh.place["dp"]
         own = tensor.new_zeros(3)
@@ -346,7 +347,7 @@ class UnreadStep:
     """A queued step whose signals and gradient norms are still on an accelerator.
 
     Args:
-        parts: signals, then gradient norms; floats are known already.
+        parts: signals, then gradient norms; floats are already known.
         norms: number of gradient norms at the end of `parts`, taken before gradients are rescaled.
         own_busy_s: this rank's busy seconds, as the signals carry them.
 
@@ -367,16 +368,16 @@ class UnreadStep:
         self._download: Download | None = None
 
     def norm(self) -> Tensor:
-        """L2 norm of all gradients, a tensor () on the device."""
+        """Return the L2 norm of all gradients, a tensor () on the device."""
         norm: Tensor = torch.linalg.vector_norm(self.tensor[len(self.tensor) - self._norms :])
         return norm
 
     def send(self) -> None:
-        """Copy the numbers to the host once the device has done what is queued now."""
+        """Copy the numbers to the host after the work that is already queued."""
         self._download = Download(self.tensor)
 
     def read(self) -> tuple[Reduced, float]:
-        """Result of the reduction, and the gradient's norm; the host waits for them."""
+        """Return the result of the reduction and the gradient's norm; the host waits for them."""
         assert self._download is not None, "nothing was sent"
         found = in_order(self._parts, self._download.numbers())
         sums, norms = found[: len(found) - self._norms], found[len(found) - self._norms :]
@@ -385,7 +386,7 @@ class UnreadStep:
 
 
 class ReductionAhead(GradientReduction):
-    """Reduction under synchronous rules without a wait; it rescales and clips on the device."""
+    """Reduction with synchronous rules without a wait; it rescales and clips on the device."""
 
     def queue(
         self,
@@ -396,10 +397,10 @@ class ReductionAhead(GradientReduction):
         clip_norm: float | None,
         clip_value: float | None,
     ) -> UnreadStep:
-        """Reduce as `reduce` does, and clip the gradients, without a wait for the device.
+        """Reduce like `reduce`, and clip the gradients, without waiting for the device.
 
         Args:
-            by_samples: the items of all ranks are known to sum to 1.
+            by_samples: the items of all ranks sum to 1.
             clip_norm: the largest L2 norm of the whole gradient; None for any.
             clip_value: the largest absolute value of an element; None for any.
         """
@@ -420,7 +421,7 @@ class ReductionAhead(GradientReduction):
         if not isinstance(factor, Tensor):
             self.scale(factor)
         elif self.gradients:
-            # a factor in a gradient's own low precision would be off by a hundredth
+            # a factor in the gradient's own low precision would be inexact by up to 1%
             wide = torch.promote_types(self.gradients[0].dtype, torch.float32)
             torch._foreach_mul_(self.gradients, factor.to(wide))
         if clip_value is not None:

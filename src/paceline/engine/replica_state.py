@@ -1,4 +1,4 @@
-"""Equality of replicas: parameters and buffers compared by digests, embeddings with `max_norm` kept alike."""
+"""Comparison of replicas by digests of parameters and buffers; embeddings with `max_norm`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 
 _AXES = tuple(axis for axis in AXES if axis != "pp")
 _COLUMNS = 4096
-_ROUNDING = 64  # times the resolution of a dtype: how far ranks may drift apart that do not compute the same bits
+# multiples of the dtype's resolution: tolerated difference between ranks that do not compute the same bits
+_ROUNDING = 64
 
 
 class ReplicaState:
-    """Compares tensors that ranks should hold alike, before updates 1, 2, 4, … and at intervals.
+    """Comparison of tensors that ranks should hold alike.
 
-    A digest reads the parameters once, an update reads them several times: after the first ones the interval is
-    `compare_every` of the settings. Only under rules whose replicas are the same at every step. Buffers are compared
-    along the ranks that read different samples: those that a checkpoint keeps, but for statistics of norms that are
-    each replica's own.
+    It runs before updates 1, 2, 4, … and then at intervals.
+
+    A digest costs less than an update: it reads the parameters once. After the first comparisons, the interval is
+    `compare_every` of the settings. Comparisons need a rule whose replicas are equal at every step. Buffers in
+    checkpoints are compared among the ranks that read different samples, except for batch-norm statistics that each
+    replica keeps for itself.
 
     Attributes:
-        due: the next update that `before_update` is to be called before.
-        corruption: heals the odd one out of three or more, and knows which it was.
+        due: number of the next update that needs a call of `before_update`.
+        corruption: restores the one that differs among three or more ranks, and records it.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -56,14 +59,14 @@ class ReplicaState:
         self.due: float = 1 if self._compares or self.max_norm.tables else math.inf
 
     def before_update(self, update: int) -> None:
-        """Agree on what forward passes wrote into parameters, and compare ranks where that is due.
+        """Synchronize parameters that forward passes changed, and compare ranks if due.
 
         Args:
             update: number of the update that follows, from 1.
 
         Raises:
-            SyncError: ranks differ in a parameter or buffer, and no majority agrees; names it, and the ranks. Or one
-                rank differed from the others again and again.
+            SyncError: ranks differ in a parameter or buffer, and there is no majority; names the tensor and the ranks.
+                Also raised if one rank differs from the others repeatedly.
         """
         self.max_norm.agree()
         self.due = (
@@ -78,7 +81,7 @@ class ReplicaState:
                 self.corruption.tell_all()
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.max_norm.close()
 
     def _compared_before(self, update: int) -> bool:
@@ -86,7 +89,7 @@ class ReplicaState:
         return update % every == 0 or (update < every and update.bit_count() == 1)
 
     def _held_alike(self) -> Iterator[tuple[Group, dict[str, Tensor], bool]]:
-        """Groups of ranks, tensors they hold alike, and if these must be bitwise equal."""
+        """Return groups of ranks with the tensors to compare, and whether bitwise."""
         engine, split = self.engine, self.engine.split
         parameters = {name: local(p).detach() for name, p in engine.named_parameters().items()}
         averages: dict[str, Tensor] = {}
@@ -100,8 +103,9 @@ class ReplicaState:
             if split.mesh.sizes[axis] > 1:
                 alike = {name: p for name, p in parameters.items() if axis not in split.parts[name].sharded}
                 alike |= _as_averages({name: p for name, p in averages.items() if name in alike})
-                # Ranks that divide a layer compute what they hold alike by sums of different terms, so only nearly the
-                # same.
+                # Ranks that divide a layer compute their common tensors from different partial sums, so the copies are
+                # only
+                # approximately equal.
                 yield split.mesh.group(axis), alike, axis in DATA_AXES
         if engine.data_group.size > 1 and (buffers := self._buffers()):
             yield engine.data_group, buffers, True
@@ -185,12 +189,12 @@ _BUFFER = (
 
 
 def _as_averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Averages of parameters under names of their own."""
+    """Return the averages of parameters under names of their own."""
     return {f"{name} (average)": tensor for name, tensor in tensors.items()}
 
 
 def _keeps_its_own(module: nn.Module) -> bool:
-    """True if a module's running statistics are a replica's own (batch_norm: local)."""
+    """Return True if a module's running statistics belong to one replica (batch_norm: local)."""
     return isinstance(module, _NormBase) and not is_synchronised(module)
 
 
@@ -210,7 +214,10 @@ def _differing(group: Group, held: Mapping[str, Tensor], names: Sequence[str] = 
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """64-bit digest of a tensor: sums of words weighted by odd numbers, modulo 2^64."""
+    """Return a 64-bit digest of a tensor.
+
+    It sums words weighted by odd numbers, modulo 2^64.
+    """
     words = _words(tensor)
     weights = _weights(words.device)
     rows = len(words) // _COLUMNS
@@ -251,11 +258,11 @@ def _is_rounding(group: Group, tensor: Tensor) -> bool:
 
 
 class MaxNorm:
-    """Renormalises embedding rows in agreement, in place of torch's forward pass.
+    """Renormalization of embedding rows on all ranks, instead of in torch's forward pass.
 
-    A row is shortened once per step, before it is looked up for the first time, and before the update on the ranks that
-    did not look it up. All ranks do the same to the same bits, so they keep the same parameters. An evaluation ends in
-    the same way, so that a checkpoint or an export after it holds the rows that one process would hold.
+    A row is renormalized once per step: before its first lookup, or before the update on ranks that did not look it up.
+    All ranks apply the same operation to the same bits, so their parameters stay equal. An evaluation ends in the same
+    way, so that a later checkpoint or export has the same rows as a run on one process.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -266,7 +273,7 @@ class MaxNorm:
         )
 
     def agree(self) -> None:
-        """Shorten the rows that only other ranks looked up since the last update."""
+        """Renormalize the rows that only other ranks looked up since the last update."""
         for table in self.tables:
             anywhere = table.seen.clone()
             self.group.all_reduce(anywhere, "max")
@@ -274,7 +281,7 @@ class MaxNorm:
             table.seen.zero_()
 
     def close(self) -> None:
-        """Let the embeddings do it themselves again."""
+        """Let the embeddings renormalize their rows themselves again."""
         for table in self.tables:
             table.close()
         self.tables = []
@@ -310,17 +317,17 @@ class _Table:
         self.seen[rows] = 1.0
 
 
-MOST = 2  # times that a rank is healed; the next time ends the run
+MOST = 2  # number of times that a rank is restored; the next difference ends the run
 
 
 @dataclass
 class Corruption:
-    """Heals ranks that hold other values than most of those that should hold the same.
+    """Repair of ranks whose values differ from those of the majority.
 
     Attributes:
         found: details of each, for the record of the run.
-        members: number of each rank's process, by which it is named and counted; None: the ranks themselves.
-        times: the process that was healed, for each time in the run.
+        members: number of each rank's process, used in messages and counts; None to use the ranks.
+        times: the restored process, for each repair in the run.
     """
 
     engine: RankEngine
@@ -329,16 +336,16 @@ class Corruption:
     times: list[int] = field(default_factory=list)
 
     def heal(self, group: Group, named: Mapping[str, Tensor], digests: Mapping[str, int]) -> bool:
-        """Copy the majority's state to the other ranks; False if there is no majority.
+        """Copy the majority's state to the other ranks; return False if there is no majority.
 
         Every rank of the group calls it.
 
         Args:
             named: parameters and buffers that the ranks should hold alike; their optimizer state is copied, too.
-            digests: of those that differ between ranks.
+            digests: digests of the tensors that differ between ranks.
 
         Raises:
-            SyncError: it is the same rank again, for the last time.
+            SyncError: the same rank differs again after the last allowed repair.
         """
         own = [self._member(), socket.gethostname(), dict(digests)]
         everyones = group.gather_json(own)
@@ -355,7 +362,7 @@ class Corruption:
         return True
 
     def tell_all(self) -> None:
-        """Have every rank know what ranks of other groups found. Every rank calls it."""
+        """Send all ranks what the ranks of other groups found; every rank calls it."""
         known = {(d["step"], d["rank"]): d for found in self.engine.group.gather_json(self.found) for d in found}
         self.found = list(known.values())
 

@@ -46,9 +46,9 @@ def divide(
     *,
     weights: bool = True,
 ) -> Split:
-    """This rank's part of a model, for the batches that `loader` yields.
+    """Return this rank's part of a model, for the batches that `loader` yields.
 
-    A model that has its weights loses them to its parts; `weights=False` leaves those of a `DeferredModel` out.
+    If the model has weights, they move to its parts. `weights=False` leaves the weights of a `DeferredModel` unset.
     """
     recorded = deferred_from(model) if isinstance(model, nn.Module) else model
     split = without_memory(recorded, plan, mesh, loader, loss, settings)
@@ -59,7 +59,7 @@ def divide(
 def without_memory(
     recorded: DeferredModel, plan: Plan, mesh: Mesh, loader: Loader, loss: Loss, settings: Settings
 ) -> Split:
-    """This rank's part of a model in shapes only, until `Split.allocate`."""
+    """Return this rank's part of a model as shapes only, until `Split.allocate`."""
     precision = plan.precision or settings.precision
     recorded.model = prepared(recorded.model, settings.batch_norm, precision, mesh.group(*DATA_AXES))
     example = loader.example(max(1, loader.smallest_share() // plan.microbatches))
@@ -91,10 +91,10 @@ def without_memory(
 
 
 class SplitModel(Compute):
-    """A replica over several ranks, each with its part of layers, matrices or tokens.
+    """A replica over several ranks; each has a part of the layers, matrices or tokens.
 
-    All ranks that wait for each other compute equally often: a rank that has no sample left in a step computes one that
-    it saw before, and counts it as nothing.
+    All ranks that wait for each other compute the same number of times. A rank without a sample left in a step computes
+    an earlier sample with weight 0.
     """
 
     split: Split
@@ -104,12 +104,12 @@ class SplitModel(Compute):
         super().__init__(split.model, loss, loader, plan, group, split.mesh.group(*DATA_AXES), precision, split)
         self.casts = split.fully is not None and split.fully.casts
         self.reads = ShardReads(split)
-        # computed where there is no sample left
+        # computed if no sample is left
         self._sample = _first(split.example)
         self._head = split.tensors.vocabulary_head if split.tensors is not None and divides_classes(loss) else None
         self.divides_logits = self._head is not None
         if self._head is not None and divides_classes(loss):
-            # the loss needs the sums over the vocabulary only
+            # the loss needs only the sums over the vocabulary
             self._head.gather = False
             self.step_loss = ParallelLoss(loss, split.mesh.group("tp"))
 
@@ -162,9 +162,9 @@ class SplitModel(Compute):
             loss, items = self.normalized_loss(output, part, batch, position, step)
         context, share = self.split.context, 1.0
         if context is not None and not context.whole and not self.normalization.counts:
-            # A sample counts once, and each rank has some of its tokens.
+            # Each sample counts once, although each rank has some of its tokens.
             items = items / context.group.size
-            # Where the ranks' losses add up to the mean already:
+            # If the ranks' losses already add up to the mean:
             share = context.group.size if context.own_loss or self.normalization.adds_up else 1.0
         scaled = loss * (items * share)
         if self.split.owns_loss:
@@ -172,9 +172,9 @@ class SplitModel(Compute):
         return scaled
 
     def _placed(self, batch: Batch | None, count: int) -> Batch:
-        """This rank's tokens of the batch, on its device.
+        """Return this rank's tokens of the batch, on its device.
 
-        Without a batch, `count` copies of one sample.
+        Without a batch, it returns `count` copies of one sample.
         """
         placed = self.place(_repeated(self._sample, count) if batch is None else batch)
         return self.split.context.shard(placed) if self.split.context is not None else placed
@@ -196,7 +196,7 @@ def _refused_by_undivided(model: nn.Module, example: Batch, loss: Loss) -> Batch
 
 
 class _KernelTypes(TorchDispatchMode):
-    """Refusal of products of two dtypes, which kernels refuse but meta tensors accept."""
+    """Refusal of products of two dtypes, which kernels reject but meta tensors accept."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -343,7 +343,7 @@ class ShardReads(TorchFunctionMode):
 
 
 def _next_number() -> int:
-    """Sequence number of the next node that this thread adds to a graph."""
+    """Return the sequence number of the next node that this thread adds to a graph."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
