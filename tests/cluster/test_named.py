@@ -16,7 +16,7 @@ from paceline.cluster.named import cluster_names, read_name
 from paceline.errors import ClusterError
 from refusals import raises
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "hardware.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "cluster.md"
 
 
 def rate_gbps(cluster: Cluster) -> float:
