@@ -16,8 +16,6 @@ STILL_TO_DO: tuple[str, ...] = (
     # H2
     # R
     "docs/reference/job.md",
-    "docs/reference/plan.md",
-    "docs/reference/sync.md",
 )
 
 
