@@ -42,8 +42,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace each marker of a page by what it stands for."""
-    if "<!-- every public name -->" in markdown:
-        markdown = markdown.replace("<!-- every public name -->", every_public_name())
     for marker, write in GENERATED.items():
         if marker in markdown:
             markdown = markdown.replace(marker, write())
@@ -74,16 +72,27 @@ def relinked(text: str) -> str:
     return re.sub(r"\[([^\]]+)\]\(LICENSE\)", r"\1", text)
 
 
-def described(command: Any) -> str:
-    """One command: what it does, how it is called, an example, its arguments and options."""
+def every_command() -> str:
+    """Return all commands, each followed by the commands below it."""
+    return "\n".join(described(f"paceline {name}", command) for name, command in commands().items())
+
+
+def described(name: str, command: Any) -> str:
+    """Return the text of one command and of those below it: usage, example, arguments and options."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    usage = " ".join(["paceline", command.name, *(p.metavar or p.name.upper() for p in arguments), "[OPTIONS]"])
-    lines = [f"## `paceline {command.name}`", "", command.help, "", "```text", usage, "```", ""]
-    lines += ["Example:", "", "```sh", command.epilog.removeprefix("Example: "), "```", ""]
-    lines += ["| argument or option | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{p.metavar}` | required | {_cell(p.help)} |" for p in arguments]
-    return "\n".join([*lines, *map(_row, options), "", ""])
+    below = vars(command).get("commands", {})
+    lines = [f"## `{name}`", "", command.help, ""]
+    if arguments or options or not below:  # not only a group of other commands
+        usage = " ".join([name, *(p.metavar or p.name.upper() for p in arguments), "[OPTIONS]"])
+        lines += ["```text", usage, "```", ""]
+    if command.epilog:
+        lines += ["Example:", "", "```sh", command.epilog.removeprefix("Example: "), "```", ""]
+    if arguments or options:
+        lines += ["| argument or option | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{p.metavar or p.name.upper()}` | required | {_cell(p.help or '')} |" for p in arguments]
+        lines += [*map(_row, options), ""]
+    return "\n".join([*lines, *(described(f"{name} {each}", one) for each, one in below.items())])
 
 
 def every_error() -> str:
@@ -132,7 +141,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "<!-- every command -->": lambda: "\n".join(map(described, commands().values())),
+    "<!-- every public name -->": every_public_name,
+    "<!-- every command -->": every_command,
     "<!-- every device -->": devices,
     "<!-- every known model -->": known_models,
     "<!-- every error -->": every_error,

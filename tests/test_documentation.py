@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
+import paceline
+import paceline_lab
+import paceline_server
 from commands import parsed
+from paceline.cli import commands
 from paceline.cluster.catalogue import CATALOGUE
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.host import Device, Emulate, Host, Link
 from paceline.job.known import models
 from paceline.planning.plan import Plan
 from paceline.planning.sync_info import CODECS, RULES, CompressSpec
@@ -122,6 +127,58 @@ def test_the_generated_tables_have_every_device_and_every_known_model() -> None:
     assert [model.name for model in models() if f"`{model.name}`" not in listed] == []
     texts = "".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     assert [marker for marker in site_pages.GENERATED if texts.count(marker) != 1] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = module_of("site_pages").every_public_name()
+    shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted(
+        f"{package.__name__}.{name}"
+        for package in (paceline, paceline_lab, paceline_server)
+        for name in package.__all__
+    )
+
+
+def test_the_reference_has_every_command_and_every_option() -> None:
+    parts = re.split(r"^## `paceline (.*)`$", module_of("site_pages").every_command(), flags=re.MULTILINE)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    known = every_command_of(commands())
+    assert sections.keys() == known.keys()
+    for name, command in known.items():
+        options = {
+            option for p in command.params if not getattr(p, "hidden", False) for option in p.opts if option[0] == "-"
+        }
+        shown = set(re.findall(r"^\| (`-[^|]*)\|", sections[name], re.MULTILINE))
+        assert options <= set(re.findall(r"`([^`]+)`", " ".join(shown))), name
+
+
+def every_command_of(found: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return commands and the commands below them by their full names."""
+    return {
+        full: command
+        for name, one in found.items()
+        for full, command in {
+            f"{above}{name}": one,
+            **every_command_of(vars(one).get("commands", {}), f"{above}{name} "),
+        }.items()
+    }
+
+
+def test_the_reference_has_every_key_of_a_cluster_with_its_default() -> None:
+    text = (DOCS / "reference" / "cluster.md").read_text()
+    listed: list[tuple[str, str]] = [
+        (key, default.strip("`"))
+        for keys, default in re.findall(r"^\| (`[a-z_0-9`, ]+) \| ([^|]+) \|", text, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", keys)
+    ]
+    expected = []
+    for part in (Cluster, Emulate, Host, Link):
+        for key, field in part.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            words = {None: "none", (): "none" if part is Cluster else "[]"}
+            expected.append((key, "required" if field.is_required() else words.get(default, str(default))))
+    assert sorted(listed) == sorted(expected)
+    assert [key for key in Device.model_fields if f"`{key}`" not in text] == []
 
 
 def test_the_results_and_the_figures_of_the_readme_are_those_of_the_data() -> None:
