@@ -1,12 +1,12 @@
-"""Everything that supervises a run: how ranks are started, watched, replaced and ended. Without torch.
+"""Supervision of a run: starting, watching, replacing and ending ranks, without torch.
 
-Read `membership.py` first: it holds every transition of a run's membership and no process, socket or clock. Then read
-`attempt.py` (start and watch), `ranks.py` (the processes) and `recovery.py`, which carries out decisions. Files import
-one another in one direction: `attempt` uses `recovery` and `independent`, these `ranks`, that `hosts/`, `forkserver`
-and `place`. Torch and the packages above must not be imported here.
+Read `membership.py` first: it holds every transition of a run's membership, without processes, sockets or clocks. Then
+read `attempt.py` (start and watch), `ranks.py` (the processes) and `recovery.py`, which carries out decisions. Imports
+go in one direction: `attempt` imports `recovery` and `independent`; these import `ranks`, which imports `hosts/`,
+`forkserver` and `place`. Torch and the packages above must not be imported here.
 
-A *generation* is the list of processes that train together. The supervisor reports events to `Membership`; it
-answers with the current generation, and at times with a wanted one, which begins after a step::
+A *generation* is the list of processes that train together. The supervisor reports events to `Membership`. `Membership`
+answers with the current generation, and sometimes with a wanted generation, which begins after a step::
 
                        all replicas, or those that are there
                                         |
@@ -29,10 +29,10 @@ A *process* is starting, joining, a member, left out (lost too often, or release
                                 +--> released --> left out --> take_back() --> starting
                                 +--> leave_out(away), with its host --> come_back() --> starting
 
-On the ranks' side `Member` (in the same file) enters generations, and `newest_of` decides from which step boundary the
-members go on. `benchmarks/interleavings.py` plays both sides in virtual time.
+In the ranks, `Member` (also in `membership.py`) enters generations, and `newest_of` decides from which step boundary
+the members continue. `benchmarks/interleavings.py` plays both sides in virtual time.
 
 Several hosts (`hosts/`): one *coordinator* decides, and an *agent* on every other host starts and watches ranks for it.
-If the coordinator is lost, the agents meet again, and `hosts/takeover.py` decides which host coordinates next. The lock
+If the coordinator is lost, the agents meet again, and `hosts/takeover.py` chooses the next coordinator. The lock
 of the run directory (`leadership.py`) fences the previous one.
 """

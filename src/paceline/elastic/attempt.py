@@ -28,7 +28,7 @@ from paceline.wire.status import RankStatus
 
 @dataclass(frozen=True)
 class Launched:
-    """End of a launch that did not fail. `stopped_by`: the signal that made it end early, or None."""
+    """Result of a launch that did not fail. `stopped_by`: the signal that ended the launch early, or None."""
 
     attempts: int
     stopped_by: str | None
@@ -44,22 +44,22 @@ def launch(
 ) -> Launched:
     """Call a function on every rank, in its place, and wait until all have ended.
 
-    SIGINT and SIGTERM are forwarded once, for the ranks to save and end; a second SIGINT kills them. A rank that is
-    still starting gets SIGTERM for either.
+    SIGINT and SIGTERM are forwarded once, so that the ranks save and end. A second SIGINT kills them. A rank that is
+    still starting gets SIGTERM for both signals.
 
     Args:
-        restarts: how often in an hour to start again after failures that another attempt may survive.
+        restarts: number of restarts allowed per hour, for failures that another attempt may survive.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, where ranks recover,
             ("lost", {rank, waiting, reason, stack, generation, again, waits}),
             ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
             ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
             ("scaled", {by, ranks, host, generation}).
-        adopts: take over the ranks that hosts have kept, instead of starting new ones.
+        adopts: take over the ranks that hosts have kept running, instead of starting new ranks.
 
     Raises:
-        LaunchError: the ranks could not be started, or one raised, hung or was killed; the text tells which, and shows
-            its traceback.
+        LaunchError: the ranks could not be started, or a rank raised, hung or was killed; the text names the rank and
+            shows its traceback.
         SystemExit: 130, after a second SIGINT.
     """
     if setting.pin_cores is not None and len(setting.pin_cores) != setting.ranks:
@@ -99,17 +99,17 @@ class Attempt:
         self.watchdog = Watchdog(setting.deadline_s, setting.start_deadline_s, follows_steps=follows_steps)
 
     def watch(self) -> LaunchError | None:
-        """Wait until all ranks have ended, or all were stopped since one failed or hangs.
+        """Wait until all ranks have ended, or were stopped because one of them failed or hangs.
 
-        None when all ended with exit code 0.
+        Return None if all ranks ended with exit code 0.
 
         Raises:
-            SystemExit: 130, when a second SIGINT came and all were killed.
+            SystemExit: 130, if a second SIGINT arrived and all ranks were killed.
         """
         ranks, losses, setting = self.ranks, self.losses, self.ranks.setting
         while ranks.running:
             ranks.note_ends(*([MEETING_S] if losses.hurries else []))
-            ranks.tick()  # before anything is decided: it ends an attempt whose run was taken over
+            ranks.tick()  # first: it ends the attempt if another process took the run over
             ranks.obey_signals()
             alone = ranks.remote.cut_off() if ranks.remote else None
             if reason := alone or losses.too_few:
@@ -139,7 +139,7 @@ class Attempt:
     def _failed(self) -> LaunchError:
         ranks, before = self.ranks, self.ranks.ends()
         ranks.stop_all()
-        after, members = ranks.ends(), set(self.losses.counted)  # others were lost before
+        after, members = ranks.ends(), set(self.losses.counted)  # other ranks were lost before
         ends = [
             late if late.record or early.code is not None else early
             for early, late in zip(before, after, strict=True)
@@ -156,16 +156,16 @@ class Attempt:
         return failure
 
     def _held(self) -> list[RankStatus]:
-        """Ranks that SIGSTOP holds for too long: they handle no other signal."""
+        """Ranks that SIGSTOP has held for too long; they handle no other signal."""
         late = self.ranks.stopped_too_long([rank.number for rank in self.ranks.running])
         return [status for status in self.ranks.board.read() if status.rank in late]
 
     def _hung(self) -> list[RankStatus]:
-        """Ranks that did nothing for too long; all, if they only wait for another."""
+        """Ranks without progress for too long; all ranks if they only wait for one another."""
         ranks = self.ranks
-        # one that is joining waits for the end of a step
+        # a joining rank waits for the end of a step
         alive = [s for s in ranks.board.read() if ranks[s.rank].code is None and s.phase != "joining"]
-        # what a rank does behind a cut link is not known, and may be more than it was last seen to do
+        # the progress of a rank behind a cut link is unknown; it may be ahead of its last report
         idle_s = {status.rank: status.idle_s(ranks[status.rank].known_ns) for status in alive}
         paging = {rank for rank, seconds in idle_s.items() if seconds > LOOK_S and ranks[rank].paging}
         return self.watchdog.look(alive, idle_s, time.monotonic(), paging)
@@ -184,10 +184,10 @@ class Attempt:
 def places_on(
     cluster: Cluster, ranks: int, on_end: Callable[[dict[str, LinkBytes]], None] | None = None
 ) -> Iterator[list[RankPlace]]:
-    """Places of `ranks` ranks on a cluster; emulated hosts are up within the context.
+    """Place `ranks` ranks on a cluster; emulated hosts run inside the context.
 
     Args:
-        on_end: called at the end, also after an error, with the bytes that emulated hosts' links have carried, by host.
+        on_end: called at the end, also after an error, with the bytes carried by emulated hosts' links, by host.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
@@ -207,7 +207,7 @@ def places_on(
 
 
 def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlace]:
-    """Places of ranks on the hosts of this run; hosts are filled in order.
+    """Place ranks on the hosts of this run, filling the hosts in order.
 
     Raises:
         LaunchError: rank 0 would not be on host 0.
@@ -225,7 +225,7 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
             rank,
             count,
             hosts.address_of(number),
-            interface_of(hosts.address_of(0)) or "lo",  # each host replaces it by its own
+            interface_of(hosts.address_of(0)) or "lo",  # each host replaces it with its own
             number=number,
             host_name=cluster.hosts[number].name,
         )
@@ -235,8 +235,8 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
 
 
 def _show_cursor() -> None:
-    """Show the terminal's cursor again, which a progress display that was cut off leaves hidden."""
-    # rich replaces sys.stderr by an object that shows control codes as text
+    """Show the terminal's cursor again: an interrupted progress display leaves it hidden."""
+    # rich replaces sys.stderr with an object that shows control codes as text
     terminal = sys.__stderr__
     if terminal is not None and terminal.isatty():
         terminal.write("\x1b[?25h")

@@ -26,8 +26,8 @@ from paceline.text import printable
 from paceline.wire.status import RankStatus
 
 HOST = socket.gethostname()
-# What a file system or a network gets over. A missing file, a directory in its place or a permission does not pass by
-# itself.
+# Transient errors of a file system or a network. A missing file, a directory with its name or a permission error is
+# permanent.
 _PASSING_NAMES = (
     "EIO ENOSPC EDQUOT EROFS ESTALE ETIMEDOUT EAGAIN EBUSY EINTR ENOMEM ENFILE EMFILE ENOLCK EREMOTEIO ENODEV ENXIO "
     "ENOTCONN ECONNRESET ECONNABORTED ECONNREFUSED EPIPE EHOSTDOWN EHOSTUNREACH ENETDOWN ENETUNREACH ENETRESET ENOLINK "
@@ -44,11 +44,11 @@ OWN_FILES = tuple(
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """Record that a rank leaves behind when it raises.
+    """Record that a rank writes when it raises.
 
-    `time` is in seconds since the epoch. `secondary`: it only lost a peer, so another rank is to blame.
-    `explained`: a PacelineError, whose message is all that a user needs, but for the traceback of code of their own.
-    `may_pass`: what went wrong was outside of the program, such as a disk or a killed process; another attempt may do.
+    `time` is in seconds since the epoch. `secondary`: the rank only lost a peer, so another rank is the cause.
+    `explained`: a PacelineError, whose message is enough for a user unless the error comes from their own code.
+    `may_pass`: the cause lies outside the program, such as a disk or a killed process, and another attempt may succeed.
     """
 
     rank: int
@@ -66,9 +66,9 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> ErrorRecord:
-        """Record of `error`, caught now in this process.
+        """Make a record of `error`, which this process has just caught.
 
-        Its traceback starts in the frame below the one that caught it.
+        The traceback starts in the frame below the one that caught the error.
         """
         explained = isinstance(error, PacelineError)
         told: dict[str, Any] = {}
@@ -102,14 +102,14 @@ class ErrorRecord:
 
     @classmethod
     def read(cls, path: Path) -> ErrorRecord | None:
-        """The record in `path`, or None where the rank left none."""
+        """Read the record in `path`; return None if the rank left no record."""
         try:
             return cls(**json.loads(path.read_text()))
         except FileNotFoundError:
             return None
 
     def write(self, path: Path) -> None:
-        """Write the record so that a reader sees all of it or nothing."""
+        """Write the record atomically."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
@@ -124,31 +124,31 @@ class RankEnd:
     code: int | None
     alive_at: float  # seconds since the epoch when it was last seen alive
     record: ErrorRecord | None
-    stack: str  # what faulthandler wrote when the rank crashed or was asked
-    stopped: bool  # by SIGSTOP
+    stack: str  # faulthandler's output, after a crash or on request
+    stopped: bool  # held by SIGSTOP
     host: str = HOST
-    remote: bool = False  # on another host, whose kernel counted `oom_kills`
+    remote: bool = False  # on another host; `oom_kills` is the count of its kernel
     oom_kills: int | None = None
 
     @property
     def primary(self) -> bool:
-        """True if the rank failed by itself. SIGABRT without a record is C++ that gave up on a lost peer."""
+        """True if the rank failed by itself. SIGABRT without a record comes from C++ code that lost a peer."""
         if self.record:
             return not self.record.secondary
         return self.code not in (None, 0, -signal.SIGABRT)
 
     @property
     def failed_at(self) -> float:
-        """Time of its failure; the earliest possible one for a rank without a record."""
+        """Time of the failure; for a rank without a record, the earliest possible time."""
         return self.record.time if self.record else self.alive_at
 
 
 def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
-    """Rank to blame: the first that failed by itself, else the one others waited for.
+    """Return the failed rank: the first primary failure, or else the rank that others waited for.
 
     Args:
-        oom_kills: processes of this control group killed for lack of memory meanwhile; None where the kernel does not
-            tell.
+        oom_kills: processes of this control group that were killed for lack of memory during the attempt; None if the
+            kernel does not report them.
     """
     own = sorted((e for e in ends if e.primary), key=lambda e: e.failed_at)
     if own:
@@ -171,15 +171,15 @@ def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
 
 
 def ended_early(end: RankEnd) -> str:
-    """Describe a rank that ended as if its work were done."""
+    """Describe a rank that ended with exit code 0 before its work was done."""
     where = f"in {_where(end.status)}, before the others"
     return f"{_who(end)} ended with exit code 0 {where}: did the job's code call exit()?"
 
 
 def hang(hung: Sequence[RankEnd], ends: Sequence[RankEnd], now_ns: int) -> LaunchError:
-    """The failure of ranks that changed nothing for longer than allowed.
+    """Describe the failure of ranks without progress for longer than allowed.
 
-    Stopped ones come first, then those idle longest.
+    Stopped ranks come first, then the ranks with the longest idle time.
     """
     hung = sorted(hung, key=lambda e: (not e.stopped, e.status.changed_ns))
     first = hung[0]
@@ -253,13 +253,13 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
 
 
 def killed(end: RankEnd, oom_kills: int | None, *, serves: bool = False) -> str:
-    """Text of which rank was killed, by which signal, and where it was.
+    """Describe a killed rank: its signal and what it was doing.
 
-    It says why, where the kernel ended it.
+    If the kernel killed the rank, the text gives the reason.
 
     Args:
-        oom_kills: as of `root_cause`, on the rank's host, since the last rank was lost there.
-        serves: it is a server, which takes no steps.
+        oom_kills: as for `root_cause`, but on the rank's host, since the previous loss of a rank there.
+        serves: the rank is a server, which takes no steps.
     """
     assert end.code is not None
     return f"{_killed(end, serves=serves)}{_reason(-end.code, oom_kills) if oom_kills else ''}"
@@ -306,13 +306,13 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def stack_beside(record: Path) -> str:
-    """Stack traces that a rank has left beside its error record; "" if there are none."""
+    """Return the stack traces that a rank wrote beside its error record; "" if there are none."""
     path = record.with_suffix(".stack")
     return path.read_text(errors="replace") if path.exists() else ""
 
 
 def shortened(stack: str) -> str:
-    """Output of faulthandler, main thread first, short enough for one screen.
+    """Shorten the output of faulthandler to one screen, main thread first.
 
     Frames around the rank's function are left out.
     """
@@ -324,9 +324,9 @@ def shortened(stack: str) -> str:
 
 
 def traceback_of_users_code(error: PacelineError) -> str:
-    """Traceback of the user's error behind `error`; "" where the message alone says it.
+    """Return the traceback of the user's error behind `error`; "" if the message is enough.
 
-    It begins at the first frame that is neither paceline's nor Python's importer.
+    The traceback begins at the first frame outside paceline and Python's importer.
     """
     cause = error.__cause__
     if not error.from_users_code or cause is None:
@@ -336,12 +336,12 @@ def traceback_of_users_code(error: PacelineError) -> str:
         frames.tb_frame.f_code.co_filename.startswith(OWN_FILES) or "importlib" in frames.tb_frame.f_code.co_filename
     ):
         frames = frames.tb_next
-    told_elsewhere = getattr(cause, "__notes__", None)  # a loader process's
+    told_elsewhere = getattr(cause, "__notes__", None)  # of a loader process
     return "".join(traceback.format_exception(type(cause), cause, frames)) if frames or told_elsewhere else ""
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """True if the error is of a disk, network or loader process, not the job."""
+    """True if a disk, network or loader process caused the error, and not the job."""
     if error is None:
         return False
     if getattr(error, "may_pass", False) or (isinstance(error, OSError) and error.errno in _PASSING):
@@ -357,7 +357,7 @@ def _only_lost_a_peer(error: BaseException | None) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """State letter of a process, that of its first thread; empty where it is gone."""
+    """Return the state letter of a process's first thread; "" if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -365,9 +365,9 @@ def state_of(pid: int) -> str:
 
 
 def oom_kills() -> int | None:
-    """Number of processes that the kernel ended for lack of memory in this control group.
+    """Count the processes of this control group that the kernel killed for lack of memory.
 
-    None where it does not say.
+    None if the kernel does not report it.
     """
     for file in _memory_counters():
         with suppress(OSError, ValueError, KeyError):
@@ -376,7 +376,7 @@ def oom_kills() -> int | None:
 
 
 def _memory_counters() -> list[Path]:
-    """Candidate paths of this control group's counters; in a container it is often the root."""
+    """Candidate paths of this control group's counters; in a container the group is often the root."""
     files = [Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -399,7 +399,7 @@ def show_traceback(wanted: bool) -> None:
 
 
 def show(error: Exception) -> None:
-    """Print an error on stderr, the cause first, each problem with its code.
+    """Print an error on stderr: the cause first, then each problem with its code.
 
     The traceback is shown with `--traceback`, or if it cannot be written to a file.
     """
@@ -414,7 +414,7 @@ def _with_codes(cause: str, error: PacelineError) -> str:
     """The printable text of an error, with `[code]` after each problem; dim in a terminal."""
     shown = "\x1b[2m[{}]\x1b[0m" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else "[{}]"
     texts = [problem.text for problem in error.problems]
-    if not cause.startswith(whole := "\n".join(texts)):  # the text has a place or a summary around its problem
+    if not cause.startswith(whole := "\n".join(texts)):  # the text has a location or a summary around its problem
         return f"{printable(cause)}  {shown.format(error.code)}"
     lines = [f"{printable(problem.text)}  {shown.format(problem.code)}" for problem in error.problems]
     return "\n".join(lines) + printable(cause.removeprefix(whole))
@@ -434,7 +434,7 @@ def cause_and_traceback(error: Exception) -> tuple[str, str]:
 def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
     """Return the lines below the cause of an error.
 
-    These lines name the place of the error and the file with the traceback, or are the traceback itself.
+    These lines give the location of the error and the file with the traceback, or the traceback itself.
 
     Args:
         frames: the traceback.
@@ -454,10 +454,10 @@ def below(frames: str, name: str = "newest", folder: Path | None = None) -> str:
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM are counted instead of ending this process.
+    """Context that counts SIGINT and SIGTERM instead of ending this process.
 
-    `first` is the name of the first that came, or None. `kill` is set by a SIGINT after that. A signal that was ignored
-    before stays ignored (as under nohup), and outside the main thread, where Python takes no signals, nothing changes.
+    `first` is the name of the first signal, or None. A later SIGINT sets `kill`. A signal that was ignored before stays
+    ignored (as under nohup). Outside the main thread Python handles no signals, so nothing changes there.
     """
 
     def __init__(self) -> None:
@@ -485,7 +485,7 @@ class StopSignals:
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """Within it, SIGTERM unwinds this process, which ends with exit code 143. A launch has its own answer."""
+    """Turn SIGTERM into an exit with code 143 inside the context. A launch handles SIGTERM itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -497,14 +497,14 @@ def sigterm_as_exit() -> Iterator[None]:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # schedulers send it more than once, and what is unwound is not to be cut off
+    signal.signal(number, signal.SIG_IGN)  # a repeated signal must not interrupt the cleanup
     with suppress(OSError):
         os.write(2, b"paceline: ended by SIGTERM\n")
     raise SystemExit(128 + number)
 
 
 def stopped_before(what: str, name: str) -> LaunchError:
-    """The error of a run that a signal stopped before something happened."""
+    """Error of a run that a signal stopped before something happened."""
     return LaunchError(
         "launch.stopped_by_signal",
         "{signal} stopped the run before {what}.",

@@ -1,8 +1,9 @@
 """Ranks of this host, forked from a process that imports torch once.
 
-A fork takes a fraction of the time of the imports, and shares their memory. The forkserver starts no thread and no
-accelerator, as neither survives a fork. If an import starts one, or `PACELINE_FORK=0` is set, every rank is a Python
-interpreter of its own. `rank.py` is what runs in the forkserver and in ranks.
+A fork takes a fraction of the time of the imports, and shares their memory. The forkserver starts no threads and
+initializes no accelerator, because neither survives a fork. If an import starts a thread or an accelerator, or if
+`PACELINE_FORK=0` is set, every rank runs in a Python interpreter of its own. The forkserver and the ranks run
+`rank.py`.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ from paceline.errors import LaunchError
 from paceline.rank_environment import KEY_FD, RankEnvironment
 
 # glibc gives freed blocks back to the kernel and faults them in again at every step: 1,450 page faults and a fifth of
-# the step of a small convolutional network. A rank keeps its memory, but for blocks as large as a big layer's gradient,
-# which would only lie there; benchmarks/overhead.py measures what that brings.
+# the step of a small convolutional network. A rank keeps freed memory, except for blocks as large as a big layer's
+# gradient. benchmarks/overhead.py measures the effect.
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # else lost peers' C++ stacks bury the first error
-OFF = "PACELINE_FORK"  # set to 0: every rank is an interpreter of its own
-# Read by libgomp while it is loaded: it would keep all forks on the cores that it chose for the forkserver.
+DEFAULTS = {**ALLOCATOR, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise C++ stacks of lost peers bury the first error
+OFF = "PACELINE_FORK"  # 0: every rank runs in an interpreter of its own
+# libgomp reads these while it loads, and would keep all forks on the cores chosen for the forkserver.
 _BEFORE_FORK = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-# Not read by the imports, as nothing is that `RankEnvironment` names.
+# The imports do not read these, nor any variable of `RankEnvironment`.
 AFTER_FORK = {
     *VISIBLE,
     DEVICE_VARIABLE,
-    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two, in the process that imports it
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn sets these two when it is imported
     "KMP_INIT_AT_FORK",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile sets these two
     "TRITON_CACHE_DIR",
 }
-# no thread may be there when it forks
+# no other thread may run during a fork
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-# that one process keeps: an environment that is changed for a while, and changed back, costs no imports
+# kept per process, so that an environment that is changed and restored costs no new imports
 _MOST_FORKSERVERS = 2
-FORKSERVER = "--forkserver"  # first argument of `rank.py` that makes it a forkserver
+FORKSERVER = "--forkserver"  # first argument that makes `rank.py` a forkserver
 _ANSWER_S = 60.0
 _TICK_S = 0.2
 _LENGTH = struct.Struct("!I")
@@ -62,18 +63,18 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass
 class ForkedRank:
-    """A forked rank. It stays a zombie until `wait`, so no other process gets its number before."""
+    """Forked rank. It stays a zombie until `wait`, so that its process id is not reused before."""
 
     pid: int
     forkserver: Forkserver
 
     def kill(self) -> None:
-        """SIGKILL, to the process alone."""
+        """Send SIGKILL to this process only."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Exit code, negative for a signal; that of SIGTERM where the forkserver was lost."""
+        """Return the exit code, negative for a signal; that of SIGTERM if the forkserver was lost."""
         try:
             return int(self.forkserver.ask({"do": "wait", "pid": self.pid})["code"])
         except LaunchError:
@@ -81,7 +82,7 @@ class ForkedRank:
 
 
 class ForkserverProcess(Protocol):
-    """Process of a forkserver; a `Popen` is one."""
+    """Protocol of a forkserver's process; `Popen` implements it."""
 
     @property
     def pid(self) -> int: ...
@@ -91,10 +92,10 @@ class ForkserverProcess(Protocol):
 
 
 class Forkserver:
-    """A forkserver process. It ends with this process, however that ends, or at `end`.
+    """Forkserver process. It ends at `end`, or when this process ends for any reason.
 
     Args:
-        variables: the environment that its ranks are to have, but for what `RankEnvironment` holds.
+        variables: environment of its ranks, without the variables of `RankEnvironment`.
         start: starts the process at the second of two sockets that belong together; None for a new interpreter.
     """
 
@@ -109,7 +110,7 @@ class Forkserver:
         self._socket.settimeout(_ANSWER_S)
         self._lock = threading.Lock()
         self._imported: set[str] = set()
-        # Orders without an answer yet, oldest first; they are answered in this order.
+        # Pending orders, oldest first; they are answered in this order.
         self._asked: deque[Mapping[str, Any]] = deque([{"do": "import"}])
         self._unfit: str | None = None
         with theirs:
@@ -126,7 +127,7 @@ class Forkserver:
         return self._process.poll() is not None
 
     def wait_until_ready(self, deadline_s: float, stopped: Callable[[], object] = lambda: False) -> str | None:
-        """Wait until ranks can be forked. Returns why they cannot be: then each is to be an interpreter of its own.
+        """Wait until ranks can be forked. Return the reason if each rank needs its own interpreter.
 
         Args:
             stopped: called at least five times a second; if true, the waiting ends.
@@ -148,7 +149,7 @@ class Forkserver:
         return self._unfit
 
     def will_import(self, modules: Sequence[str]) -> None:
-        """Have it import these before the next fork; nothing waits for that here."""
+        """Ask the forkserver to import modules before the next fork, without waiting."""
         with self._lock, suppress(OSError):  # the next fork reports a lost forkserver
             if new := [name for name in modules if name not in self._imported]:
                 self._imported.update(new)
@@ -161,11 +162,10 @@ class Forkserver:
         environment: RankEnvironment,
         listener: socket.socket | None,
     ) -> ForkedRank:
-        """Fork a rank. `variables` are all that it finds in its environment.
+        """Fork a rank. `variables` are its whole environment.
 
         Args:
-            listener: the socket on which the rank serves torch's own store; it is the rank's alone when the launcher
-                closes its own end.
+            listener: the socket on which the rank serves torch's own store. The launcher then closes its own copy.
 
         Raises:
             LaunchError: the process could not be forked, or the forkserver is lost.
@@ -193,7 +193,7 @@ class Forkserver:
         """Send an order, and return the answer.
 
         Raises:
-            LaunchError: the forkserver could not do it, or is lost.
+            LaunchError: the forkserver could not carry out the order, or is lost.
         """
         with self._lock:
             try:
@@ -213,7 +213,7 @@ class Forkserver:
         return answer
 
     def end(self) -> None:
-        """End the process. Its ranks, if it has any, get SIGTERM."""
+        """End the process, and send SIGTERM to its ranks."""
         self._socket.close()
         if self.owner == os.getpid():  # not in a fork of the launcher
             self._process.kill()
@@ -226,7 +226,7 @@ class Forkserver:
     def _take_late_answer(self) -> None:
         """Read an answer that no caller waits for.
 
-        It answers an import, or an order that has timed out.
+        The answer belongs to an import, or to an order that has timed out.
         """
         if not self._asked:  # another thread has read it
             return
@@ -252,7 +252,7 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     numbers = [str(channel.fileno()), str(os.getpid()), str(int(own_thread))]
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.elastic.rank", FORKSERVER, *numbers],
-        # asked whether there is a GPU, it does not start CUDA
+        # lets torch look for a GPU without initializing CUDA
         env={**variables, **ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.DEVNULL,
         stdout=_open_or_null(2),
@@ -261,27 +261,27 @@ def _interpreter(variables: Mapping[str, str], channel: socket.socket) -> subpro
     )
 
 
-_shared: list[Forkserver] = []  # of this process; the one that was used last is the last
+_shared: list[Forkserver] = []  # of this process; the most recently used one is last
 _sharing = threading.Lock()
 
 
 def warm_up(*modules: str) -> None:
     """Start the shared forkserver process, unless it runs.
 
-    It imports torch while this process does other things.
+    It imports torch in the background.
 
     Args:
-        modules: what it is to import besides, for ranks that all need it. They may start no thread.
+        modules: further modules to import, which all ranks need. They must not start threads.
     """
     if why_not() is None:
         forkserver_for({**DEFAULTS, **os.environ}).will_import(modules)
 
 
 def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
-    """Shared forkserver for ranks with this environment.
+    """Return the shared forkserver for ranks with this environment.
 
-    It is a new one where the environment, or what else processes inherit from this one, has changed since the start of
-    the others. Of these the one that was used last is kept.
+    A new forkserver is started if the environment, or other inherited state, has changed since the start of the others.
+    Only the most recently used of the others is kept.
     """
     with _sharing:
         found = shared_for(variables)
@@ -297,7 +297,7 @@ def forkserver_for(variables: Mapping[str, str]) -> Forkserver:
 
 
 def shared_for(variables: Mapping[str, str]) -> Forkserver | None:
-    """The shared forkserver for ranks with this environment, if there is one."""
+    """Return the shared forkserver for ranks with this environment, if one runs."""
     wanted = made_for(variables)
     return next((forkserver for forkserver in _usable() if forkserver.made_for == wanted), None)
 
@@ -307,7 +307,7 @@ def _usable() -> list[Forkserver]:
 
 
 def share(forkserver: Forkserver) -> None:
-    """Have later ranks of this process forked from this forkserver, where its environment is theirs."""
+    """Fork later ranks of this process from this forkserver if the environment is the same."""
     atexit.register(forkserver.end)
     with _sharing:
         _shared.append(forkserver)
@@ -317,12 +317,12 @@ def wait_for_imports(deadline_s: float = _ANSWER_S) -> None:
     """Wait until the shared forkservers, if any, have imported everything and are idle."""
     for forkserver in _shared:
         if forkserver.owner == os.getpid():
-            with suppress(LaunchError):  # the launch will tell
+            with suppress(LaunchError):  # the launch will report it
                 forkserver.wait_until_ready(deadline_s)
 
 
 def shared_pids() -> list[int]:
-    """Process ids of the shared forkservers; the one that was used last is the last."""
+    """Process ids of the shared forkservers; the most recently used one is last."""
     return [forkserver.pid for forkserver in _shared]
 
 
@@ -339,7 +339,7 @@ def cpu_s() -> float:
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Reason against forking ranks with this environment; None where there is none."""
+    """Return the reason not to fork ranks with this environment, or None."""
     if environ.get(OFF) == "0":
         return f"{OFF}=0"
     return next((f"{name} is set" for name in _BEFORE_FORK if name in environ), None)
@@ -365,7 +365,7 @@ def send(channel: socket.socket, message: Mapping[str, Any], descriptors: Sequen
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Receive one message and its descriptors; None where the other end has gone."""
+    """Receive one message and its descriptors; None if the other end is closed."""
     head, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 64, socket.MSG_CMSG_CLOEXEC)
     if not head:
         return None, descriptors
@@ -377,7 +377,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _open_or_null(descriptor: int) -> int:
-    """The descriptor; that of /dev/null, opened once, where this process was started with it closed."""
+    """Return the descriptor, or one of /dev/null if this process was started with it closed."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -396,7 +396,7 @@ def _without_ranks(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class StartedRank:
-    """A rank of this host. Its process leads a session and process group of its own."""
+    """Rank of this host. Its process leads a session and a process group of its own."""
 
     number: int
     process: subprocess.Popen[bytes] | ForkedRank
@@ -412,7 +412,7 @@ class StartedRank:
 
     @property
     def known_ns(self) -> int:
-        """Time of what is known of it: now, by the monotonic clock."""
+        """Time of the newest information about the rank: now, by the monotonic clock."""
         return time.monotonic_ns()
 
     @property
@@ -431,29 +431,29 @@ class StartedRank:
         return self.code is not None or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def _is_in(self, states: str) -> bool:
-        """True if the process is in one of these states, as the kernel says."""
+        """True if the kernel reports the process in one of these states."""
         # after its end, the pid may belong to another process
         return self.code is None and state_of(self.pid) in tuple(states)
 
     def signal(self, number: int) -> None:
-        """To the rank alone, not to what it started."""
+        """Signal the rank only, and not the processes that it started."""
         if self.code is None:
             with suppress(ProcessLookupError):  # its forkserver was lost, and the system has reaped it
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL, to the rank and all it started."""
+        """Send SIGKILL to the rank and all processes that it started."""
         if self.code is not None:
             return
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # a fork that is so new that it leads no group, and has started nothing
+        except ProcessLookupError:  # a very new fork, which leads no group yet and has started nothing
             self.signal(signal.SIGKILL)
 
     def note_end(self) -> None:
         """Kill the rank's process group, wait for the exit code, and close the pidfd.
 
-        Afterwards the system may reuse the numbers of the group and of the descriptor.
+        Afterwards the system may reuse the ids of the group and of the descriptor.
         """
         if self.code is None:
             self.kill()
@@ -470,7 +470,7 @@ class Starter:
 
     Args:
         module_args: the import path of the function that every rank calls, then its arguments.
-        env: variables for the ranks, over those of this process.
+        env: variables for the ranks, which override those of this process.
     """
 
     def __init__(self, module_args: list[str], env: Mapping[str, str]) -> None:
@@ -478,7 +478,7 @@ class Starter:
         self.forkserver: Forkserver | None = None
 
     def prepare(self, deadline_s: float, stopped: Callable[[], bool]) -> None:
-        """Wait for the forkserver that ranks are forked from, if there is to be one.
+        """Wait for the forkserver, if ranks are forked from one.
 
         Args:
             stopped: called at least five times a second; if true, the waiting ends.
@@ -497,12 +497,12 @@ class Starter:
         """Start a rank.
 
         Args:
-            listener: the socket on which it serves torch's own store.
+            listener: the socket on which the rank serves torch's own store.
 
         Raises:
             LaunchError: it could not be started.
         """
-        # the number of a descriptor of this process means nothing there
+        # a descriptor number of this process means nothing there
         inherited = {name: value for name, value in os.environ.items() if name != KEY_FD}
         variables = {**inherited, **self._variables(environment)}
         process: subprocess.Popen[bytes] | ForkedRank | None = None

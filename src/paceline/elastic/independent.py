@@ -1,8 +1,9 @@
-"""Ranks that go on when others are lost, as no group joins all of them.
+"""Ranks that continue when others are lost, because no group joins all of them.
 
 These are workers and servers of `sync=server`. A worker is one rank, or several that hold the model together; if one
-of these is lost, all are started again. Servers end once all workers have ended. All workers but the first leave and
-come back as `paceline scale` asks, and with their hosts. Generations tell the servers which workers take part.
+of these is lost, all are started again. Servers end once all workers have ended. All workers except the first can leave
+and come back, on request of `paceline scale` or together with their hosts. Generations list for the servers the workers
+that take part.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from paceline.elastic.recovery import Losses, Recovery, about_to_leave, all_take
 from paceline.errors import LaunchError
 from paceline.wire.status import Generation
 
-LEAVE = signal.SIGUSR1  # has the first rank of a worker end it after its piece
-# time for the other ranks of a lost worker to end by SIGKILL, and for other workers to end after the first has ended
+LEAVE = signal.SIGUSR1  # makes the first rank of a worker end the worker after its piece
+# time for the other ranks of a lost worker to end after SIGKILL, and for other workers to end after the first worker
 _ENDED_WITHIN_S = 5.0
 
 
 def losses_of(ranks: Ranks) -> Losses:
-    """Choose how an attempt with these ranks handles lost ranks."""
+    """Choose the loss handling of an attempt with these ranks."""
     if ranks.setting.workers is not None:
         return Independent(ranks)
     return Recovery(ranks) if ranks.setting.recovers or ranks.adopts else Losses(ranks)
@@ -47,7 +48,7 @@ class Independent(Losses):
         copies: number of processes of a server.
 
     Raises:
-        LaunchError: a host has not come yet, without which the run cannot begin.
+        LaunchError: a host that the run needs to begin has not connected yet.
     """
 
     replaces = True
@@ -57,12 +58,12 @@ class Independent(Losses):
         setting = ranks.setting
         self.workers, self.size, self.copies = setting.workers or 0, setting.replica_ranks, setting.server_copies
         self._most = most_losses()
-        # by the first rank of a worker, or a server's only one
+        # by the first rank of a worker, or the only rank of a server
         self._losses: defaultdict[int, list[float]] = defaultdict(list)
-        self._out: set[int] = set()  # workers and servers that are not there, by their first rank
+        self._out: set[int] = set()  # absent workers and servers, by their first rank
         self._generation = Generation(-1, ())
         self._leaving: set[int] = set()
-        self._done_at = math.inf  # when the end of the first worker was noticed
+        self._done_at = math.inf  # time at which the end of the first worker was noticed
         self._begin_without_absent()
 
     @property
@@ -103,10 +104,10 @@ class Independent(Losses):
         return False
 
     def shrink(self) -> str:
-        """Have the last worker leave after its piece.
+        """Let the last worker leave after its piece.
 
         Raises:
-            LaunchError: none can.
+            LaunchError: no worker can leave.
         """
         if self._leaving:
             raise about_to_leave({number for first in self._leaving for number in self._numbers_of(first)})
@@ -128,10 +129,10 @@ class Independent(Losses):
         """Start a worker again that has left, or was left out.
 
         Raises:
-            LaunchError: all take part, or are awaited.
+            LaunchError: all workers take part, or are awaited.
         """
         ended = [first for first in self._firsts[1:] if all(rank.code is not None for rank in self._ranks_of(first))]
-        # of a worker that is away, a host is lost
+        # a host of this absent worker is lost
         out = [first for first in ended if not any(map(self.ranks.is_away, self._numbers_of(first)))]
         if not out:
             if ended:
@@ -172,7 +173,7 @@ class Independent(Losses):
             self._await(link.number, sorted(firsts))
 
     def _note_hosts(self) -> None:
-        """Go on without lost hosts, and start the ranks of those that are back."""
+        """Continue without lost hosts, and start the ranks of hosts that are back."""
         remote = self.ranks.remote
         if remote is None or self.ending:
             return
@@ -185,7 +186,7 @@ class Independent(Losses):
             again = self._await(
                 link.number,
                 [n for n in lost if noted(self._losses[n], now) <= self._most],
-                # workers of which another host is lost already
+                # workers that have already lost another host
                 needed=any(there & set(firsts) for firsts in self._away.values()),
             )
             self._tell_host_lost(link, numbers, why, again=again, alone=True)
@@ -216,8 +217,8 @@ class Independent(Losses):
     def _end_stopped(self) -> None:
         """Kill the ranks that have been stopped by SIGSTOP for too long.
 
-        There are two exceptions, which apply until the run ends. If all ranks are stopped, none is killed: somebody
-        suspended the whole run. A server's process is killed only if another process of that server runs.
+        There are two exceptions, which apply until the run ends. If all ranks are stopped, none is killed: the whole
+        run was suspended. A server's process is killed only if another process of that server runs.
         """
         alive = [number for number in self.counted if self.ranks[number].code is None]
         late, ending = self.ranks.stopped_too_long(alive), self.ending
@@ -227,7 +228,7 @@ class Independent(Losses):
                 self._why[number] = self.ranks.kill_hung(number)
 
     def _can_go(self, numbers: Sequence[int]) -> bool:
-        """True if the run goes on without these ranks.
+        """True if the run can continue without these ranks.
 
         It needs the first worker, and a process of each server.
         """
@@ -243,7 +244,7 @@ class Independent(Losses):
     def _await(self, host: int, firsts: Sequence[int], *, needed: bool = False) -> bool:
         """Start these workers and servers when their lost host is back.
 
-        False where it may not come again.
+        Return False if the host may not come back.
         """
         assert self.ranks.remote is not None
         comes = self.ranks.remote.expect(host, again=bool(firsts) or needed)
@@ -251,9 +252,9 @@ class Independent(Losses):
         return comes
 
     def _waits_for_another(self, first: int) -> bool:
-        """True for a worker of which another host is lost, too.
+        """True for a worker that has lost another host, too.
 
-        It is started when that one is back.
+        The worker is started when that host is back.
         """
         remote, places = self.ranks.remote, self.ranks.setting.places
         lost = {link.number for link in remote.links if link.lost is not None} if remote else set()
@@ -263,7 +264,7 @@ class Independent(Losses):
         return bool(others)
 
     def _announce(self) -> None:
-        """Tell the servers who takes part, where that has changed."""
+        """Announce the workers that take part to the servers, if they have changed."""
         members = tuple(number for number in range(self.ranks.setting.ranks) if self._first_of(number) not in self._out)
         if members == self._generation.members:
             return
@@ -273,9 +274,9 @@ class Independent(Losses):
             self.ranks.remote.announce(self._generation, self._generation)
 
     def _note_left(self) -> None:
-        """Tell of workers that have left as they were asked to.
+        """Record the workers that have left on request.
 
-        Some may have been killed before their piece was done.
+        Some of them may have been killed before they completed their piece.
         """
         for first in sorted(self._leaving):
             ranks = self._ranks_of(first)
@@ -296,7 +297,7 @@ class Independent(Losses):
         first, end, ending = self._first_of(number), self.ranks.ends()[number], self.ending
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:
-            return  # the attempt ends, as the rank stays lost
+            return  # the rank stays lost, and the attempt ends
         why = self._reason(end, serves=not self._works(number))
         self._kill_rest(first)
         again = noted(self._losses[first], time.monotonic()) <= self._most and not ending
@@ -326,7 +327,7 @@ class Independent(Losses):
             raise
 
     def _kill_rest(self, first: int) -> None:
-        """End the other ranks of a worker, before they tell of the loss."""
+        """End the other ranks of a worker before they report the loss."""
         for rank in self._ranks_of(first):
             if rank.code is None:
                 rank.kill()
@@ -345,7 +346,7 @@ class Independent(Losses):
         return number < self.workers * self.size
 
     def _first_of(self, number: int) -> int:
-        """First rank of a rank's worker; a server is alone."""
+        """First rank of a rank's worker; a server has one rank."""
         return number - number % self.size if self._works(number) else number
 
     def _numbers_of(self, first: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""Leadership of a run: which process may train it and write there.
+"""Leadership of a run: the right of one process to train it and write its files.
 
 The leader writes its name in one shared place and renews a heartbeat there. A candidate that finds another name waits
-for a heartbeat: with one it is refused, without one it takes over. A leader that finds another name has lost the run
-and stops, so the place is a fence as well. There are two kinds of place: `RunLock` is a file in the run's directory,
-`Lease` an object at the run's URL. After a lost host, `is_quorum` and the order of hosts (`hosts/takeover.py`) decide
-which host may lead; then the lock has the last word.
+for a heartbeat: if there is one, the candidate is refused; otherwise it takes over. A leader that finds another name
+has lost the run and stops, so that the place also fences writes. There are two kinds of place: `RunLock` is a file in
+the run's directory, `Lease` an object at the run's URL. After the loss of a host, `is_quorum` and the order of hosts
+(`hosts/takeover.py`) decide which host may lead; the lock makes the final decision.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 def is_quorum(there: int, of: int) -> bool:
-    """True if hosts may go on without the others: at least half are there.
+    """True if the hosts may continue without the others: at least half are present.
 
-    Of two halves, the lock of the run lets one go on.
+    If two halves are separated, the lock of the run lets only one continue.
     """
     return 2 * there >= of
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that trains a run.
+    """Process that trains a run.
 
     Attributes:
         started: start time of the process in kernel clock ticks; tells a reused pid from the same process.
         machine: boot id of its kernel.
-        since: Unix seconds when it took the run.
+        since: Unix time at which it acquired the run.
         token: unique to this acquisition.
     """
 
@@ -66,15 +66,15 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """This process as a new holder, with a token of its own."""
+        """Make a holder for this process, with a new token."""
         pid, since = os.getpid(), round(time.time(), 3)
         return cls(socket.gethostname(), pid, _started(pid) or 0, boot_id(), since, secrets.token_hex(8))
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder that a lock names; None if it is empty or unreadable.
+        """Parse the holder from a lock; return None if the lock is empty or unreadable.
 
-        A crash or another program may have left something else there.
+        A crash or another program may have left other content.
         """
         try:
             return msgspec.json.decode(content, type=cls)
@@ -85,7 +85,7 @@ class Holder:
     def runs_here(self) -> bool:
         """True if the holder is a living process of this host.
 
-        Only as far as this process can see others.
+        Processes that this process cannot see are not found.
         """
         return self.machine == boot_id() and _started(self.pid) == self.started
 
@@ -96,7 +96,7 @@ class Holder:
 
     @property
     def text(self) -> bytes:
-        """What `parse` reads."""
+        """Text that `parse` reads."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def __str__(self) -> str:
@@ -105,13 +105,13 @@ class Holder:
 
 
 class Leadership(ABC):
-    """Exclusive right of this process and its ranks to train a run. As a context it is given back at the end.
+    """Exclusive right of this process and its ranks to train a run. The context manager releases it at the end.
 
     Args:
-        place: of the run, for messages.
-        say: told, in words, when a run is waited for or taken over.
-        on_lost: called, in another thread, when the run was taken over because this process showed no sign of
-            life; the text says by whom. None: `check` tells.
+        place: directory or URL of the run, for messages.
+        say: called with a text when a run is awaited or taken over.
+        on_lost: called in another thread when another process has taken the run over, because this process showed no
+            sign of life; the text names the process. If it is None, only `check` reports the loss.
 
     Attributes:
         beat_s: seconds between two signs of life.
@@ -124,7 +124,7 @@ class Leadership(ABC):
 
     beat_s: ClassVar[float]
     stale_s: ClassVar[float]
-    look_s: ClassVar[float]  # between two looks for a sign of life
+    look_s: ClassVar[float]  # between two checks for a sign of life
 
     def __init__(
         self, place: str, say: Callable[[str], object], on_lost: Callable[[RunError], object] | None = None
@@ -151,17 +151,17 @@ class Leadership(ABC):
         self.release()
 
     def check(self) -> None:
-        """Raise RunError where the run was taken over."""
+        """Raise RunError if the run was taken over."""
         if self.lost is not None:
             raise self.lost
 
     def release(self) -> None:
-        """Give the run back."""
+        """Release the run."""
         if self._beats is None:
             return
         self._ended.set()
-        self._beats.join(self.beat_s)  # longer only where the place does not answer: it is a daemon
-        with suppress(OSError, StorageError):  # a disk that is gone, or an object that goes stale
+        self._beats.join(self.beat_s)  # longer only if the place does not answer; the thread is a daemon
+        with suppress(OSError, StorageError):  # a lost disk, or an object that goes stale
             if not self._beats.is_alive() and self._is_own(self._holder()):
                 self._remove()
         self._beats = None
@@ -169,23 +169,23 @@ class Leadership(ABC):
 
     @abstractmethod
     def _open(self) -> int:
-        """Descriptor of a file whose kernel lock tells processes of one host apart."""
+        """Open the file whose kernel lock excludes other processes of this host."""
 
     @abstractmethod
     def _acquire(self) -> None:
-        """Put this process's name at the place. Raises RunError where another leads."""
+        """Write this process's name to the place. Raise RunError if another process leads."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """What is at the place now."""
+        """Read the current content of the place."""
 
     @abstractmethod
     def _show_life(self) -> None:
-        """Change what others see of this holder."""
+        """Renew the sign of life."""
 
     @abstractmethod
     def _remove(self) -> None:
-        """Remove this process's name."""
+        """Remove this process's name from the place."""
 
     def _holder(self) -> Holder | None:
         return Holder.parse(self._content())
@@ -194,14 +194,17 @@ class Leadership(ABC):
         return holder is not None and holder.token == self.own.token
 
     def _stamp(self) -> object:
-        """What changes with every sign of life. It is compared with itself: hosts' clocks differ."""
+        """Stamp that changes with every sign of life.
+
+        It is compared only with earlier stamps, because hosts' clocks differ.
+        """
         return self._content()
 
     def _await_sign_of_life(self, holder: Holder) -> Holder | None:
-        """Wait until a holder counts as dead; None if it released the run.
+        """Wait until a holder counts as dead; return None if it released the run.
 
         Raises:
-            RunError: it lives.
+            RunError: the holder lives.
         """
         before, until = self._stamp(), time.monotonic() + self.stale_s
         self.say(f"the run is held by {holder}; waiting up to {self.stale_s:g} s for a sign of life from there")
@@ -229,8 +232,8 @@ class Leadership(ABC):
                 return
 
     def _look(self) -> None:
-        """Show a sign of life, or see that the run was taken over."""
-        with suppress(OSError, StorageError):  # told by whoever writes there
+        """Show a sign of life, or notice that the run was taken over."""
+        with suppress(OSError, StorageError):  # reported by the code that writes there
             holder = self._holder()
             if self._is_own(holder):
                 self._show_life()
@@ -245,22 +248,23 @@ class Leadership(ABC):
 
 
 class RunLock(Leadership):
-    """Leadership by a file in the run's directory, which exists.
+    """Leadership by a file in the run's existing directory.
 
-    On one host the kernel knows whether a holder lives: the file is locked (flock) by the launcher and, through the
-    descriptor that they inherit, by its ranks, so a launcher that was killed still has the run until its last rank has
-    ended. Other hosts may share the directory over a file system that does not carry such locks: they see the file's
-    content, and its time of change, which is the sign of life.
+    On one host the kernel shows if a holder lives: the launcher locks the file (flock), and its ranks inherit the
+        descriptor. The run of a killed launcher thus stays locked until its last rank has ended. Other hosts may share
+        the directory over a file system without such locks. They use the file's content, and its modification time as
+        the sign of life.
 
     Args:
         succeeds: the holder is lost to the run's hosts, which continue the run: wait for its end, or until it shows
             no sign of life.
-        has_ended: asked where such a holder was a process of another host: true if it is known to have ended.
+        has_ended: called if the lost holder was a process of another host; returns True if that process is known to
+            have ended.
     """
 
     beat_s, stale_s, look_s = 5.0, 30.0, 0.5
-    fence_s: ClassVar[float] = 15.0  # as `stale_s`, for hosts that have met without a holder that they have lost
-    give_up_s: ClassVar[float] = 60.0  # for such a holder to end
+    fence_s: ClassVar[float] = 15.0  # like `stale_s`, for hosts that have met after losing the holder
+    give_up_s: ClassVar[float] = 60.0  # for a lost holder to end
 
     def __init__(
         self,
@@ -283,7 +287,7 @@ class RunLock(Leadership):
 
     def check(self) -> None:
         if self.lost is None and time.monotonic() - self._beat_at > 2 * self.beat_s:
-            self._look()  # this process was stopped, and goes on
+            self._look()  # this process was suspended and resumed
         super().check()
 
     def _open(self) -> int:
@@ -313,7 +317,7 @@ class RunLock(Leadership):
         self._write()
 
     def _lock(self) -> bool:
-        """Take the kernel's lock; False where a living process has it."""
+        """Take the kernel's lock; return False if a living process holds it."""
         self._locked, self._without_locks = True, False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -331,10 +335,10 @@ class RunLock(Leadership):
     def _await_end_of_lost(self) -> None:
         """Wait until the holder has ended, or counts as dead.
 
-        A stopped process keeps the kernel's lock. Once it goes on it finds this one's name before it writes.
+        A stopped process keeps the kernel's lock. After it resumes, it finds this process's name before it writes.
 
         Raises:
-            RunError: it lives.
+            RunError: the holder lives.
         """
         began = since = ask_at = time.monotonic()
         stamp, told = self._stamp(), False
@@ -366,7 +370,7 @@ class RunLock(Leadership):
 
     def _show_life(self) -> None:
         if not self._locked:
-            self._lock()  # of a process that was stopped, and has ended since
+            self._lock()  # the lock of a stopped process that has ended since
         os.utime(self._fd)
         self._beat_at = time.monotonic()
 
@@ -388,9 +392,9 @@ class RunLock(Leadership):
             ) from error
 
     def _content(self) -> bytes:
-        """The lock file's bytes now.
+        """Read the lock file.
 
-        It is opened anew, because NFS asks the server only then.
+        The file is opened anew, because NFS asks the server only on opening.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -407,14 +411,14 @@ class RunLock(Leadership):
 
 
 class Lease(Leadership):
-    """Leadership by an object at the run's URL, as far as stores tell.
+    """Leadership by an object at the run's URL.
 
-    Only one of several processes can create the object. A store does not know whether a holder lives, so the holder
-    writes it again every few seconds. Two that take over one dead holder in the same second can both succeed for a
-    moment: the one that finds the other's name there ends.
+    Only one of several processes can create the object. A store cannot check that the holder lives, so the holder
+    rewrites the object every few seconds. Two processes that take over one dead holder in the same second can both
+    succeed for a moment; the one that then finds the other's name ends.
 
     Args:
-        own_file: a file of this user's on this host, whose lock tells two trainings on one host apart at once.
+        own_file: a file of this user on this host; its lock detects a second training on the same host at once.
 
     Raises:
         StorageError: the store cannot be used.
@@ -438,7 +442,7 @@ class Lease(Leadership):
             raise self._refused(before) from None
         if not self.store.create(LOCK, self.own.text):
             holder = self._holder()
-            # The file's lock has told that the one before on this host is dead.
+            # The file's lock shows that the previous holder on this host is dead.
             if holder is not None and (before is None or before.token != holder.token):
                 holder = self._await_sign_of_life(holder)
             self.store.delete([LOCK])
@@ -450,7 +454,7 @@ class Lease(Leadership):
         os.write(self._fd, self.own.text)
 
     def _is_own(self, holder: Holder | None) -> bool:
-        return holder is None or super()._is_own(holder)  # a removed lock file is written again
+        return holder is None or super()._is_own(holder)  # a removed lock file is rewritten
 
     def _show_life(self) -> None:
         self._written += 1
@@ -464,7 +468,7 @@ class Lease(Leadership):
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None where it has ended."""
+    """Start time of a process in clock ticks after boot; None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,9 +1,10 @@
 """Membership of processes in the generations of an attempt, without sockets, clocks and processes.
 
-The launcher tells it what it sees, and announces what it decides. A generation is begun at once where a member is lost:
-the others break off their step. It is *wanted* where one is to join: the members begin it after their step, all after
-the same one, since they agree on it with their gradients. A replica that is divided over several processes takes part
-whole or not at all: those that wait for a lost one of theirs keep what they hold.
+The launcher reports events to `Membership`, and announces its decisions to the ranks. After a loss, the next generation
+begins at once, and the other members abort their step. If a process wants to join, a generation is *wanted*: the
+members begin it after a step, which they choose together by a flag that travels with their gradients. A replica that is
+divided over several processes takes part as a whole or not at all: processes that wait for a lost member of their
+replica keep their state.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from paceline.files import write_whole
 from paceline.rank_environment import STORE, RankEnvironment
 from paceline.wire.status import Generation, StatusBoard, next_number
 
-WITHIN_S = 3600.0  # in which losses and restarts are counted
-MOST_LOSSES = 3  # a process that is lost so often in an hour is left out
+WITHIN_S = 3600.0  # window in which losses and restarts are counted
+MOST_LOSSES = 3  # losses within an hour after which a process is left out
 
 
 def noted(times_s: list[float], at_s: float) -> int:
-    """Note a time; returns how many of the last hour are noted, this one included."""
+    """Note a time; return the number of times noted in the last hour, including this one."""
     times_s[:] = [*(earlier for earlier in times_s if at_s - earlier < WITHIN_S), at_s]
     return len(times_s)
 
@@ -38,12 +39,12 @@ class Membership:
         replica_size: processes of one replica, whose numbers follow each other.
 
     Attributes:
-        current: the newest generation that was begun.
-        wanted: the one that is to be begun after a step; None where nobody is to join.
-        left_out: processes that are not started again, or not before their host is back.
-        released: those of them that leave after a step, or have left, as somebody has asked.
-        away: those of them whose host may come back.
-        held: True while nobody goes on, as too few hosts are there: all wait, with what they hold.
+        current: the newest generation that has begun.
+        wanted: generation to begin after a step; None if no process joins or leaves.
+        left_out: processes that are not restarted, or not before their host is back.
+        released: left-out processes that leave after a step, or have left, on request.
+        away: left-out processes whose host may come back.
+        held: True while all processes wait with their state because too few hosts are present.
     """
 
     def __init__(self, processes: int, most_losses: int = MOST_LOSSES, replica_size: int = 1) -> None:
@@ -59,7 +60,7 @@ class Membership:
 
     @property
     def newest(self) -> Generation:
-        """The generation of the highest number, begun or wanted."""
+        """Generation with the highest number, begun or wanted."""
         return self.wanted or self.current
 
     @property
@@ -68,25 +69,25 @@ class Membership:
         return not self.whole(set(range(self._processes)) - (self.left_out - self.away))
 
     def replica_of(self, process: int) -> set[int]:
-        """The processes of its replica, itself among them."""
+        """Processes of a process's replica, including itself."""
         first = process - process % self._replica_size
         return set(range(first, first + self._replica_size))
 
     def begin_without(self, processes: Set[int]) -> None:
-        """Have the first generation without the replicas of processes that are not there yet."""
+        """Form the first generation without the replicas of absent processes."""
         self.leave_out(processes)
         self.current = Generation(0, tuple(sorted(self._possible())))
 
     def whole(self, processes: Set[int]) -> set[int]:
-        """Processes of those given whose replica is whole."""
+        """Select the processes whose whole replica is among those given."""
         return {process for process in processes if self.replica_of(process) <= processes}
 
     def lost(self, process: int, at_s: float) -> bool:
-        """Note the end of a process; returns whether it is to be started again."""
+        """Note the end of a process; return True if it should be restarted."""
         return process in self.lost_together({process}, at_s)
 
     def lost_together(self, processes: Set[int], at_s: float) -> set[int]:
-        """Note ends of processes, in one generation; returns which to start again."""
+        """Note the ends of processes in one generation; return those to restart."""
         losses = {process: noted(self._losses[process], at_s) for process in processes}
         members = {*self.current.members, *self.newest.members}
         if members & processes or (members and self.held):
@@ -100,40 +101,40 @@ class Membership:
         return {process: [at_s - lost_s for lost_s in losses] for process, losses in self._losses.items()}
 
     def remember(self, losses: Mapping[int, list[float]], at_s: float) -> None:
-        """Count losses that another has noted, in seconds before a time."""
+        """Add losses that a previous coordinator has noted, in seconds before a time."""
         for process, times in losses.items():
             self._losses[process] = [at_s - before_s for before_s in times]
 
     def leave_out(self, processes: Set[int], away: Set[int] = frozenset()) -> None:
-        """Go on without `processes`. The hosts of those in `away` may come back."""
+        """Continue without `processes`. The hosts of those in `away` may come back."""
         self.left_out |= processes
         self.away |= away
 
     def come_back(self, processes: Set[int]) -> None:
-        """Let processes join again after their host has come back."""
+        """Readmit processes after their host has come back."""
         self.left_out -= processes
         self.away -= processes
 
     def release(self, processes: Set[int]) -> None:
-        """Have whole replicas leave after a step."""
+        """Let whole replicas leave after a step."""
         self.released |= processes
         self.leave_out(processes)
 
     def take_back(self, processes: Set[int]) -> None:
-        """Have processes that were left out join again; their losses are forgotten."""
+        """Readmit processes that were left out, and forget their losses."""
         self.released -= processes
         self.left_out -= processes
         for process in processes:
             self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
-        """Note the generation that each living process has entered, and which wait to join."""
-        # not before all are there: one on its way to this generation would go to the next, and be waited for in this
+        """Note the generation that each living process has entered, and the processes that wait to join."""
+        # wait until all have arrived: a late member would enter the next generation while this one waits for it
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
             return
         joining = self.whole(waiting - members - self.released)
-        staying = members - self.released or members  # no rank leaves with the only copy of a state
+        staying = members - self.released or members  # no rank may leave with the only copy of a state
         if self.wanted is not None:
             self.current, self.wanted = self.wanted, None
         elif (joining or staying < members) and not self.held:
@@ -141,14 +142,14 @@ class Membership:
             if members:
                 self.wanted = Generation(self.current.number + 1, tuple(sorted(staying | joining)))
             elif not kept <= waiting:
-                return  # the newest state may be with one that is on its way
+                return  # a process that is still entering may have the newest state
             elif self._replica_size == 1 or joining == self._possible():
-                # All were lost. Whoever comes first goes on from what is saved; but parts of several replicas may have
-                # the whole model together.
+                # All were lost. The first replica continues from the saved state; but parts of several replicas may
+                # have the whole model together.
                 self._begin(joining)
 
     def _possible(self) -> set[int]:
-        """The processes of all replicas that can be whole."""
+        """Processes of all replicas that can be whole."""
         return self.whole(set(range(self._processes)) - self.left_out)
 
     def _begin(self, members: set[int]) -> None:
@@ -158,25 +159,25 @@ class Membership:
 
 @dataclass(frozen=True)
 class StepBoundary:
-    """State of a loop at the end of a step, besides tensors. JSON, the same on all ranks of one step.
+    """State of a loop at the end of a step, without tensors: JSON, equal on all ranks of one step.
 
     Attributes:
         step: optimizer steps taken; -1 on a rank that has no state yet.
-        generation: in which the newest step was taken. A step that was broken off may be taken twice, by other ranks.
-        ready: the generation in which the next step was broken off on this rank of a divided replica, where it has the
-            gradients of all ranks and can take the step by itself; else -1.
-        acted: the newest step after which evaluations and checkpoints are done.
+        generation: generation of the newest step. An aborted step may be taken twice, by different ranks.
+        ready: on a rank of a divided replica, the generation in which the next step was aborted after the gradients of
+            all ranks had arrived, so that the rank can take the step by itself; else -1.
+        acted: newest step whose evaluations and checkpoints are done.
         stop: state of the stop rule.
         schedule: state of the learning-rate schedule.
         evaluated_at: the step of the newest evaluation.
-        rejected: steps whose batch a rewind left out.
+        rejected: steps whose batch was skipped after a rewind.
         items_per_sample: see `LossNormalization`.
         corrupted: see `Corruption.times`.
-        last: what is known of the newest step.
-        before: the same of those before it that each replica took by itself: only one of them has written them down.
-        recuts: how often pipelines were cut anew.
-        outcome: of the newest step, for ranks that are ready to take it.
-        cut: where the stages of a pipeline begin, as `Plan.cut`.
+        last: metrics of the newest step.
+        before: metrics of earlier steps that each replica took by itself; only one replica has recorded them.
+        recuts: number of times that pipelines were cut anew.
+        outcome: result of the newest step, for ranks that are ready to take it.
+        cut: first layers of the pipeline's stages, as in `Plan.cut`.
     """
 
     step: int = -1
@@ -198,15 +199,15 @@ class StepBoundary:
 
 @dataclass(frozen=True)
 class Start:
-    """Start of a generation: the state that its ranks go on from.
+    """Start of a generation: the state that its ranks continue from.
 
     Attributes:
-        boundary: the newest that the ranks have the whole model of, or an empty one.
+        boundary: newest step boundary for which the ranks have the whole model, or an empty one.
         ready: ranks that take the newest step by themselves.
-        behind: ranks that take the state over from others.
-        new: those of them that have no state yet.
-        replica_size: ranks that hold the model together.
-        holders: of each rank's copy, where all go back to copies in memory (`Mirror`); else empty.
+        behind: ranks that receive the state from others.
+        new: ranks in `behind` that have no state yet.
+        replica_size: number of ranks that hold the model together.
+        holders: holder of each rank's copy if all ranks return to copies in memory (`Mirror`); else empty.
         lost_steps: steps that are trained again.
     """
 
@@ -220,20 +221,20 @@ class Start:
 
     @property
     def begins(self) -> bool:
-        """True if the ranks begin, or go on from what is saved."""
+        """True if the ranks begin, or continue from a checkpoint."""
         return self.boundary.step < 0
 
     def holders_of_part(self, rank: int, ranks: int) -> list[int]:
-        """Replicas that have the part of `rank` in the newest state, of `ranks` in all."""
+        """Replicas that have the newest state of `rank`'s part, with `ranks` ranks in total."""
         have = set(range(ranks)) - set(self.behind)
         parts = range(rank % self.replica_size, ranks, self.replica_size)
         return [replica for replica, of_part in enumerate(parts) if of_part in have]
 
 
 def newest_of(boundaries: Sequence[StepBoundary], replica_size: int = 1) -> Start:
-    """Start of ranks with these boundaries, of which each `replica_size` ranks hold one model.
+    """Compute the start of ranks with these boundaries; each `replica_size` ranks hold one model.
 
-    A rank takes a step when all ranks have its gradients, so those that it was broken off on are ready to take it.
+    A rank takes a step only when all ranks have its gradients, so ranks that aborted this step are ready to take it.
     """
     found = {(boundary.generation, boundary.step, boundary.cut) for boundary in boundaries if boundary.step >= 0}
     for generation, step, cut in sorted(found, reverse=True):
@@ -253,11 +254,11 @@ _LOOK_S = 0.002
 
 
 class Member:
-    """This process among those of the run.
+    """This process as a member of the run.
 
     Args:
-        number: of the process, which it keeps, whatever its rank in a generation.
-        folder: where the launcher puts the members of each generation.
+        number: permanent number of the process, independent of its rank in a generation.
+        folder: folder where the launcher lists the members of each generation.
     """
 
     def __init__(self, number: int, board: StatusBoard, folder: Path) -> None:
@@ -267,30 +268,31 @@ class Member:
 
     @classmethod
     def of_this_rank(cls) -> Member:
-        """This process, whose launcher announces generations."""
+        """Make the member of this process, whose launcher announces generations."""
         environment = RankEnvironment.from_env()
         assert environment.status_file is not None, "only ranks of our launcher take part in generations"
         return cls(environment.rank, StatusBoard.of_this_rank(), environment.status_file.parent)
 
     def is_over(self) -> bool:
-        """True if another generation was begun."""
+        """True if another generation has begun."""
         return self.board.current_generation > self.generation.number
 
     def another_is_wanted(self) -> bool:
-        """True if another generation is to be begun after this step."""
+        """True if another generation is wanted after this step."""
         return self.board.wanted_generation > self.generation.number
 
     def is_awaited(self) -> bool:
-        """True if others wait for this process in a generation that was announced."""
+        """True if others wait for this process in an announced generation."""
         number = next_number(self.board.current_generation, self.board.wanted_generation, self.generation.number)
         generation = announced(self.folder, number) if number is not None else None
         return generation is not None and self.number in generation.members
 
     def next_generation(self) -> Generation:
-        """Enter the next generation that this process is a member of, once there is one.
+        """Wait for the next generation with this process as a member, and enter it.
 
-        One that is left out, since its replica has lost a rank, waits to join like a replacement; so do all while the
-        coordinator is replaced, in a generation without members. The launcher ends who waits in vain.
+        A process whose replica has lost a rank waits to join like a replacement. All processes wait while the
+        coordinator is replaced, in a generation without members. The launcher ends processes that wait without a chance
+        to join.
         """
         told = False
         while True:
@@ -314,10 +316,10 @@ class Member:
 
 
 def announce(board: StatusBoard, folder: Path, current: Generation, newest: Generation) -> None:
-    """Announce generations to the ranks at a launcher's status board, and forget older ones.
+    """Announce generations to the ranks of a launcher's status board, and remove older ones.
 
     Args:
-        folder: of the board.
+        folder: folder of the board.
     """
     for generation in (current, newest):
         write_whole(_members_file(folder, generation.number), json.dumps(generation.members))
@@ -328,7 +330,7 @@ def announce(board: StatusBoard, folder: Path, current: Generation, newest: Gene
 
 
 def announced(folder: Path, number: int) -> Generation | None:
-    """A generation that was announced; None where a newer one has just been."""
+    """Read an announced generation; return None if a newer one has just replaced it."""
     try:
         return Generation(number, tuple(json.loads(_members_file(folder, number).read_text())))
     except FileNotFoundError:
@@ -340,5 +342,5 @@ def _members_file(folder: Path, generation: int | str) -> Path:
 
 
 def store_file(folder: Path) -> Path:
-    """File in which a later launcher names the store where ranks meet."""
+    """File with the address of the store where ranks meet, written by a later launcher."""
     return folder / "store-address"

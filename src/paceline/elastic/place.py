@@ -1,4 +1,4 @@
-"""Places of ranks and their rendezvous, and which runs recover in place."""
+"""Places of ranks, their rendezvous, and the rule for recovery in place."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank's.
+    """Place of one rank.
 
     Attributes:
-        local_rank: its number among the ranks of its host.
-        local_size: how many these are.
-        address: at which the other ranks reach it.
-        interface: of that address.
-        host: the emulated host, or None on this machine as it is.
-        number: of the host process that starts it; 0 is this one, for host 0 of an emulation as well.
-        host_name: of the host, for messages; "" is this machine's own.
+        local_rank: number of the rank among the ranks of its host.
+        local_size: number of ranks on its host.
+        address: address at which the other ranks reach it.
+        interface: network interface of that address.
+        host: the emulated host; None without emulation.
+        number: number of the host process that starts the rank; 0 is this process, also for host 0 of an emulation.
+        host_name: name of the host, for messages; "" is this machine.
     """
 
     local_rank: int
@@ -48,9 +48,9 @@ class RankPlace:
     host_name: str = ""
 
     def environment(self, rank: int, world_size: int, master: RankPlace, port: int) -> RankEnvironment:
-        """Environment of the rank in this place.
+        """Return the environment of the rank in this place.
 
-        `master` is the place of rank 0, whose host serves torch's own store at `port`, 0 for a free one.
+        `master` is the place of rank 0, whose host serves torch's own store at `port` (0 for a free port).
         """
         return RankEnvironment(
             rank,
@@ -65,14 +65,14 @@ class RankPlace:
         )
 
     def listen(self, port: int | None, backlog: int) -> socket.socket:
-        """A socket at this place's address, for a store. None takes a free port."""
+        """Open a socket at this place's address, for a store. None takes a free port."""
         if self.host is None:
             return listen(port, backlog, self.address)
         return inside(self.host.namespace, lambda: listen(port, backlog, self.address))
 
 
 def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
-    """Cores of each rank of a plan that pins them; None for another."""
+    """Return the cores of each rank if the plan pins them, else None."""
     if not plan.pin:
         return None
     if cluster.emulate is not None:
@@ -82,9 +82,10 @@ def cores_on(cluster: Cluster, plan: Plan) -> list[list[int]] | None:
 
 
 def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
-    """Places of a plan's workers, and behind them those of its servers.
+    """Return the places of a plan's workers, followed by the places of its servers.
 
-    Servers are on the workers' hosts, in turn. A server and its backup are on different hosts, where there are several.
+    Servers are distributed over the workers' hosts in turn. A server and its backup are on different hosts if there are
+    several.
     """
     servers = ServerProcesses.of(plan.sync)
     hosts = list({(place.number, place.address): place for place in places}.values())
@@ -94,12 +95,12 @@ def with_servers(places: list[RankPlace], plan: Plan) -> list[RankPlace]:
 
 
 def on_this_machine(ranks: int) -> list[RankPlace]:
-    """All ranks on this machine, where they meet on loopback."""
+    """Place all ranks on this machine, with their rendezvous on loopback."""
     return [RankPlace(rank, ranks) for rank in range(ranks)]
 
 
 def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[RankPlace]:
-    """Places of ranks on each emulated host, in their order."""
+    """Place ranks on the emulated hosts, in the order of the hosts."""
     return [
         RankPlace(rank, count, host.address, host.interface, host, number)
         for number, (host, count) in enumerate(zip(hosts, per_host, strict=True))
@@ -108,9 +109,9 @@ def on_hosts(hosts: Sequence[EmulatedHost], per_host: Sequence[int]) -> list[Ran
 
 
 def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.socket:
-    """A socket at one address, for a store.
+    """Open a socket at an address, for a store.
 
-    Bound here, so no one can take the port before rank 0 is up.
+    It is bound here, so that no other process can take the port before rank 0 is up.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -149,11 +150,11 @@ def _listener_of(port: int | None) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The place where ranks meet.
+    """Meeting point of the ranks.
 
     Attributes:
         store: the store's Unix socket, or its address and port.
-        key_fd: descriptor of the run's key, for ranks to inherit; None where a Unix socket does without.
+        key_fd: descriptor of the run's key, which ranks inherit; None for a Unix socket, which needs no key.
     """
 
     store: str
@@ -164,15 +165,15 @@ class Rendezvous:
 def rendezvous(
     places: Sequence[RankPlace], folder: Path, port: int | None, key: RunKey | None = None
 ) -> Iterator[Rendezvous]:
-    """A store for ranks in these places, up within the context.
+    """Serve a store for ranks in these places inside the context.
 
     Args:
-        folder: the launcher's private one.
-        port: between hosts; None takes a free one.
-        key: of the run; None takes this process's own, or makes one.
+        folder: the launcher's private folder.
+        port: port between hosts; None takes a free port.
+        key: the run's key; None takes this process's own key, or makes one.
 
     Raises:
-        LaunchError: it cannot be served.
+        LaunchError: the store cannot be served.
     """
     if on_one_host(places):
         server = StoreServer(None, folder / "store")
@@ -192,12 +193,12 @@ def rendezvous(
 
 
 def on_one_host(places: Sequence[RankPlace]) -> bool:
-    """True if all ranks are on this machine as it is."""
+    """True if all ranks are on this machine, without emulated hosts."""
     return all(place.host is None and place.number == 0 for place in places)
 
 
-RECOVERY = "PACELINE_RECOVERY"  # set to off: every loss of a rank stops all of them
-# for messages: which plans `recovers_in_place`
+RECOVERY = "PACELINE_RECOVERY"  # off: the loss of any rank stops all ranks
+# for messages: the plans that recover in place
 NEEDS = "CPUs, dp of at least 2 or copies in memory, and no division under a rule with local steps"
 
 
@@ -216,11 +217,12 @@ def recovery_is_on() -> bool:
 
 
 def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
-    """True if a lost rank is replaced while the others go on.
+    """True if a lost rank is replaced while the others continue.
 
-    That is where there are several replicas, which are the same after every step or undivided under a rule of ours, or
-    one whose parts are copied to other ranks, our own transports are used (waits of torch's cannot be broken off), and
-    samples can be dealt to any number of replicas.
+    There are three conditions. First, there are several replicas, which are equal after every step or are undivided
+    under one of paceline's sync rules; or there is one replica whose parts are copied to other ranks. Second, the run
+    uses paceline's transports, because waits of torch's transports cannot be interrupted. Third, samples can be divided
+    among any number of replicas.
 
     Raises:
         LaunchError: `PACELINE_RECOVERY` is neither on nor off.
@@ -235,5 +237,5 @@ def recovers_in_place(job: Job, plan: Plan, cluster: Cluster) -> bool:
 
 
 def is_mirrored(plan: Plan) -> bool:
-    """True if ranks keep copies of each other's state (`Mirror`): no other replica has it."""
+    """True if ranks keep copies of each other's state (`Mirror`) because no other replica has it."""
     return plan.dp == plan.cp == plan.ep == 1 and plan.ranks > 1

@@ -1,7 +1,7 @@
-"""What runs in a rank, and in the forkserver that forks ranks.
+"""Main functions of a rank, and of the forkserver that forks ranks.
 
-A rank calls `pkg.mod:function`, in a fork of the forkserver or an interpreter. It never outlives its launcher, and
-leaves an error as a record for the launcher, which shows the one that matters.
+A rank calls `pkg.mod:function`, in a fork of the forkserver or in a new interpreter. It never outlives its launcher. It
+records an error in a file; the launcher shows the error that caused the failure.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from paceline.job.spec import load_object
 from paceline.rank_environment import RankEnvironment, own_rank
 
 PR_SET_PDEATHSIG = 1  # of prctl
-_EXIT_S = 10  # for the other threads of a launcher whose first one has ended
+_EXIT_S = 10  # for the other threads of a launcher whose first thread has ended
 
 
 def main() -> None:
-    """Be the forkserver, or the rank that the environment names, in a new interpreter."""
+    """Run the forkserver, or the rank that the environment names, in a new interpreter."""
     if sys.argv[1:2] == [FORKSERVER]:
         be_forkserver(sys.argv[2:])
         return
@@ -54,7 +54,7 @@ def main() -> None:
     assert environment.launcher is not None
     held = [*environment.inherited_fds, *([] if environment.key_fd is None else [environment.key_fd])]
     for descriptor in held:
-        os.set_inheritable(descriptor, False)  # held by this rank, and not by a program that it starts
+        os.set_inheritable(descriptor, False)  # this rank keeps it; programs that it starts do not inherit it
     run(sys.argv[1:], environment, environment.launcher, os.pidfd_open(environment.launcher))
 
 
@@ -67,12 +67,12 @@ def run(
 ) -> None:
     """Run the function that the first argument names, and exit.
 
-    0 when it returns, its own code on SystemExit, 1 on any other exception.
+    The exit code is 0 if the function returns, the code of a SystemExit, or 1 for any other exception.
 
     Args:
         parent: process id of the launcher, or of the forkserver that ends when the launcher does.
-        launcher: a descriptor of the launcher's process.
-        prepare: called first of what may fail, once the rank is in its host and on its cores.
+        launcher: pidfd of the launcher's process.
+        prepare: called before anything else that may fail, once the rank is in its host and on its cores.
     """
     assert environment.error_file is not None
     record = environment.error_file
@@ -83,11 +83,12 @@ def run(
     faulthandler.register(signal.SIGUSR2, stack, all_threads=True)
     on_failure(lambda error: _record(error, record))
     try:
-        enter_host(environment.host)  # before torch, or anything of the user's, starts a thread
+        enter_host(environment.host)  # before torch or user code starts a thread
         _pin(environment)
         prepare()
         defer_compiler()
-        # What multiprocessing makes, as for loader processes, goes with the launcher's folder, however this rank ends.
+        # Files of multiprocessing, such as those of loader processes, are removed with the launcher's folder in any
+        # case.
         if sockets_fit(str(record.parent)):
             multiprocessing.current_process()._config["tempdir"] = str(record.parent)  # type: ignore[attr-defined]
         target, *arguments = module_args
@@ -101,25 +102,25 @@ def run(
 
 
 class Launcher:
-    """Death of the launcher: ends the rank, and removes the folder that was left behind."""
+    """Watch on the launcher: its death ends the rank, and its folder is removed."""
 
     def __init__(self, process: int, pid: int | None, folder: Path, grace_s: int = 0) -> None:
         self.process, self.pid, self.folder, self.grace_s = process, pid, folder, grace_s
 
     def end_with(self, parent: int) -> None:
-        """Have the kernel send SIGTERM when the launcher dies, so that the rank saves.
+        """Let the kernel send SIGTERM when the launcher dies, so that the rank saves.
 
-        It gets SIGKILL, with all it started, if it does not; at once where it has no time to save.
+        If the rank does not end, it and its processes get SIGKILL; at once if there is no time to save.
         """
         number = signal.SIGTERM if self.grace_s else signal.SIGKILL
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:  # it died before it could have been noticed
+        if os.getppid() != parent:  # it died before the kernel could report it
             sys.exit(1)
         threading.Thread(target=self._kill_when_orphaned, name="launcher-watch", daemon=True).start()
 
     def clean_up(self) -> None:
-        """Remove the launcher's temporary folder, where it was killed and cannot."""
-        # The kernel tells of the end of its first thread; those of its store may end a moment later.
+        """Remove the temporary folder of a launcher that was killed."""
+        # The kernel reports the end of its first thread; the threads of its store may end a moment later.
         dying = self.pid is not None and state_of(self.pid) == "Z"
         if select.select([self.process], [], [], _EXIT_S if dying else 0)[0]:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -132,19 +133,19 @@ class Launcher:
 
 
 def _record(error: BaseException, path: Path) -> None:
-    """Leave the error for the launcher, with the time at which it was seen first."""
+    """Record the error for the launcher, with the time at which it was first seen."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return
     try:
         before = ErrorRecord.read(path)
         now = ErrorRecord.of(error, own_rank())
         (now if before is None else replace(now, time=before.time)).write(path)
-    except OSError:  # the launcher and its folder are gone, or the disk is full: then nobody else shows it
+    except OSError:  # the launcher and its folder are gone, or the disk is full: only this rank can show it
         traceback.print_exception(error)
 
 
 def _pin(environment: RankEnvironment) -> None:
-    """Keep this rank on its cores. A new interpreter's torch, imported later, sizes its thread pools by them."""
+    """Pin this rank to its cores. In a new interpreter, torch sizes its thread pools by them on import."""
     if not environment.cores:
         return
     try:
@@ -158,28 +159,30 @@ def _pin(environment: RankEnvironment) -> None:
 
 
 def _leave(error: BaseException, path: Path, launcher: Launcher, code: int) -> None:
-    """Record the error and end at once, whatever threads still wait for a peer."""
+    """Record the error and end at once, even if threads still wait for a peer."""
     _record(error, path)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            continue  # whoever read it has gone
+            continue  # the reader is gone
     launcher.clean_up()
     os._exit(code)
 
 
-IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # what every rank needs
+IMPORTS = ("paceline.run.loop", "paceline.elastic.run_on_ranks")  # modules that every rank needs
 
 
 @dataclass(frozen=True)
 class _Order:
-    """A rank to become, as the launcher orders it.
+    """Launcher's order to become a rank.
 
     Attributes:
-        folder: the launcher's current one; `limits` of resources and `cores` are the launcher's as well.
-        descriptors: for stdout, stderr, torch's store where the rank serves it, the run's key, and those to hold.
+        folder: the launcher's current working directory; `limits` (of resources) and `cores` are the launcher's as
+            well.
+        descriptors: stdout, stderr, the socket of torch's store if the rank serves it, the run's key, and descriptors
+            to keep open.
         forkserver: process id of the forkserver.
     """
 
@@ -195,14 +198,15 @@ class _Order:
 
 
 def be_forkserver(arguments: list[str]) -> None:
-    """Import, and fork on order: `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
+    """Import, and fork on order. The arguments are `DESCRIPTOR LAUNCHER DIES_WITH_ITS_THREAD`.
 
-    Returns in ranks only, when they have done their work.
+    It returns only in ranks, after they have done their work.
     """
-    # A scheduler signals every process of a run: the launcher says what is to end, and with it this one does.
+    # A scheduler signals every process of a run. The launcher decides which ranks end; this process ends with the
+    # launcher.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descriptor, launcher, dies_with_thread = map(int, arguments)
-    if dies_with_thread:  # also while it imports
+    if dies_with_thread:  # also during imports
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         watch = os.pidfd_open(launcher)
@@ -215,16 +219,16 @@ def be_forkserver(arguments: list[str]) -> None:
 
 
 def split_off() -> None:
-    """Have a copy of this process be the forkserver of the ranks that it starts.
+    """Make a copy of this process the forkserver of the ranks that it starts.
 
-    It was forked from a forkserver itself, and has started no thread that a fork could disturb.
+    This process was itself forked from a forkserver, and has started no thread, so that forking is safe.
     """
     call_the_process("paceline host process")
     share(Forkserver({**DEFAULTS, **os.environ}, _copy))
 
 
 def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
-    """Fork a forkserver that obeys what comes on `channel`."""
+    """Fork a forkserver that takes orders from `channel`."""
     launcher = os.getpid()
     if (pid := os.fork()) == 0:
         ours.close()
@@ -234,7 +238,7 @@ def _copy(ours: socket.socket, channel: socket.socket) -> _Child:
 
 
 def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
-    """Be a forkserver that obeys its parent, the launcher; in a fork of a forkserver."""
+    """Run a forkserver for its parent, the launcher, in a fork of a forkserver."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         watch = os.pidfd_open(launcher)
@@ -248,7 +252,7 @@ def be_a_copy(channel: socket.socket, launcher: int) -> NoReturn:
 
 
 class _Child:
-    """A forked process, with the methods of a `Popen`."""
+    """Forked process, with the methods of `Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -270,10 +274,10 @@ class _Child:
 
 
 def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
-    """Import what ranks need. Returns why no rank may be forked from this process.
+    """Import what ranks need. Return the reason if no rank may be forked from this process.
 
-    The ranks raise and show import errors themselves. If `needed`, an import error is a reason not to fork, and ranks
-    run as interpreters.
+    Ranks raise and show import errors themselves. With `needed`, an import error is a reason not to fork, and each rank
+    runs in a new interpreter.
     """
     gc.disable()
     try:
@@ -285,7 +289,7 @@ def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
     finally:
         gc.enable()
     gc.collect()
-    # Ranks neither collect nor finalize what was imported: they share its memory, and would copy it.
+    # Ranks neither collect nor finalize imported objects, because that would copy the shared memory.
     gc.freeze()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -293,7 +297,7 @@ def imported(modules: Sequence[str], *, needed: bool = False) -> str | None:
 
 
 def _unfit() -> str | None:
-    """Reason why no rank may be forked from this process; None where there is none."""
+    """Return the reason why no rank may be forked from this process, or None."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         return f"something that is imported has started {threads - 1} threads"
     if device.is_started():
@@ -302,9 +306,9 @@ def _unfit() -> str | None:
 
 
 def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[], str | None]) -> None:
-    """Tell the launcher whether ranks can be forked here, and fork on its orders.
+    """Report to the launcher if ranks can be forked here, and fork on its orders.
 
-    Returns when the launcher is gone; and in ranks, when they have done their work.
+    It returns when the launcher is gone, and in ranks after they have done their work.
     """
     if os.getppid() == launcher:
         send(channel, {"unfit": ready()})
@@ -314,7 +318,7 @@ def _serve(channel: socket.socket, launcher: int, watch: int, ready: Callable[[]
 
 
 def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
-    """Obey until the launcher is gone; then None. In a rank: what it is to be."""
+    """Follow orders until the launcher is gone, then return None. In a forked rank, return its order."""
     forkserver = os.getpid()
     while True:
         ready, _, _ = select.select([channel.fileno(), watch], [], [])
@@ -322,7 +326,7 @@ def _fork_on_order(channel: socket.socket, watch: int) -> _Order | None:
             return None
         try:
             message, descriptors = receive(channel)
-        except ConnectionResetError:  # the launcher ended with an answer unread
+        except ConnectionResetError:  # the launcher ended before reading an answer
             return None
         if message is None:
             return None
@@ -362,7 +366,7 @@ def _become(order: _Order, watch: int) -> None:
         os.dup2(descriptor, standard)
         os.close(descriptor)
     told = RankEnvironment.from_env(order.environment)
-    # they have other numbers here
+    # the descriptors have other numbers here
     environment = replace(
         told,
         store_fd=others.pop(0) if order.serves else None,
@@ -388,25 +392,28 @@ def _become(order: _Order, watch: int) -> None:
 
 
 def end(code: int = 0) -> NoReturn:
-    """End as an interpreter does, but keep modules, whose teardown copies shared memory."""
+    """End like an interpreter, but keep the modules, because their teardown copies shared memory."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons, and asks executors to end
-    atexit._run_exitfuncs()  # as multiprocessing does in its forks
-    for file in gc.get_objects():  # without what the forkserver froze
+    atexit._run_exitfuncs()  # like multiprocessing in its forks
+    for file in gc.get_objects():  # without the objects that the forkserver froze
         if issubclass(type(file), io.IOBase):
-            with suppress(OSError, ValueError):  # closed, not to be written, or whoever read it has gone
+            with suppress(OSError, ValueError):  # closed, not writable, or its reader is gone
                 file.flush()
     os._exit(code)
 
 
 def call_the_process(title: str) -> None:
-    """Show a title in `ps` and `top`, instead of the forkserver's command line."""
+    """Set the title in `ps` and `top`, instead of the forkserver's command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # of the arguments; fields 48 and 49 of the file, counted from 1
+    start, end = (
+        int(fields[45]),
+        int(fields[46]),
+    )  # of the arguments: fields 48 and 49 of the file
     ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
 
 
 def _settle(folder: str, threads: int | None) -> None:
-    """Set what a new interpreter has of its own: import folder, threads, random numbers."""
+    """Set the state that a new interpreter would have: import folder, threads, random numbers."""
     start = str(Path.cwd())
     os.chdir(folder)
     if start in sys.path[:1]:
@@ -418,11 +425,11 @@ def _settle(folder: str, threads: int | None) -> None:
         if threads > 1:
             _set_threads_of_numpy(threads)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # Python's own random does that by itself
+        sys.modules["numpy"].random.seed()  # Python's random module reseeds itself
 
 
 def _set_threads_of_numpy(threads: int) -> None:
-    """Set the threads of numpy's OpenBLAS, which was loaded with a single one."""
+    """Set the threads of numpy's OpenBLAS, which was loaded with a single thread."""
     files = {
         line.split()[-1]
         for line in Path("/proc/self/maps").read_text().splitlines()

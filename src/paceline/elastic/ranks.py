@@ -1,4 +1,4 @@
-"""Ranks of one attempt, on this host and others: start, signals, results and end."""
+"""Ranks of one attempt on all hosts: start, signals, results and end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from paceline.rank_environment import RankEnvironment
 from paceline.wire.status import StatusBoard
 
 COLLECT_S = 0.5  # after the first failure, for the other ranks to report theirs
-MEETING_S = 0.02  # from look to look while others wait for ranks
+MEETING_S = 0.02  # between two polls while others wait for ranks
 _TICK_S = 0.2
 _TERMINATE_S = 3.0  # from SIGTERM to SIGKILL
-_ANSWER_S = 1.0  # for a hung rank to write its stack
-_STOPPED_S = 5.0  # a rank that SIGSTOP holds longer counts as lost
+_ANSWER_S = 1.0  # time for a hung rank to write its stack
+_STOPPED_S = 5.0  # a rank that is stopped for longer counts as lost
 
 Rank = StartedRank | RemoteRank
 
@@ -44,12 +44,12 @@ class Setting:
         deadline_s: longest time that a rank may stay in one phase of one step while it is not waiting for others.
         start_deadline_s: the same for the start-up.
         collect_s: time after the first failure in which other ranks may end by themselves before they are stopped.
-        threads: threads of each rank's torch operations.
+        threads: number of threads for each rank's torch operations.
         pin_cores: the cores of each rank, or None to leave the choice to the kernel.
         port: port of the rendezvous between hosts, at rank 0's address; on one machine, the port of torch's own store,
             if accelerators need one. None takes a free port.
         saves: ranks that are stopped save a checkpoint first; the launcher's message then mentions it.
-        env: environment variables for the ranks, in addition to those of this process, or in their place.
+        env: environment variables for the ranks, which extend or override those of this process.
         inherited: descriptors that every rank holds open until it ends. Processes that a rank starts do not get them.
         folder: folder that the ranks read and write, on any host; `module_args` names it.
         recovers: the function takes part in generations (`run/recovery/`): a rank that is killed or hangs is left
@@ -99,9 +99,9 @@ class Ranks:
 
     Args:
         tick: called at least five times a second while ranks are prepared.
-        tell: called with an event of the run, and its details.
-        adopts: ranks that hosts have kept since the coordinator was lost, and that go on. The other ranks have ended,
-            and are replaced once their host is there.
+        tell: called with an event of the run and its details.
+        adopts: ranks that hosts have kept since the coordinator was lost, and that continue. The other ranks have
+            ended, and are replaced once their host is present.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Ranks:
         self.poll = select.poll()
         self.starter = Starter(setting.module_args, setting.env)
         self.remote: RemoteRanks | None = None
-        self.stopped_now: set[int] = set()  # ranks that SIGSTOP held at the last look
-        self._ran_at: dict[int, float] = {}  # when each rank was last seen running
+        self.stopped_now: set[int] = set()  # ranks that were stopped at the last poll
+        self._ran_at: dict[int, float] = {}  # time at which each rank was last seen running
         self._ranks: list[Rank] = []
         self._starts: Counter[int] = Counter()  # of ranks, again
         self._told = False
@@ -134,7 +134,7 @@ class Ranks:
     def __enter__(self) -> Self:
         self._oom_kills, setting = oom_kills(), self.setting
         kept = self.adopts.kept if self.adopts else None
-        with ExitStack() as made:  # undone here if a start fails half-way
+        with ExitStack() as made:  # undone here if a start fails midway
             if kept is not None:
                 made.callback(kept.end)
                 self.folder, self.board, self.starter = kept.scratch, kept.board, kept.starter
@@ -165,13 +165,13 @@ class Ranks:
         """Start all ranks.
 
         Raises:
-            LaunchError: one cannot be started, or a signal came before.
+            LaunchError: a rank cannot be started, or a signal arrived before.
         """
         setting = self.setting
         self._prepare()
         key = hosts.key if (hosts := current_hosts()) else None
         self._rendezvous = self._made.enter_context(rendezvous(setting.places, self.folder, setting.port, key))
-        # a socket for torch's own store, if a port was asked for
+        # a socket for torch's own store, if a port was requested
         has_store = setting.port is not None and on_one_host(setting.places)
         backlog = max(128, 2 * setting.ranks)
         with setting.places[0].listen(setting.port, backlog) if has_store else nullcontext() as listener:
@@ -188,7 +188,7 @@ class Ranks:
 
     @property
     def running(self) -> list[Rank]:
-        """Those that have not ended."""
+        """Ranks that have not ended."""
         return [rank for rank in self if rank.code is None]
 
     def is_away(self, number: int) -> bool:
@@ -197,16 +197,16 @@ class Ranks:
         return isinstance(rank, RemoteRank) and rank.link.lost is not None
 
     def was_killed(self, number: int) -> bool:
-        """True for a rank that a signal has ended, and no error of its own."""
+        """True if a signal, and not an error of its own, ended the rank."""
         rank = self[number]
         return rank.code is not None and rank.code < 0 and not rank.record.exists()
 
     def on_host(self, host: int) -> set[int]:
-        """Ranks on a host, by number."""
+        """Ranks on the host with this number."""
         return {rank for rank, place in enumerate(self.setting.places) if place.number == host}
 
     def note_ends(self, wait_s: float = _TICK_S) -> None:
-        """Wait for any rank to end, `wait_s` at most, and take the exit codes."""
+        """Wait for any rank to end, at most `wait_s`, and collect the exit codes."""
         here = [rank for rank in self.running if isinstance(rank, StartedRank)]
         by_fd = {rank.pidfd: rank for rank in here}
         if self.remote and self.remote.busy:
@@ -225,7 +225,7 @@ class Ranks:
                 self.remote.give_up_silent()
 
     def note_ends_for(self, wait_s: float, *, unless_killing: bool = False) -> None:
-        """Wait for all ranks to end, `wait_s` at most."""
+        """Wait for all ranks to end, at most `wait_s`."""
         until = time.monotonic() + wait_s
         while self.running and (left_s := until - time.monotonic()) > 0:
             if unless_killing and self.signals.kill:
@@ -233,7 +233,7 @@ class Ranks:
             self.note_ends(min(left_s, _TICK_S))
 
     def wait_for_ends(self, numbers: Collection[int], wait_s: float) -> None:
-        """Wait a moment for ranks that were killed."""
+        """Wait briefly for killed ranks to end."""
         until = time.monotonic() + wait_s
         while any(self[number].code is None for number in numbers) and time.monotonic() < until:
             self.note_ends(MEETING_S)
@@ -246,24 +246,24 @@ class Ranks:
         self.kill_all()
 
     def kill_all(self) -> None:
-        """SIGKILL to all ranks."""
+        """Send SIGKILL to all ranks."""
         self._killing = True
         for rank in self:
             rank.kill()
-        self.note_ends_for(10)  # SIGKILL takes effect at once, but for a rank inside a failing disk or driver
+        self.note_ends_for(10)  # SIGKILL takes effect at once, unless a rank is stuck in a failing disk or driver
 
     def kill_hung(self, number: int) -> str:
-        """Kill a rank that makes no progress, and return a sentence about it."""
+        """Kill a rank that makes no progress, and return a sentence that describes it."""
         ends = self.ends()
         self[number].kill()
-        # after the semicolon come the advice, which is for runs that end, and the stack
+        # the text after the semicolon is advice for runs that end, and the stack
         return str(hang([ends[number]], ends, time.monotonic_ns())).partition(";")[0]
 
     def obey_signals(self) -> None:
-        """Forward a signal that came to the launcher.
+        """Forward a signal that the launcher received.
 
         Raises:
-            SystemExit: 130, when a second SIGINT came and all were killed.
+            SystemExit: 130, if a second SIGINT arrived and all ranks were killed.
         """
         if self.signals.kill:
             print("paceline: killing the ranks", file=sys.stderr)
@@ -276,20 +276,20 @@ class Ranks:
             print(f"paceline: {self.signals.first}: the ranks {what}. {kills} kills them at once.", file=sys.stderr)
             self.tell("stop", {"signal": self.signals.first})
             for rank, status in zip(self, self.board.read() if self._ranks else (), strict=True):
-                # While it starts, Python's own SIGINT would raise KeyboardInterrupt anywhere; when it is done, it ends
-                # by itself.
+                # During the start, Python's SIGINT handler would raise KeyboardInterrupt anywhere; a rank that is done
+                # ends by itself.
                 if status.phase != "done":
                     rank.signal(signal.SIGTERM if status.phase == "starting" else signal.Signals[self.signals.first])
 
     def stopped_too_long(self, numbers: Sequence[int]) -> list[int]:
-        """Ranks of these that SIGSTOP holds for too long; they count as lost."""
+        """Select the ranks that have been stopped for too long; they count as lost."""
         now, limit_s = time.monotonic(), min(_STOPPED_S, self.setting.deadline_s / 2)
         self.stopped_now = {number for number in numbers if self[number].stopped}
         self._ran_at = {n: self._ran_at.get(n, now) if n in self.stopped_now else now for n in numbers}
         return sorted(number for number in self.stopped_now if now - self._ran_at[number] > limit_s)
 
     def ask_for_stacks(self, numbers: Set[int]) -> None:
-        """Have ranks that hang write where they do; waits a moment for that."""
+        """Make hung ranks write their stacks, and wait briefly for them."""
         asked = [rank for rank in self if rank.number in numbers and not rank.stopped]
         for rank in asked:
             rank.signal(signal.SIGUSR2)
@@ -316,21 +316,21 @@ class Ranks:
         ]
 
     def oom_kills_here(self) -> int | None:
-        """Processes here that lack of memory has ended since the attempt began."""
+        """Count the processes here that were killed for lack of memory since the attempt began."""
         kills = oom_kills()
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def new_oom_kills(self, end: RankEnd) -> int | None:
-        """Processes of a rank's host that lack of memory has ended since the last call.
+        """Count the processes of a rank's host that were killed for lack of memory since the last call.
 
-        None where its kernel does not say.
+        None if its kernel does not report them.
         """
         now = end.oom_kills if end.remote else self.oom_kills_here()
         before, self._oom_told[end.host] = self._oom_told.get(end.host, 0), now or 0
         return None if now is None else now - before
 
     def _adopt(self, next_generation: NextGeneration) -> None:
-        """Take the ranks over that were kept; start those of this host that are missing."""
+        """Take over the kept ranks; start the missing ranks of this host."""
         assert self.remote is not None
         kept, self._rendezvous = next_generation.kept, next_generation.rendezvous
         self.remote.adopt(self.setting.begin(kept.begin.places))
@@ -379,7 +379,7 @@ class Ranks:
             key_fd=self._rendezvous.key_fd,
             store_fd=listener.fileno() if listener and number == 0 else None,
             inherited_fds=tuple(setting.inherited),
-            # the ranks of other hosts go on without it: SIGTERM would have it ask them to stop
+            # the ranks of other hosts continue without it: after SIGTERM it would ask them to stop
             grace_s=0 if self.remote and self.remote.spares_this_host else place.grace_s,
         )
 

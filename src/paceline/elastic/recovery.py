@@ -1,7 +1,7 @@
 """Recovery of an attempt while it runs, and changes of its size.
 
-Lost ranks are replaced, and `paceline scale` makes the run larger or smaller. `membership.py` decides; this module
-carries decisions out on processes, the status board and other hosts. `independent.py` does the same for ranks that no
+Lost ranks are replaced, and `paceline scale` makes the run larger or smaller. `membership.py` makes the decisions; this
+module applies them to processes, the status board and other hosts. `independent.py` does the same for ranks that no
 group joins. Requests to scale are files in the run's directory, where only its owner can write. The launcher picks a
 request up, and answers in a file beside it.
 """
@@ -31,7 +31,7 @@ from paceline.files import read_text, write_whole
 from paceline.units import count
 from paceline.wire.status import Generation, RankStatus
 
-LOSSES = "PACELINE_LOSSES_PER_HOUR"  # of one rank, which is left out then
+LOSSES = "PACELINE_LOSSES_PER_HOUR"  # losses of one rank after which it is left out
 _NAME, _LIMIT = "scale-", 4096  # of the files of a request
 _LOOK_S = 0.1
 
@@ -39,47 +39,47 @@ _LOOK_S = 0.1
 class Losses:
     """Loss handling of an attempt. In this base class, the loss of one rank ends the attempt.
 
-    `Recovery` and `Independent` replace lost ranks. In `Recovery` all other replicas go on together; in `Independent`
-    each worker and server goes on by itself.
+    `Recovery` and `Independent` replace lost ranks. In `Recovery` all other replicas continue together; in
+    `Independent` each worker and server continues by itself.
 
     Attributes:
-        replaces: True if lost ranks are started again.
+        replaces: True if lost ranks are restarted.
     """
 
     replaces: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._why: dict[int, str] = {}  # a rank that was killed here had been hung
+        self._why: dict[int, str] = {}  # ranks that were killed here because they hung
         self._away: dict[int, list[int]] = {}  # ranks to start when their host is back, by its number
 
     @property
     def hurries(self) -> bool:
-        """True while others wait for ranks that are on their way."""
+        """True while other ranks wait for ranks that are starting."""
         return False
 
     @property
     def too_few(self) -> str | None:
-        """Sentence that ends the run; None while it can go on."""
+        """Error text that ends the run; None while the run can continue."""
         return None
 
     @property
     def counted(self) -> Sequence[int]:
-        """Ranks whose failure is the attempt's."""
+        """Ranks whose failure counts as the attempt's failure."""
         return range(self.ranks.setting.ranks)
 
     def turn(self) -> bool:
-        """Act on what has happened since the last turn; True once all is done.
+        """Handle the events since the last turn; return True once the run is done.
 
-        A rank that raised is no loss: the others would raise the same.
+        A rank that raised is not a loss: the other ranks would raise the same error.
         """
         return False
 
     def shrink(self) -> str:
-        """Have a part of the run leave after a step.
+        """Let a part of the run leave after a step.
 
         Raises:
-            LaunchError: none can.
+            LaunchError: no part can leave.
         """
         raise LaunchError(
             "scale.not_elastic",
@@ -89,15 +89,15 @@ class Losses:
         )
 
     def grow(self) -> str:
-        """Start a part of the run that was left out, or expect its host.
+        """Start a left-out part of the run, or wait for its host.
 
         Raises:
-            LaunchError: all take part or are awaited, or a rank could not be started.
+            LaunchError: all parts take part or are awaited, or a rank could not be started.
         """
         return self.shrink()
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """Kill ranks that hang, for others to start in their place; True if killed."""
+        """Kill hung ranks, so that they are replaced; return True if they were killed."""
         if self.replaces:
             self.ranks.ask_for_stacks({status.rank for status in hung})
             for status in hung:
@@ -106,7 +106,7 @@ class Losses:
 
     @property
     def ending(self) -> bool:
-        """True once a signal has asked for the end of the run."""
+        """True once a signal has requested the end of the run."""
         return self.ranks.signals.first is not None
 
     def _reason(self, end: RankEnd, *, serves: bool = False) -> str:
@@ -126,11 +126,11 @@ class Losses:
         self.tell("host_lost", **told, waits_s=waits_s, revived=revived, **more)
 
     def tell(self, event: str, **details: Any) -> None:
-        """Record an event. Ranks that no group joins have one generation, 0."""
+        """Record an event. Ranks without a common group have a single generation, 0."""
         self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:
-        """Raise LaunchError where a host that can make the run larger may come by itself."""
+        """Raise LaunchError if an absent host may still join by itself and make the run larger."""
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
             raise LaunchError(
                 "scale.host_may_come",
@@ -140,19 +140,19 @@ class Losses:
 
 
 class Recovery(Losses):
-    """Generations of one attempt. The first has all ranks, or those that hosts have kept."""
+    """Generations of one attempt. The first generation has all ranks, or the ranks that hosts have kept."""
 
     replaces = True
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self.membership = Membership(ranks.setting.ranks, most_losses(), ranks.setting.replica_ranks)
-        self._meets = True  # some ranks are on their way to the newest generation
+        self._meets = True  # some ranks are entering the newest generation
         self._announced = -1, -1
-        self._handled: set[int] = set()  # ranks whose present process has ended, and that is noted
+        self._handled: set[int] = set()  # ranks whose current process is noted as ended
         self._nobody_since = math.inf
         self._leaving: set[int] = set()  # ranks that take part until the end of a step
-        self._leaving_host: int | None = None  # of theirs, which leaves with them
+        self._leaving_host: int | None = None  # the host that leaves with these ranks
         if ranks.adopts is None:
             self._begin_without_absent()
         else:
@@ -176,7 +176,7 @@ class Recovery(Losses):
             )
 
     def _go_on_in(self, generation: Generation) -> None:
-        """Go on with what another coordinator has noted."""
+        """Continue with the notes of the previous coordinator."""
         remote, membership = self.ranks.remote, self.membership
         assert remote is not None
         past = remote.hosts.past
@@ -188,14 +188,14 @@ class Recovery(Losses):
         away = self._await_spared(remote)
         membership.leave_out(away, away)
         for link in remote.links:
-            if link.held is None and link.lost is None:  # it had just come back: its ranks start once it is ready
+            if link.held is None and link.lost is None:  # the host had just come back: its ranks start once it is ready
                 there = self.ranks.on_host(link.number)
                 self._away[link.number] = sorted(there - membership.left_out)
                 self._handled |= there
                 membership.leave_out(there)
 
     def _await_spared(self, remote: RemoteRanks) -> set[int]:
-        """Await the hosts that are not there; returns ranks that are started when they come."""
+        """Wait for absent hosts; return the ranks to start when these hosts connect."""
         away = set()
         for link in remote.spared:
             there = self.ranks.on_host(link.number)
@@ -207,19 +207,19 @@ class Recovery(Losses):
 
     @property
     def hurries(self) -> bool:
-        """True while others wait for ranks on their way to a generation, or stopped."""
+        """True while others wait for ranks that are entering a generation, or are stopped."""
         return self._meets or bool(self.ranks.stopped_now)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Ranks that take part; those that join do when they have met the others."""
+        """Ranks that take part; a joining rank takes part once it has met the others."""
         return self.membership.current.members
 
     @property
     def counted(self) -> Sequence[int]:
         """Ranks that take part.
 
-        All, once no replica can be whole again, or the run is to end and nobody takes part.
+        All ranks, once no replica can be whole again, or if the run is ending and no rank takes part.
         """
         nobody = not self.members and self.ending
         return range(self.ranks.setting.ranks) if self.membership.hopeless or nobody else self.members
@@ -227,7 +227,7 @@ class Recovery(Losses):
     def turn(self) -> bool:
         codes = [self.ranks[number].code for number in self.members]
         if codes and all(code == 0 for code in codes):
-            self.ranks.kill_all()  # those that were yet to join
+            self.ranks.kill_all()  # ranks that had not joined yet
             return True
         if not self.ending and 0 not in codes:
             self._note_losses()
@@ -239,16 +239,19 @@ class Recovery(Losses):
         return False
 
     def end(self, hung: Sequence[RankStatus]) -> bool:
-        """See `Losses`. Not where some of every replica hang, or all of the only one."""
+        """See `Losses`.
+
+        No rank is killed if every replica has a hung rank, or if all ranks of the only replica hang.
+        """
         numbers = {status.rank for status in hung}
         one_replica = self.ranks.setting.replica_ranks == self.ranks.setting.ranks
         hit = {rank for number in numbers for rank in self.membership.replica_of(number)}
         return not set(self.members) <= (numbers if one_replica else hit) and super().end(hung)
 
     def _end_wait(self) -> None:
-        """End a wait for hosts without which nobody goes on.
+        """End the wait for required hosts.
 
-        After a signal, or when they have been waited for long enough.
+        The wait ends after a signal, or when the time limit is over.
         """
         now = time.monotonic()
         self._nobody_since = math.inf if self.members else min(self._nobody_since, now)
@@ -263,7 +266,7 @@ class Recovery(Losses):
 
     @property
     def too_few(self) -> str | None:
-        """Sentence that ends a run without enough hosts; None while some may come."""
+        """Error text that ends a run without enough hosts; None while more may connect."""
         waits = self.membership.away or math.isinf(self._nobody_since)
         if not self.membership.held or waits or self.ending:
             return None
@@ -278,7 +281,7 @@ class Recovery(Losses):
         )
 
     def _end_stopped(self) -> None:
-        """Kill members that SIGSTOP holds for too long: the others would wait until their deadline."""
+        """Kill members that were stopped for too long: the others would wait until their deadline."""
         late = self.ranks.stopped_too_long(self.members)
         for number in late if self.ending or len(self.ranks.stopped_now) < len(self.members) else ():
             self._why[number] = self.ranks.kill_hung(number)
@@ -294,7 +297,7 @@ class Recovery(Losses):
         coming = {number for link, _, _ in hosts for number in self._away.get(link.number, [])}  # not yet started
         self._hold_if_too_few()
         again = membership.lost_together(lost | coming, time.monotonic())
-        # before anything else: the others wait in vain until they are told
+        # first: the other ranks wait in vain until the announcement
         self._announce()
         for link, numbers, why in hosts:
             assert remote is not None
@@ -316,7 +319,7 @@ class Recovery(Losses):
         for link in self.ranks.remote.returned() if self.ranks.remote else ():
             numbers = self._away.pop(link.number, [])
             self.membership.come_back(set(numbers))
-            # a later coordinator is told with the event
+            # a later coordinator learns it with the event
             self.tell("host_back", host=link.name, number=link.number, ranks=numbers)
             self._hold_if_too_few()
             self._start(numbers)
@@ -332,7 +335,7 @@ class Recovery(Losses):
             self._handled.discard(number)
 
     def _replace(self, number: int, *, again: bool) -> None:
-        """Start a lost rank again, unless it is left out."""
+        """Restart a lost rank, unless it is left out."""
         end = self.ranks.ends()[number]
         why = self._reason(end)
         if again:
@@ -348,7 +351,7 @@ class Recovery(Losses):
         self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
-        """See `Losses`. What a later coordinator has to know of losses is noted first."""
+        """See `Losses`. Losses are noted first, for a later coordinator."""
         membership = self.membership
         if self.ranks.remote:
             out = membership.left_out.difference(*self._away.values())
@@ -376,12 +379,12 @@ class Recovery(Losses):
             self.ranks.remote.announce(current, newest)
 
     def shrink(self) -> str:
-        """See `Losses`: the last replica, or the last host."""
+        """See `Losses`. The last replica or the last host leaves."""
         ranks, membership = self.ranks, self.membership
         if self._leaving:
             raise about_to_leave(self._leaving)
         members = set(membership.newest.members)
-        # the last host with members; None where all are on this one
+        # the last host with members; None if all members are on this host
         host = max((ranks.setting.places[rank].number for rank in members), default=0) or None
         chosen = ranks.on_host(host) if host else membership.replica_of(max(members, default=0))
         hosts = ranks.remote.hosts if ranks.remote else None
@@ -446,7 +449,7 @@ class Recovery(Losses):
 
 
 def most_losses() -> int:
-    """Losses of one rank in an hour after which it is left out."""
+    """Number of losses in an hour after which a rank is left out."""
     wanted = os.environ.get(LOSSES, str(MOST_LOSSES))
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(
@@ -459,20 +462,20 @@ def most_losses() -> int:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One replica, or host, more or fewer: 1 or -1."""
+    """Request for one more (1) or one fewer (-1) replica or host."""
 
     by: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Sentence for who asked."""
+    """Reply text for the command that sent the request."""
 
     text: str
     refused: bool
 
 
 def ask(run: Path, by: int, wait_s: float) -> Answer | None:
-    """Answer of a run's launcher to a request; None where none comes in time."""
+    """Send a request to a run's launcher; return its answer, or None if none arrives in time."""
     name = f"{_NAME}{secrets.token_hex(8)}"
     request, answer = run / f"{name}.request", run / f"{name}.answer"
     write_whole(request, msgspec.json.encode(Request(by)))
@@ -489,11 +492,11 @@ def ask(run: Path, by: int, wait_s: float) -> Answer | None:
 
 
 def answer_requests(run: Path, losses: Losses) -> None:
-    """Do what is asked for in a run's directory."""
+    """Carry out the requests in a run's directory."""
     for path in run.glob(f"{_NAME}*.request"):
         try:
             request = msgspec.json.decode(read_text(path, _LIMIT), type=Request)
-        except (OSError, ValueError):  # who asked has given up, or it is no request
+        except (OSError, ValueError):  # the requester has given up, or the file is not a request
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             continue
@@ -502,7 +505,7 @@ def answer_requests(run: Path, losses: Losses) -> None:
         except LaunchError as error:
             answer = Answer(str(error), refused=True)
         with suppress(OSError):
-            path.unlink()  # before the answer: who does not wait any more gets none
+            path.unlink()  # before the answer: a requester that has given up gets none
             write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))
 
 
@@ -531,7 +534,7 @@ def all_take_part(number: int, what: str) -> LaunchError:
 
 
 def cannot_shrink(what: str) -> LaunchError:
-    """Error of a run of which only one part is left."""
+    """Error of a run that has only one part left."""
     return LaunchError(
         "scale.cannot_shrink",
         "only one {what} takes part, and a run cannot be smaller. Ctrl-C or `paceline cancel` saves and ends the run.",

@@ -1,13 +1,13 @@
-"""Call of a function on ranks: a typed request in, typed results out.
+"""Calls of a function on ranks, with a typed request and typed results.
 
-Everything that is looked at or measured on ranks goes this way: checks, forecasts, trials, calibrations, links. A rank
-function stands at the top level of a module, and its annotations are its protocol:
+All checks, forecasts, trials, calibrations and link measurements on ranks use this module. A rank function is defined
+at the top level of a module, and its annotations are its protocol:
 
     def square(request: Numbers) -> list[float]: ...
 
-Request and results cross as JSON files in a private folder and are validated against these types; nothing is unpickled.
-The function's module should import torch inside the function, so that the launcher does without. Deadlines, the error
-of the rank that failed first, and the end of all processes are those of `launch`.
+Request and results are passed as JSON files in a private folder and are validated against these types; nothing is
+unpickled. The function's module should import torch inside the function, so that the launcher does not import it.
+`launch` handles deadlines, the error of the first failed rank, and the end of all processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_on_ranks(
     on_partial: Callable[[R], object] | None = None,
     folder: Path | None = None,
 ) -> list[R]:
-    """Call `function(request)` on a rank in each place. Returns what each rank returned, in rank order.
+    """Call `function(request)` on a rank in each place; return the results in rank order.
 
     Args:
         function: at the top level of a module, with the types of its parameter and result annotated.
@@ -65,12 +65,12 @@ def run_on_ranks(
         threads, deadline_s, start_deadline_s, collect_s, env: see `Setting`.
         on_partial: called in this thread with rank 0's newest partial result, also before an error is raised. If it is
             given, `function` gets a second argument: a function that takes a partial result.
-        folder: private folder, a further argument of `function`. On another host it is a copy that begins empty;
-            `fetch` brings a folder of it there. Only one call at a time may use it.
+        folder: private folder, passed as a further argument to `function`. On another host it is an initially empty
+            copy; `fetch` copies a folder of it there. Only one call at a time may use it.
 
     Raises:
         LaunchError: a rank raised, hung, was killed, or ended without a result.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, if SIGINT or SIGTERM arrived meanwhile.
     """
     signals: list[str] = []
 
@@ -136,10 +136,10 @@ def run_on_plan(
 
 
 def warm_up_for(job: Job, plan: Plan) -> None:
-    """Have the forkserver import, once, what every rank of this job and plan needs."""
+    """Let the forkserver import, once, the modules that every rank of this job and plan needs."""
     modules = []
     if plan.compile != "off" or plan.splits:
-        modules.append(COMPILER)  # it brings all that the splits need of torch, too
+        modules.append(COMPILER)  # it also imports the parts of torch that the splits need
     if plan.splits:
         modules.append("paceline.engine.split_model")
     if run_rank := sync_info(plan.sync).run_rank:
@@ -150,7 +150,7 @@ def warm_up_for(job: Job, plan: Plan) -> None:
 
 
 def be_rank(arguments: list[str]) -> None:
-    """Call the function, in a rank: `FUNCTION FOLDER [partial|folder]`."""
+    """Call the function, in a rank. The arguments are `FUNCTION FOLDER [partial|folder]`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is to be saved
     function, folder = load_object(arguments[0]), Path(arguments[1])
     request_type, result_type = _types(function)
@@ -177,7 +177,7 @@ def _types(function: RankFunction[Q, R]) -> tuple[TypeAdapter[Q], TypeAdapter[R]
 
 
 def _encoded(kind: TypeAdapter[R], value: R) -> str:
-    """JSON of a value, which keeps infinity and NaN."""
+    """Encode a value as JSON that keeps infinity and NaN."""
     return json.dumps(kind.dump_python(value, mode="json"))
 
 
@@ -186,14 +186,14 @@ def _decoded(kind: TypeAdapter[R], text: str) -> R:
 
 
 class _Partial(Generic[R]):
-    """The newest result so far of rank 0, handed on when it changes."""
+    """Newest partial result of rank 0, which is passed on when it changes."""
 
     def __init__(self, file: Path, kind: TypeAdapter[R], on_partial: Callable[[R], object] | None) -> None:
         self.file, self.kind, self.on_partial = file, kind, on_partial
         self._seen: tuple[int, int] | None = None
 
     def look(self) -> None:
-        """Hand it on, if there is a new one."""
+        """Pass on a new partial result, if there is one."""
         if self.on_partial is None or not self.file.exists():
             return
         about = os.stat(self.file)

@@ -1,8 +1,8 @@
-"""Start of one command on every host by the system's ssh (`--hosts a,b:2`).
+"""Start of one command on every host with the system's ssh (`--hosts a,b:2`).
 
-The starter makes a key for the run. It is no host process itself: ssh starts the host processes of other machines, and
-if this machine is named, its host process runs beside the starter. Each runs this module, whose `main` runs the
-command. The starter forwards signals to host 0, which coordinates, and ends with host 0's exit code.
+The starter makes a key for the run. It is not a host process: ssh starts the host processes of other machines, and if
+this machine is named, its host process runs beside the starter. Each runs this module, whose `main` runs the command.
+The starter forwards signals to host 0, which coordinates, and ends with host 0's exit code.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from paceline.wire.key import RunKey, key_descriptor
 
 REMOTE_PYTHON = "PACELINE_REMOTE_PYTHON"
 _PROGRAM = "paceline.elastic.ssh"
-# Settings of the user's that hold for this machine only.
+# user settings that apply to this machine only
 _NOT_SENT = RankEnvironment.names() | {KEY_FD, KEY_FILE, REMOTE_PYTHON, "PACELINE_SSH"}
 _SENT_AS_WELL = ("OMP_NUM_THREADS",)
 _START_S = 60.0  # for ssh, the login and Python
-_DISMISS_S, _LAST_FILES_S = 5.0, 60.0  # for the other hosts to end after host 0: a failed one, one that is done
+_DISMISS_S, _LAST_FILES_S = 5.0, 60.0  # for the other hosts to end after host 0 has failed, or is done
 _TERMINATE_S = 3.0  # from the end of its input to SIGKILL, once all had time to save
 _LINE_LIMIT = 2**16
 _SSH_FAILED = 255  # ssh's exit code for failures of its own
@@ -58,7 +58,7 @@ def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
     """Run `python ARGUMENTS…` on every host of the option's value. Returns the exit code of host 0.
 
     Raises:
-        LaunchError: a host is named wrongly, cannot be reached, or cannot start the program.
+        LaunchError: the name of a host is invalid, or a host cannot be reached or cannot start the program.
     """
     hosts, key = read_hosts(text), RunKey.make()
     address, port = address_from(coordinator_of(hosts), default_port("ssh", key.fingerprint))
@@ -82,25 +82,25 @@ def run_on_hosts(text: str, arguments: Sequence[str]) -> int:
 
 
 class _HostCommand:
-    """The command on one host; `process` is ssh, or on this machine the program itself."""
+    """Command on one host; `process` is ssh, or on this machine the program itself."""
 
     def __init__(self, host: NamedHost, number: int, order: Order, folder: Path) -> None:
         self.host, self.order = host, order
-        self.log = folder / f"ssh-{number}"  # what ssh itself says, apart from what comes from the host
+        self.log = folder / f"ssh-{number}"  # messages of ssh itself, separate from the output of the host
         self.has_begun = host.is_here
         self._signals_sent, self._lost = 0, False
         self._errors = b""  # the last of its standard error, until it has begun
 
     def __enter__(self) -> _HostCommand:
         here = [sys.executable, "-m", _PROGRAM]
-        output = None if self.host.is_here else subprocess.PIPE  # ssh makes what it inherits non-blocking
+        output = None if self.host.is_here else subprocess.PIPE  # ssh makes inherited descriptors non-blocking
         try:
             self.process = subprocess.Popen(
                 here if self.host.is_here else [*ssh(), "-E", str(self.log), "--", self.host.name, _remote_command()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the starter alone, which passes it on once
+                start_new_session=True,  # Ctrl-C reaches only the starter, which forwards it once
             )
         except FileNotFoundError as error:
             raise no_ssh(error) from error
@@ -119,14 +119,14 @@ class _HostCommand:
                 stream.close()
 
     def send(self, data: bytes) -> None:
-        """Write on its standard input; nothing where it has ended."""
+        """Write to its standard input, unless the command has ended."""
         with suppress(BrokenPipeError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write(data)
             self.process.stdin.flush()
 
     def stop(self) -> None:
-        """End its standard input, which ends the command there; ssh itself, while it still connects."""
+        """Close its standard input, which ends the command there; terminate ssh if it is still connecting."""
         with suppress(BrokenPipeError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -134,7 +134,7 @@ class _HostCommand:
             self.process.terminate()
 
     def pass_on(self, signals: StopSignals) -> None:
-        """Send the first signal, and a second Ctrl-C, once each."""
+        """Forward the first signal, and a second Ctrl-C, once each."""
         wanted = [signals.first.removeprefix("SIG")] if signals.first else []
         wanted += ["INT"] if signals.kill else []
         for name in wanted[self._signals_sent :]:
@@ -142,7 +142,7 @@ class _HostCommand:
         self._signals_sent = len(wanted)
 
     def noted(self, line: bytes, is_error: bool) -> bool:
-        """True if a line of output is to be shown."""
+        """Handle a line of output; return True if it should be shown."""
         if self.has_begun:
             return True
         if line == STARTED:
@@ -153,7 +153,7 @@ class _HostCommand:
         return False  # from the login shell
 
     def check(self, begun_by: float) -> None:
-        """Raise LaunchError if it did not begin; tell once if the connection was lost later."""
+        """Raise LaunchError if the command did not begin; report a connection that was lost later, once."""
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
@@ -185,7 +185,7 @@ class _HostCommand:
 
 
 def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
-    """Show what the hosts write until all have ended; the exit code of host 0."""
+    """Show the hosts' output until all have ended; return the exit code of host 0."""
     with _Output(started) as output:
         try:
             _until_the_end(started, signals, output)
@@ -200,7 +200,7 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
 
 
 def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
-    """Return when all hosts have ended, or had time to after host 0.
+    """Wait until all hosts have ended, or their time to end after host 0 is over.
 
     Raises:
         LaunchError: a host did not start.
@@ -227,7 +227,7 @@ def _is_under_way(started: list[_HostCommand], output: _Output) -> bool:
 
 
 class _Output:
-    """Standard output and error of remote hosts, passed on line by line."""
+    """Standard output and error of remote hosts, forwarded line by line."""
 
     def __init__(self, started: list[_HostCommand]) -> None:
         self._selector = selectors.DefaultSelector()
@@ -248,7 +248,7 @@ class _Output:
         return bool(self._selector.get_map())
 
     def show(self, wait_s: float) -> None:
-        """Pass on what has come, after `wait_s` at most."""
+        """Forward the output that has arrived, after at most `wait_s`."""
         for key, _ in self._selector.select(wait_s) if self.is_open else ():
             command, stream, to = key.data
             data = os.read(key.fd, _LINE_LIMIT)
@@ -273,13 +273,13 @@ def _remote_python() -> str:
 
 
 def _remote_command() -> str:
-    """Line for the login shell there. It names no secret: order and key come on standard input."""
+    """Command line for the remote login shell. It contains no secret: order and key are sent on standard input."""
     path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
     environment = ["env", f"PYTHONPATH={path}"] if path else []
     return shlex.join(["exec", *environment, _remote_python(), "-m", _PROGRAM])
 
 
-# No name begins with "-": ssh would take it for an option.
+# No name may begin with "-": ssh would parse it as an option.
 _ENTRY = re.compile(
     r"(?P<name>(?:[A-Za-z0-9_][\w.-]*@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\]))(?::(?P<devices>\d{1,6}))?"
 )
@@ -287,11 +287,11 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class NamedHost:
-    """A host as it was named.
+    """Host as named by the user.
 
     Attributes:
-        name: as ssh takes it, perhaps with a user.
-        devices: number to use there; None for all.
+        name: name for ssh, optionally with a user.
+        devices: number of devices to use there; None for all.
     """
 
     name: str
@@ -299,16 +299,16 @@ class NamedHost:
 
     @property
     def is_here(self) -> bool:
-        """True if the name is this machine's own: it needs no ssh."""
+        """True if the name is that of this machine, which needs no ssh."""
         own = socket.gethostname()
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
 
 def read_hosts(text: str) -> list[NamedHost]:
-    """Hosts of the option's value, a list or the path of a file.
+    """Parse the option's value: a list of hosts, or the path of a file.
 
     Raises:
-        LaunchError: an entry is no host, a host is named twice, there is none, or the file cannot be read.
+        LaunchError: an entry is not a host, a host is named twice, there are no hosts, or the file cannot be read.
     """
     if Path(text).is_file() or "/" in text:
         where, entries = text, _lines(Path(text))
@@ -364,7 +364,7 @@ def _host(entry: str, where: str) -> NamedHost:
     return NamedHost(found["name"], devices)
 
 
-STARTED = b"paceline: host process started\n"  # first line on standard output, behind what a login shell may print
+STARTED = b"paceline: host process started\n"  # first line on standard output, after any output of the login shell
 SIGNALS = {b"INT": signal.SIGINT, b"TERM": signal.SIGTERM}
 SAVE_S = 30.0  # from SIGTERM to SIGKILL
 _ORDER_LIMIT, _ORDER_S = 2**20, 60.0
@@ -375,10 +375,11 @@ class Order(msgspec.Struct):
     """Command to run on a host.
 
     Attributes:
-        arguments: of Python.
-        environment: added to that of the host.
-        key: the run's, as PEM.
-        announce: print `STARTED`, and pass the command's output on; else it has this program's own.
+        arguments: arguments of Python.
+        environment: variables added to the host's environment.
+        key: the run's key, as PEM.
+        announce: print `STARTED`, and forward the command's output; otherwise the command inherits this program's
+            output.
     """
 
     arguments: list[str]
@@ -405,7 +406,7 @@ def main() -> int:
 
 
 def _read_order() -> tuple[Order, bytes]:
-    """The first line of standard input, and what has come after it."""
+    """Read the first line of standard input, and any data after it."""
     data, until = b"", time.monotonic() + _ORDER_S
     while b"\n" not in data:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -458,7 +459,7 @@ def _end_with_parent() -> None:
 
 
 def _obey_input(process: subprocess.Popen[bytes], data: bytes) -> int:
-    """Pass signals on until the command ends. Returns its exit code, negative for a signal."""
+    """Forward signals until the command ends. Return its exit code, negative for a signal."""
     for number in SIGNALS.values():
         signal.signal(number, lambda number, _: process.send_signal(number))
     ended, kill_at, signals = os.pidfd_open(process.pid), float("inf"), [0]
@@ -488,7 +489,7 @@ def _obey_input(process: subprocess.Popen[bytes], data: bytes) -> int:
 
 
 def _pass_on(output: dict[int, int], ready: list[int]) -> None:
-    """Write what the command has written. A lost connection takes nothing, and does not disturb its end."""
+    """Forward the command's output. Errors of a lost connection are ignored."""
     for descriptor in output.keys() & set(ready):
         if not (data := os.read(descriptor, 2**16)):
             del output[descriptor]
@@ -506,26 +507,26 @@ _OPTIONS = (
     *("-o", "ClearAllForwardings=yes"),
     *("-o", "ForwardAgent=no"),
     *("-o", "ForwardX11=no"),
-    *("-o", "ControlPath=none"),  # a connection of its own, which ends with this process
+    *("-o", "ControlPath=none"),  # a separate connection, which ends with this process
 )
 _ANSWER_S = 15.0
 
 
 def ssh() -> list[str]:
-    """The command line of ssh, up to its host."""
+    """Command line of ssh, without the host."""
     return [*ssh_program(), *_OPTIONS]
 
 
 def ssh_program() -> list[str]:
-    """The program and its first arguments; PACELINE_SSH names another than `ssh`."""
+    """Program and its first arguments; PACELINE_SSH replaces `ssh`."""
     return shlex.split(os.environ.get("PACELINE_SSH") or "ssh")
 
 
 def coordinator_of(hosts: Sequence[NamedHost]) -> str:
-    """Address of host 0 as the other hosts may reach it.
+    """Find an address of host 0 that the other hosts can reach.
 
     Raises:
-        LaunchError: it cannot be found out.
+        LaunchError: the address cannot be determined.
     """
     if os.environ.get(COORDINATOR) or len(hosts) == 1:
         return "localhost"  # the variable has precedence; one host needs no address
@@ -534,7 +535,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
     other = host_name(hosts[1].name)
     try:
         with socket.socket(_family(other), socket.SOCK_DGRAM) as asked:
-            asked.connect((other, 9))  # nothing is sent: the kernel says the address that it would send from
+            asked.connect((other, 9))  # nothing is sent: the kernel reports the source address that it would use
             return str(asked.getsockname()[0])
     except OSError as error:
         raise LaunchError(
@@ -549,7 +550,7 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
 
 
 def host_name(name: str) -> str:
-    """Name or address that ssh connects to for a host, by its configuration."""
+    """Name or address that ssh connects to for a host, according to its configuration."""
     try:
         done = subprocess.run(
             [*ssh(), "-G", "--", name], capture_output=True, text=True, timeout=_ANSWER_S, stdin=subprocess.DEVNULL
@@ -573,7 +574,7 @@ def host_name(name: str) -> str:
 
 
 def no_ssh(error: FileNotFoundError) -> LaunchError:
-    """Error for a machine without ssh."""
+    """Error of a machine without ssh."""
     return LaunchError(
         "ssh.not_installed",
         "--hosts needs the program {program}, which is not installed (package openssh-client).",

@@ -1,7 +1,7 @@
-"""Watchdog: the ranks that hang, by what the status board has shown of them.
+"""Watchdog: detection of hung ranks from the status board.
 
-It has no clock of its own. A rank that computes keeps the others waiting for as long as they are in `sync` of its step;
-where ranks are replaced, the limit of that follows from the run's own steps.
+The watchdog has no clock of its own. A computing rank keeps the others waiting while they are in `sync` of its step. If
+ranks are replaced, the limit for this wait is derived from the run's own steps.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 
 from paceline.wire.status import RankStatus
 
-LEAST_S, FACTOR = 10.0, 20.0  # limit of computing that others wait for: so many times the slowest recent step
-FIRST_STEPS = 5  # of a process, which may take longer
-FIRST_DEADLINES = 4.0  # limit of computing that nobody waits for, before the first step has ended
-# What a rank did nothing for beyond that between two looks was the machine's: it slept, or swapped.
+LEAST_S, FACTOR = 10.0, 20.0  # limit of computing that others wait for, as a multiple of the slowest recent step
+FIRST_STEPS = 5  # first steps of a process, which may take longer
+FIRST_DEADLINES = 4.0  # limit of computing that no rank waits for, before the first step has ended
+# Idle time beyond this between two polls is attributed to the machine, which slept or swapped.
 LOOK_S = 1.0
-_LOOKS = 600  # that count as recent
-_OWN_ERROR_S = 5.0  # beyond the deadline: the error of the transport itself, which knows more, comes first
+_LOOKS = 600  # number of steps that count as recent
+_OWN_ERROR_S = 5.0  # beyond the deadline, so that the more specific error of the transport comes first
 _IN_STEP = ("data", "compute", "sync", "optimizer")
 
 
 @dataclass
 class _Seen:
-    """History of one process, as it was seen.
+    """Observed history of one process.
 
     Attributes:
-        last: its newest step.
-        steps: that it has taken since it was first seen.
-        step_s: of its present step so far, without evaluations and checkpoints.
-        doing: step and phase at the last look.
-        idle_s: since its last mark, at the last look.
-        still_s: the same, without what was the machine's.
-        waited_s: for how long of that others have waited for it.
+        last: newest step.
+        steps: number of steps since the process was first seen.
+        step_s: time of the current step so far, without evaluations and checkpoints.
+        doing: step and phase at the last poll.
+        idle_s: time since the last mark, at the last poll.
+        still_s: idle time without the machine's own pauses.
+        waited_s: part of the idle time in which others waited for it.
     """
 
     pid: int
@@ -49,12 +49,12 @@ class _Seen:
 
 @dataclass
 class Watchdog:
-    """Tells which ranks hang.
+    """Detector of hung ranks.
 
     Args:
-        deadline_s: the longest that a rank may keep others waiting, or do nothing in another phase than computing.
-        start_deadline_s: the longest that a start may take.
-        follows_steps: ranks are replaced and compile nothing, so that computing may have a limit of its own.
+        deadline_s: longest time that a rank may keep others waiting, or be idle outside computing.
+        start_deadline_s: longest time for a start.
+        follows_steps: ranks are replaced and compile nothing, so that computing has a separate limit.
     """
 
     deadline_s: float
@@ -63,17 +63,17 @@ class Watchdog:
     _ranks: dict[int, _Seen] = field(default_factory=dict)
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     _looked_s: float | None = None
-    _suspect: int = -1  # a step which a rank was taken for hung in: it may be a slow one
+    _suspect: int = -1  # step in which a rank was assumed to hang; the step may just be slow
 
     def look(
         self, alive: Sequence[RankStatus], idle_s: Mapping[int, float], now_s: float, paging: Set[int] = frozenset()
     ) -> list[RankStatus]:
-        """Ranks that hang; all, if they only wait for one another.
+        """Return the hung ranks; all ranks if they only wait for one another.
 
         Args:
-            alive: the ranks that take part.
-            idle_s: of each, as far as is known.
-            paging: ranks that wait for a disk or for memory, and are only slow.
+            alive: ranks that take part.
+            idle_s: idle time of each rank, if known.
+            paging: slow ranks that wait for a disk or for memory.
         """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, LOOK_S)
         self._looked_s = now_s
@@ -96,9 +96,9 @@ class Watchdog:
             doing = status.step, status.phase
             return _Seen(status.pid, status.generation, status.step, doing, idle_s, idle_s)
         if seen.generation != status.generation:
-            # until its next step it meets others, takes over their state, and may show what it did before
+            # until its next step it meets others and receives their state, and its slot may show old values
             seen.generation, seen.steps, seen.waited_s = status.generation, min(seen.steps, FIRST_STEPS - 1), 0.0
-            seen.step_s = float("-inf")  # which is no time of a step
+            seen.step_s = float("-inf")  # this time does not belong to a step
         return seen
 
     def _note_steps(self, alive: Sequence[RankStatus], passed_s: float) -> None:
@@ -115,7 +115,7 @@ class Watchdog:
 
     def _note_wait(self, status: RankStatus, alive: Sequence[RankStatus], idle_s: float, *, paging: bool) -> None:
         seen, doing = self._ranks[status.rank], (status.step, status.phase)
-        # behind a cut link it does not grow, and it shrinks where a word from another host came late
+        # behind a cut link it does not grow; it shrinks if a message from another host was late
         more_s, seen.idle_s = min(max(idle_s - seen.idle_s, 0.0), LOOK_S), idle_s
         if doing != seen.doing:
             seen.doing, seen.still_s, seen.waited_s = doing, idle_s, 0.0

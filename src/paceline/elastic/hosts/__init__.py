@@ -1,5 +1,5 @@
 """Host processes of one command: host 0 coordinates, the others are its agents.
 
-Read `over_hosts` first, then `gather` (they meet), `hosts` (what the coordinator holds) and `agent`. A lost coordinator
-is replaced in `takeover`, where lost hosts also come back.
+Read `over_hosts` first, then `gather` (how hosts meet), `hosts` (the coordinator's view) and `agent`. `takeover`
+replaces a lost coordinator and readmits lost hosts.
 """

@@ -1,4 +1,4 @@
-"""Agent of a host: it obeys the coordinator until that dismisses it."""
+"""Agent of a host: it follows the coordinator's orders until dismissed."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from paceline.wire.key import key_descriptor, own_key
 from paceline.wire.listener import Listener
 from paceline.wire.status import Generation, StatusBoard
 
-_TICK_S, _MEETING_S = 0.2, 0.02  # from look to look; while ranks are on their way to a generation
+_TICK_S, _MEETING_S = 0.2, 0.02  # between two polls; while ranks are entering a generation
 _SAVE_S = 30.0  # for ranks to save and end when the coordinator is lost
 
 
 class Coordinator(Peer):
-    """Host 0 as an agent sees it.
+    """Agent's view of host 0.
 
     Attributes:
         name: name of host 0.
-        run_name: name of the run, as its engine gives it.
-        standby: where the other hosts would meet this host if it became the coordinator.
+        run_name: name that the run's engine gives it.
+        standby: address where the other hosts would meet this host if it became the coordinator.
         probes: listener that answers other hosts' probes, until ranks are prepared.
-        succession: hosts of a run that goes on without host 0; None if it does not.
-        told_at: when host 0 sent the succession, by the monotonic clock.
-        released: the run goes on without this host, as its user asked.
-        attempt: the ranks on this host that may go on after host 0 is lost.
+        succession: hosts of a run that can continue without host 0; None if it cannot.
+        told_at: time at which host 0 sent the succession, by the monotonic clock.
+        released: the user has removed this host from the run.
+        attempt: the ranks on this host that may continue after host 0 is lost.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Coordinator(Peer):
         return self.connection.peer.rpartition(":")[0]
 
     def direct_others(self) -> None:
-        """Send hosts that take this one for host 0 the address of host 0."""
+        """Send the address of host 0 to hosts that connect to this host instead."""
         if self.standby is not None and self.succession is not None:
             first, names = self.succession.hosts[0], [host.name for host in self.succession.hosts]
             self.standby.direct(messages.Elsewhere(self.run_name, first.address, first.port, names))
 
     def end_probes(self) -> None:
-        """Answer no more probes."""
+        """Stop answering probes."""
         if self.probes is not None:
             self.probes.close()
             self.probes = None
@@ -95,7 +95,7 @@ class Coordinator(Peer):
 
 
 def run_agent(coordinator: Coordinator, who: str) -> int:
-    """Obey until the coordinator dismisses this host. Returns the exit code of the command on host 0."""
+    """Follow orders until the coordinator dismisses this host. Return the exit code of host 0's command."""
     attempt = coordinator.attempt
     with StopSignals() as signals:
         told = False
@@ -147,7 +147,7 @@ def run_agent(coordinator: Coordinator, who: str) -> int:
 
 
 def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: StopSignals) -> bool:
-    """True if the ranks here may go on without the coordinator."""
+    """True if the ranks here may continue without the coordinator."""
     is_alone = coordinator.lost is not None and coordinator.succession is not None and signals.first is None
     return is_alone and attempt is not None and attempt.recovers_alone and attempt.copy is None
 
@@ -155,15 +155,15 @@ def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: 
 def _may_save(coordinator: Coordinator, attempt: AgentAttempt) -> bool:
     """True if the ranks here can save without the coordinator.
 
-    Those that may wait for another coordinator cannot: they take no step without the ranks of host 0, which end with
-    it. Neither can those behind a cut network. SIGTERM would only have them wait for the others.
+    Ranks that may wait for another coordinator cannot save: they take no step without the ranks of host 0, which end
+        with it. Ranks behind a cut network cannot save either. After SIGTERM they would only wait for the others.
     """
     waits = attempt.recovers_alone and coordinator.succession is not None
     return not waits and not coordinator.silent
 
 
 def _wait(coordinator: Coordinator, attempt: AgentAttempt | None) -> None:
-    """Wait for a message or the end of a rank, for a moment at most."""
+    """Wait briefly for a message or the end of a rank."""
     descriptors = [coordinator.connection.fileno(), *(attempt.descriptors() if attempt else [])]
     poll = select.poll()
     for descriptor in descriptors:
@@ -184,22 +184,22 @@ def _say(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-_ROWS_S = 0.25  # from one status to the next
-_SENDING_S = 0.1  # longest time that a turn sends files; messages and losses wait for it
-_IDLE_S = 5.0  # ranks that do nothing for so long wait in vain for those of a lost host
+_ROWS_S = 0.25  # between two status messages
+_SENDING_S = 0.1  # longest time per turn for sending files, which delays messages and losses
+_IDLE_S = 5.0  # idle ranks wait this long before they are assumed to wait for ranks of a lost host
 
 
 class AgentAttempt:
-    """The ranks that the coordinator has this host start, from `Begin` to `EndAttempt`."""
+    """Ranks that this host runs for the coordinator, from `Begin` to `EndAttempt`."""
 
     def __init__(self, begin: messages.Begin, coordinator: Coordinator) -> None:
         self.begin, self.coordinator = begin, coordinator
         self.ranks: list[StartedRank] = []
-        self._told: dict[Path, int] = {}  # length of each record and stack that was told
+        self._told: dict[Path, int] = {}  # length of each record and stack that was sent
         self._ended: set[int] = set()
         self._oom_kills = oom_kills()
         self._rows_at, self._newest = 0.0, 0
-        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and whether it waits to join
+        self._shown: list[tuple[int, bool]] = []  # generation of each rank, and True if it waits to join
         self._asked: set[str] = set()
         self._made = ExitStack()
         self.scratch = self._made.enter_context(scratch_folder())
@@ -219,22 +219,22 @@ class AgentAttempt:
 
     @property
     def recovers_alone(self) -> bool:
-        """True if the ranks here may go on when the coordinator's host is lost."""
+        """True if the ranks here may continue when the coordinator's host is lost."""
         return self.begin.spares(self.coordinator.name)
 
     @property
     def busy(self) -> bool:
-        """True while parts of files wait to be sent."""
+        """True while chunks of files wait to be sent."""
         return self._parts is not None
 
     @property
     def meets(self) -> bool:
-        """True while ranks here are on their way to a generation."""
+        """True while ranks here are entering a generation."""
         board = self.board.read()
         return any(rank.code is None and board[rank.number].generation != self._newest for rank in self.ranks)
 
     def held(self) -> messages.Held:
-        """The ranks that live, for another coordinator. Ends of the others are not told to it again."""
+        """Return the living ranks, for another coordinator. The ends of the other ranks are not reported again."""
         board = self.board.read()
         for rank in self.ranks:
             if rank.code is None and rank.has_ended:
@@ -247,7 +247,7 @@ class AgentAttempt:
         return messages.Held(self.begin.attempt, newest, ranks)
 
     def keep(self) -> None:
-        """Have the ranks break off their step, and wait for another coordinator's generation."""
+        """Interrupt the ranks' step, and let them wait for another coordinator's generation."""
         number = max(self.board.current_generation, self.board.wanted_generation) + 1
         self.announce(messages.Announce(number, [], number, []))
 
@@ -256,7 +256,7 @@ class AgentAttempt:
         return [rank.pidfd for rank in self.ranks if rank.code is None]
 
     def obey(self, message: Any) -> bool:
-        """Do what the coordinator says; True once the attempt is over."""
+        """Carry out an order of the coordinator; return True once the attempt is over."""
         match message:
             case messages.Put():
                 if self.copy:
@@ -282,7 +282,7 @@ class AgentAttempt:
         return False
 
     def turn(self) -> None:
-        """Take the ends of ranks, and tell what is new."""
+        """Collect the ends of ranks, and report what is new."""
         self._tell_rows()
         self._tell_texts()
         self._ask()
@@ -297,7 +297,7 @@ class AgentAttempt:
             self._tell_end(rank)
 
     def stop(self, save_s: float) -> None:
-        """End what still runs: SIGTERM and time to save, if any, then SIGKILL."""
+        """End the running ranks: SIGTERM and the time to save, if any, then SIGKILL."""
         for rank in self.ranks if save_s else ():
             rank.signal(signal.SIGTERM)
         until = time.monotonic() + save_s
@@ -311,18 +311,18 @@ class AgentAttempt:
             self._tell_end(rank)
 
     def _may_save(self) -> bool:
-        """True while ranks live of which one does something, or writes a checkpoint."""
+        """True while a living rank makes progress or writes a checkpoint."""
         now_ns, board = time.monotonic_ns(), self.board.read()
         living = [board[rank.number] for rank in self.ranks if not rank.has_ended]
         return any(status.phase == "checkpoint" or status.idle_s(now_ns) < _IDLE_S for status in living)
 
     def end(self) -> None:
-        """Kill the ranks, and remove what the attempt has made here."""
+        """Kill the ranks, and remove the attempt's files here."""
         self.stop(0.0)
         self.close()
 
     def close(self) -> None:
-        """Remove what the attempt has made here."""
+        """Remove the attempt's files here."""
         self.ranks.clear()
         self._made.close()
 
@@ -333,7 +333,7 @@ class AgentAttempt:
             self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent, hosts).close)
 
     def _copy(self) -> WrittenFiles | None:
-        """A private copy of the attempt's folder; None where the hosts share it."""
+        """Make a private copy of the attempt's folder; return None if the hosts share the folder."""
         begin = self.begin
         if (Path(begin.folder) / begin.token).is_file():
             return None
@@ -358,7 +358,7 @@ class AgentAttempt:
                 key_fd=self._key_fd,
                 store_fd=None,
                 inherited_fds=(),
-                # the others go on without it: SIGTERM would have it ask them to stop
+                # the others continue without it: after SIGTERM it would ask them to stop
                 grace_s=0 if self.begin.spares_hosts else told.grace_s,
             )
             rank = self.starter.start(environment, None)
@@ -382,7 +382,7 @@ class AgentAttempt:
             self.board.put(number, 0, "starting", 0, time.monotonic_ns(), generation=-1)
 
     def announce(self, message: messages.Announce) -> None:
-        """Show the run's generations to the ranks here."""
+        """Announce the run's generations to the ranks here."""
         if message.store:
             write_whole(store_file(self.scratch), message.store)
         current = Generation(message.current, tuple(message.members))
@@ -390,7 +390,7 @@ class AgentAttempt:
         self._newest = message.newest
 
     def _is_alone(self) -> bool:
-        """True if the coordinator is lost. The message tells it that this host is there."""
+        """Send a message as a sign of life; return True if the coordinator is lost."""
         self.coordinator.send(messages.Echo())
         return self.coordinator.lost is not None
 
@@ -425,7 +425,7 @@ class AgentAttempt:
 
     def _tell_end(self, rank: StartedRank) -> None:
         if rank.number not in self._ended and rank.code is not None:
-            self._tell_rows(at_once=True)  # its last status
+            self._tell_rows(at_once=True)  # the rank's last status
             self._tell_texts()
             self._ended.add(rank.number)
             kills = oom_kills()
@@ -441,7 +441,7 @@ class AgentAttempt:
                 self.coordinator.send(messages.Fetch(name))
 
     def _send_parts(self, until: float) -> None:
-        """Send parts of new files until a time, by the monotonic clock; infinity sends all."""
+        """Send chunks of new files until a time of the monotonic clock; infinity sends all."""
         if self.copy is None:
             return
         self._parts = self._parts or self.copy.parts()

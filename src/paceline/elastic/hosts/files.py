@@ -1,4 +1,4 @@
-"""Files that travel between hosts without a shared disk, and digests that compare hosts."""
+"""Transfer of files between hosts without a shared disk, and digests that compare hosts."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _ARRIVING = ".arriving"
 
 
 class WrittenFiles:
-    """Files that ranks write in a host's private copy of the attempt's folder.
+    """Files that ranks write to a host's private copy of the attempt's folder.
 
-    They are sent as they come to be whole. Of a checkpoint, a rank's shard goes once its receipt is there, then the
-    receipt; here both are deleted then.
+    Each file is sent once it is complete. A rank's shard of a checkpoint is sent once its receipt exists, followed by
+    the receipt; then both are deleted here.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._theirs: set[Path] = set()
-        self._sent: dict[Path, tuple[int, int]] = {}  # size and time of change
+        self._sent: dict[Path, tuple[int, int]] = {}  # size and modification time
         self._lines: dict[Path, int] = {}  # bytes sent
 
     def receive(self, part: Put) -> None:
-        """Write a part of a file of the coordinator's, which never goes back. Raises as `receive`."""
+        """Write a chunk of the coordinator's file, which is never sent back. Raise as `receive` does."""
         self._theirs.add(place_in(self.folder, part.path))
         receive(part, self.folder)
 
     def parts(self) -> Iterator[Put]:
-        """New files and lines since the last call, part by part."""
+        """Yield the new files and lines since the last call, in chunks."""
         for path in sorted(self._files(), key=lambda path: path.suffix != ".jsonl"):
-            with suppress(FileNotFoundError):  # a rank has removed it meanwhile
+            with suppress(FileNotFoundError):  # a rank has removed it
                 yield from self._parts_of(path)
 
     def _parts_of(self, path: Path) -> Iterator[Put]:
@@ -74,13 +74,13 @@ class WrittenFiles:
     def _files(self) -> Iterator[Path]:
         for folder, folders, names in os.walk(self.folder):
             folders[:] = [name for name in folders if not name.startswith(".") or _PARTIAL.fullmatch(name)]
-            # what begins with a dot is still being written
+            # a leading dot marks a file that is still being written
             paths = (Path(folder, name) for name in names if not name.startswith("."))
             yield from (path for path in paths if path not in self._theirs)
 
 
 def parts_of(path: Path, folder: Path) -> Iterator[Put]:
-    """A file as messages; its name in them is relative to `folder`."""
+    """Yield a file as messages, with its name relative to `folder`."""
     name = str(path.relative_to(folder))
     with path.open("rb") as file:
         data, offset = file.read(CHUNK_BYTES), 0
@@ -93,12 +93,13 @@ def parts_of(path: Path, folder: Path) -> Iterator[Put]:
 
 
 def receive(part: Put, folder: Path) -> None:
-    """Write a part where it belongs.
+    """Write a chunk to its file.
 
-    A shard grows under its own name, so that rank 0 sees that it comes; any other file has its name once it is whole.
+    A shard grows under its final name, so that rank 0 sees its progress. Any other file gets its name once it is
+    complete.
 
     Raises:
-        LaunchError: it names no place within the folder, or cannot be written.
+        LaunchError: the path lies outside the folder, or cannot be written.
     """
     path = place_in(folder, part.path)
     try:
@@ -131,10 +132,10 @@ def _write(part: Put, path: Path) -> None:
 
 
 def place_in(folder: Path, name: str) -> Path:
-    """The path of a file that another host names.
+    """Return the local path of a file that another host names.
 
     Raises:
-        LaunchError: it is not a plain relative path, or lies outside of the folder.
+        LaunchError: the name is not a plain relative path, or lies outside the folder.
     """
     parts = PurePosixPath(name).parts
     path = folder.joinpath(*parts)
@@ -148,7 +149,7 @@ def place_in(folder: Path, name: str) -> Path:
 
 
 def shard_of(receipt: str) -> str:
-    """Name of the file that a receipt is for."""
+    """Return the name of the file that a receipt belongs to."""
     return receipt.removesuffix(_RECEIPT) + _SHARD
 
 
@@ -165,16 +166,16 @@ def _about(path: Path) -> tuple[int, int]:
     return about.st_size, about.st_mtime_ns
 
 
-WANTED = ".wanted"  # folder in the copy; a file there names a folder that is asked for, with | for /
+WANTED = ".wanted"  # folder in the copy; the name of a file there is that of a requested folder, with | for /
 _LOOK_EVERY_S = 0.02
 
 
 def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
-    """Have a folder here that is in a copy of host 0's.
+    """Copy a folder from host 0 to this host.
 
     Args:
         wanted: the folder, in `copy`.
-        deadline_s: the longest that nothing of it may arrive.
+        deadline_s: longest time without new data.
 
     Raises:
         CheckpointError: nothing came in time.
@@ -203,12 +204,12 @@ def _size(folder: Path) -> int:
 
 
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
-_END_BYTES = 2**20  # read of either end of a file
-_FILES_READ = 64  # of a folder; of the others the names are compared
+_END_BYTES = 2**20  # bytes read at both ends of a file
+_FILES_READ = 64  # files of a folder that are read; only the names of the others are compared
 
 
 def differences(look: Look, link: Link, answer: Looked) -> list[str]:
-    """Modules and files of a host that differ from those of this one, in words."""
+    """Describe the modules and files of a host that differ from those of this host."""
     found = []
     for name, digest in digests(look).items():
         if digest and digest != (theirs := answer.digests.get(name, "")):
@@ -217,9 +218,9 @@ def differences(look: Look, link: Link, answer: Looked) -> list[str]:
 
 
 def digests(look: Look) -> dict[str, str]:
-    """Digest of each module and file as it is on this host.
+    """Compute the digest of each module and file on this host.
 
-    "" is what is not there.
+    The digest of a missing file or module is "".
     """
     found = {}
     for name in [*look.modules, *look.files]:
@@ -232,7 +233,7 @@ def digests(look: Look) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Source of a module, which is not imported for that."""
+    """Find the source of a module without importing it."""
     first, *rest = module.split(".")
     spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path])
     if spec is None:
@@ -243,7 +244,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Digest of a file's size and ends, or of a folder's names and some files."""
+    """Compute a digest of a file's size and both ends, or of a folder's names and some of its files."""
     if not path.is_dir():
         return _of_file(path)
     names = sorted(_below(path, suffixes))
@@ -255,7 +256,7 @@ def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def _below(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Names of visible files below a folder, relative to it."""
+    """List the visible files below a folder, relative to it."""
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NOT_DATA]
         for name in names:

@@ -1,6 +1,6 @@
-"""Meeting of a run's host processes: host 0 listens, the others come.
+"""Meeting of a run's host processes: host 0 listens, the others connect.
 
-Hosts that cannot work together are refused before anything starts.
+Incompatible hosts are refused before anything starts.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 _TELL_S, MESSAGE_S = 10.0, 20.0
-_FEW_S = 10.0  # from the start, for more hosts to come than the least
+_FEW_S = 10.0  # time from the start in which more hosts than the minimum may join
 EMULATED = "emulate"  # engine of the host processes of emulated hosts
 _PORT = "PACELINE_COORDINATOR=ADDRESS:PORT, on every host, names another address of host 0 or another port."
-_CLOCKS_S = 60.0  # may hosts' clocks be apart
+_CLOCKS_S = 60.0  # largest difference of hosts' clocks
 
 
 def gathered(place: HostPlace, key: RunKey) -> Hosts:
-    """All hosts of the run, once they have come; for host 0.
+    """Gather all hosts of the run, on host 0.
 
     Raises:
-        LaunchError: one does not come, or cannot take part.
+        LaunchError: a host does not connect, or cannot take part.
     """
     own = discover().hosts[0].model_copy(update={"name": place.name})
     address = _resolved(place)
@@ -84,14 +84,14 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
 
 
 def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *, measures: bool = True) -> Hosts:
-    """This host, which coordinates, and those that have come to it, with measured links.
+    """Welcome the hosts that have connected to this coordinator, and measure their links.
 
     Args:
-        meeting: where they have come.
-        measures: whether the links are measured.
+        meeting: the place where they have connected.
+        measures: measure the links.
 
     Raises:
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
+        SystemExit: 130 or 143, if one of them received SIGINT or SIGTERM meanwhile.
     """
     names = _different([own.name, *(link.name for link in links)])
     for link, name in zip(links, names[1:], strict=True):
@@ -110,13 +110,13 @@ def welcomed(own: Host, meeting: Meeting, links: Sequence[Link], key: RunKey, *,
 
 
 def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[], None] = lambda: None) -> list[Link]:
-    """Links to all other hosts, by number, once they have come. They wait for a `Welcome`.
+    """Wait for all other hosts; return the links to them by number. The hosts then wait for a `Welcome`.
 
     Args:
-        check: called a few times a second; what it raises ends the waiting.
+        check: called a few times a second; an exception from it ends the wait.
 
     Raises:
-        LaunchError: one does not come, or cannot take part.
+        LaunchError: a host does not connect, or cannot take part.
     """
     links: dict[int, Link] = {}
     try:
@@ -128,7 +128,7 @@ def links_of(place: HostPlace, key: RunKey, meeting: Meeting, check: Callable[[]
 
 
 def refuse(links: Iterable[Link], error: BaseException) -> None:
-    """Tell hosts that have come why nothing begins, and leave them."""
+    """Send the reason for a refusal to the connected hosts, and disconnect them."""
     for link in links:
         reason = str(error) if isinstance(error, PacelineError) else "host 0 was stopped"
         link.send(
@@ -140,10 +140,10 @@ def refuse(links: Iterable[Link], error: BaseException) -> None:
 
 
 def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordinator:
-    """Host 0, once all hosts have come to it; for the others.
+    """Join host 0, on the other hosts; return once all hosts have connected.
 
     Args:
-        succeeds: this host may coordinate when host 0 is lost.
+        succeeds: this host may become the coordinator if host 0 is lost.
 
     Raises:
         LaunchError: it cannot be reached, or refuses this host.
@@ -179,21 +179,21 @@ def taken_in(
     again: bool = False,
     held: Held | None = None,
 ) -> Coordinator:
-    """The coordinator at the other end, once it has taken this host in.
+    """Wait until the coordinator at the other end has accepted this host.
 
     Args:
-        again: this host has lost another coordinator.
-        held: ranks that it has kept then.
+        again: this host has lost a previous coordinator.
+        held: ranks that this host has kept since then.
 
     Raises:
-        LaunchError: it refuses this host.
-        ChannelError: it is lost meanwhile.
-        DeadlineError: it does not answer in time.
+        LaunchError: the coordinator refuses this host.
+        ChannelError: the coordinator is lost meanwhile.
+        DeadlineError: the coordinator does not answer in time.
     """
     connection.end_when_silent(KERNEL_SILENT_S)
     with ExitStack() as unless_taken_in:
         unless_taken_in.callback(connection.close)
-        # kept ranks go on at once, and rates of emulated links are known
+        # kept ranks continue at once, and the rates of emulated links are known
         measured = held is None and place.engine != EMULATED
         probes = answer_probes(_own_address(connection), key) if measured else None
         if probes is not None:
@@ -221,9 +221,9 @@ def taken_in(
 
 
 def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
-    """The place where others come to this host should it coordinate.
+    """Open the meeting place for the case that this host becomes the coordinator.
 
-    It has host 0's port, if that is free here. Open from now on, so that the others know the port and whether this
+    It uses host 0's port if that is free here. It is open from now on: the others learn the port, and can see that this
     host's process lives.
     """
     address = _own_address(connection)
@@ -234,7 +234,7 @@ def _standby(place: HostPlace, key: RunKey, connection: Connection) -> Meeting:
 
 
 def _reached(place: HostPlace, key: RunKey, who: str) -> Connection:
-    """The connection to host 0, which may be about to start."""
+    """Connect to host 0, which may still be starting."""
     began, wait_s = time.monotonic(), hosts_wait_s()
     with told_elsewhere(place, key) as told:
         while not told:
@@ -301,7 +301,7 @@ def _missing(place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, L
 
 
 def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> None:
-    """Take a host in, or send it away.
+    """Accept a host, or refuse it.
 
     Raises:
         LaunchError: it cannot take part.
@@ -366,7 +366,7 @@ def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | 
 
 
 def versions() -> dict[str, str]:
-    """Versions that all hosts must have in common."""
+    """Versions that must be equal on all hosts."""
     found = {"Python": platform.python_version()}
     for package in ("paceline", "torch"):
         try:
@@ -379,7 +379,7 @@ def versions() -> dict[str, str]:
 def joining_of(
     place: HostPlace, connection: Connection, standby: Meeting | None = None, probes: Listener | None = None
 ) -> Joining:
-    """First message of a host on its connection to host 0."""
+    """Make the first message of a host on its connection to host 0."""
     return Joining(
         number=place.number,
         count=place.count,
@@ -402,7 +402,7 @@ def _own_address(connection: Connection) -> str:
 
 
 def _resolved(place: HostPlace) -> str:
-    """The address of host 0, which must be one of this host's."""
+    """Resolve the address of host 0, which must be an address of this host."""
     try:
         return str(socket.getaddrinfo(place.coordinator, place.port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -415,7 +415,7 @@ def _resolved(place: HostPlace) -> str:
 
 
 def _different(names: list[str]) -> list[str]:
-    """Names of hosts, with their number behind where two are equal."""
+    """Names of hosts; equal names are followed by the host's number."""
     return [f"{name}-{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
@@ -437,7 +437,7 @@ def _say(text: str) -> None:
 
 
 class GoesOnElsewhere(LaunchError):
-    """The run that this host was started for goes on under another coordinator."""
+    """Raised if the run of this host continues under another coordinator."""
 
     def __init__(self, told: Elsewhere) -> None:
         super().__init__(
@@ -450,14 +450,14 @@ class GoesOnElsewhere(LaunchError):
         self.told = told
 
     def place_of(self, place: HostPlace) -> HostPlace:
-        """Place there of a host with this place at its start.
+        """Return the place in that run of a host that started with this place.
 
         Raises:
-            LaunchError: it has none.
+            LaunchError: the host has no place there.
         """
         told = self.told
         for number, name in enumerate(told.names[1:], 1):
-            # the last is that of one that came late
+            # the last place is that of a late host
             if name in (place.name, f"{place.name}-{place.number}", f"host-{place.number}"):
                 there = replace(place, number=number, count=len(told.names), name=name)
                 return replace(there, coordinator=told.address, port=told.port)
@@ -472,9 +472,9 @@ class GoesOnElsewhere(LaunchError):
 
 @contextmanager
 def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
-    """Messages of another coordinator to a host that does not reach host 0.
+    """Collect messages of another coordinator to this host, which does not reach host 0.
 
-    Nothing, where this host cannot be told apart from host 0 by its address.
+    The list stays empty if this host and host 0 have the same address.
     """
     told: list[Elsewhere] = []
 
@@ -495,7 +495,7 @@ def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
 
 
 def _route(place: HostPlace) -> tuple[str, str]:
-    """Addresses of this host and of host 0, as they reach each other. Nothing is sent."""
+    """Addresses at which this host and host 0 reach each other. Nothing is sent."""
     family, kind, _, _, where = socket.getaddrinfo(place.coordinator, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as link:
         link.connect(where)

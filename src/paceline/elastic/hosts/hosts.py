@@ -1,4 +1,4 @@
-"""The coordinator's view of the other hosts, and of an attempt's ranks there."""
+"""Coordinator's view of the other hosts, and of an attempt's ranks there."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _WAIT_S = 300.0
 
 
 def hosts_wait_s() -> float:
-    """The longest wait for hosts to come, in seconds.
+    """Longest wait for hosts to connect, in seconds.
 
     Raises:
-        LaunchError: `PACELINE_HOSTS_WAIT_S` is no number.
+        LaunchError: `PACELINE_HOSTS_WAIT_S` is not a number.
     """
     text = os.environ.get(WAIT, "")
     try:
@@ -58,14 +58,14 @@ def hosts_wait_s() -> float:
 
 @dataclass(frozen=True)
 class NextGeneration:
-    """Generation that ranks which hosts have kept begin without the lost coordinator.
+    """Generation that kept ranks begin after the loss of the coordinator.
 
     Attributes:
         kept: the attempt on this host.
-        lock: of the run directory.
+        lock: the lock of the run directory.
         generation: generation of the ranks that continue.
-        places: of all ranks of the run.
-        rendezvous: where the ranks meet.
+        places: places of all ranks of the run.
+        rendezvous: place where the ranks meet.
     """
 
     kept: AgentAttempt
@@ -76,9 +76,9 @@ class NextGeneration:
     _made: ExitStack
 
     def close(self) -> None:
-        """Give the run directory and the rendezvous back.
+        """Release the run directory and the rendezvous.
 
-        Ranks that were not taken over are ended.
+        End ranks that were not taken over.
         """
         self._made.close()
         self.kept.end()
@@ -86,12 +86,12 @@ class NextGeneration:
 
 @dataclass(frozen=True)
 class Takeover:
-    """A run that this host continues, since the coordinator was lost.
+    """Run that this host continues after the loss of the coordinator.
 
     Attributes:
-        run: its directory, or its URL.
-        lost: names the host that coordinated it.
-        by: names this host.
+        run: directory or URL of the run.
+        lost: name of the host that coordinated the run.
+        by: name of this host.
         next_generation: generation that the kept ranks have begun; None if the run starts again.
     """
 
@@ -102,7 +102,7 @@ class Takeover:
 
     @property
     def job_file(self) -> Path | None:
-        """The job as the run has it; None where the run is at a URL."""
+        """Path of the run's job file; None if the run is at a URL."""
         return None if is_url(self.run) else Path(self.run) / "job.yaml"
 
 
@@ -110,10 +110,10 @@ class Returns:
     """Hosts that may come back to the run, and those that have.
 
     Args:
-        revive: starts the host process of a host again; None where somebody else does.
+        revive: restarts the host process of a host; None if paceline does not start it.
 
     Attributes:
-        left_out: hosts that may not come, and why.
+        left_out: hosts that may not come back, and the reason.
     """
 
     def __init__(self, revive: Callable[[int], None] | None = None) -> None:
@@ -124,24 +124,24 @@ class Returns:
 
     @property
     def revives(self) -> bool:
-        """True if a host that may come is started here."""
+        """True if hosts that may come back are restarted here."""
         return self._revive is not None
 
     def expect(self, host: int) -> None:
-        """A lost host may come back."""
+        """Allow a lost host to come back."""
         self.left_out.pop(host, None)
         self.expected.add(host)
         if self._revive is not None:
-            with suppress(LaunchError):  # then it does not come back
+            with suppress(LaunchError):  # it does not come back
                 self._revive(host)
 
     def leave_out(self, host: int, why: str = "was lost too often within an hour, and is left out of the run.") -> None:
-        """A host may not, for this reason."""
+        """Forbid a host to come back, for this reason."""
         self.expected.discard(host)
         self.left_out[host] = why
 
     def take_in(self, link: Link) -> None:
-        """A host has come back."""
+        """Note that a host has come back."""
         self.expected.discard(link.number)
         self._back.put(link)
 
@@ -158,18 +158,18 @@ class Hosts:
     """All hosts of the run, this one first.
 
     Attributes:
-        cluster: what they have.
-        address: where the others reach this one.
-        key: of the run.
-        agreed: code and data that were found to be the same on all.
-        takeover: the run to continue, where the coordinator before was lost.
-        past: losses until now, as of when they were last told.
-        returns: where hosts come back that were lost; None where they cannot.
-        least: number of hosts that the run does not go on without; 0 for any.
-        meeting: where they have come to this one, and others may.
+        cluster: devices and links of the hosts.
+        address: address at which the others reach this host.
+        key: key of the run.
+        agreed: code and data that were found to be the same on all hosts.
+        takeover: the run to continue, if the previous coordinator was lost.
+        past: losses of the run, as last recorded.
+        returns: meeting place for lost hosts; None if they cannot come back.
+        least: minimum number of hosts for the run to continue; 0 for any number.
+        meeting: place where hosts have connected to this host, and others may.
 
     Args:
-        namespace: network namespace of that address, where this host is an emulated one.
+        namespace: network namespace of that address, if this host is emulated.
     """
 
     takeover: Takeover | None = None
@@ -187,17 +187,17 @@ class Hosts:
 
     @property
     def absent(self) -> list[Link]:
-        """Hosts that have not come yet, and may during the run."""
+        """Hosts that have not connected yet, and may do so during the run."""
         return [link for link in self.links if isinstance(link, AbsentLink)]
 
     @property
     def there(self) -> int:
-        """Number of hosts that take part, this one included."""
+        """Number of hosts that take part, including this one."""
         return 1 + sum(link.lost is None for link in self.links)
 
     @property
     def too_few(self) -> bool:
-        """True while nobody goes on."""
+        """True while the run waits for more hosts."""
         return self.there < self.least
 
     def address_of(self, number: int) -> str:
@@ -205,7 +205,7 @@ class Hosts:
         return self.links[number - 1].address if number else self.address
 
     def ask(self, question: Struct, kind: type[M], deadline_s: float) -> list[tuple[Link, M]]:
-        """Answers of all other hosts that are there to one question.
+        """Ask all other connected hosts one question, and return their answers.
 
         Raises:
             LaunchError: a host does not answer in time.
@@ -227,7 +227,7 @@ class Hosts:
         on_connection: Callable[[Connection], object] = lambda _: None,
         on_message: Callable[[Connection, Any], None] | None = None,
     ) -> Listener:
-        """A listener at this host's address; at any port, with 0."""
+        """Listen at this host's address; port 0 takes any free port."""
 
         def made() -> Listener:
             return Listener((self.address, port), self.key, kinds, on_connection, on_message=on_message)
@@ -235,16 +235,16 @@ class Hosts:
         return made() if self._namespace is None else inside(self._namespace, made)
 
     def add(self, link: Link) -> None:
-        """Have another host, behind all others."""
+        """Add a host after all others."""
         self.links.append(link)
         self.cluster = self.cluster.model_copy(update={"hosts": (*self.cluster.hosts, link.host)})
 
     def replace(self, link: Link) -> None:
-        """Have a host that came back in the place of the lost one."""
+        """Replace a lost host with the host that came back."""
         self.links[link.number - 1] = link
 
     def dismiss(self, code: int) -> None:
-        """Have all end with this exit code. No more may come."""
+        """Dismiss all hosts with this exit code. No more hosts may join."""
         if self.meeting is not None:
             self.meeting.close()
         for link in self.links:
@@ -257,13 +257,13 @@ _current: list[Hosts] = []
 
 
 def current_hosts() -> Hosts | None:
-    """The hosts that this process coordinates; None where it is alone."""
+    """Hosts that this process coordinates; None if there is only this host."""
     return _current[-1] if _current else None
 
 
 @contextmanager
 def coordinating(hosts: Hosts) -> Iterator[Hosts]:
-    """Within it, these are the `current_hosts`."""
+    """Make these the `current_hosts` inside the context."""
     _current.append(hosts)
     try:
         yield hosts
@@ -272,16 +272,16 @@ def coordinating(hosts: Hosts) -> Iterator[Hosts]:
 
 
 _SILENT_S = 10.0  # the end of a host's ranks is awaited until the host has been silent for this long
-_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end what is left and send its files
+_READY_S, _OVER_S = 60.0, 30.0  # to look for a file; for a host to end its ranks and send its files
 _TOKEN = ".paceline-host-"
-_SENDING_S = 0.1  # longest time that a turn sends files; signals and losses wait for it
+_SENDING_S = 0.1  # longest time per turn for sending files, which delays signals and losses
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Folder that an attempt's ranks read and write.
+    """Folder that the ranks of an attempt read and write.
 
-    Its `files` and `folders` are there before they start.
+    `files` and `folders` exist before the ranks start.
     """
 
     path: Path
@@ -291,7 +291,7 @@ class RunFolder:
 
 @dataclass
 class RemoteRank:
-    """A rank of another host, whose record and stack its host tells."""
+    """Rank of another host, which sends the rank's record and stack."""
 
     number: int
     link: Link
@@ -305,28 +305,28 @@ class RemoteRank:
 
     @property
     def known_ns(self) -> int:
-        """Time of the last word from its host, by the monotonic clock."""
+        """Time of the last message from its host, by the monotonic clock."""
         return int(self.link.heard_at * 1e9)
 
     def signal(self, number: int) -> None:
-        """To the rank alone, not to what it started."""
+        """Signal the rank only, and not the processes that it started."""
         if self.code is None:
             self.link.send(messages.Signal(self.number, number))
 
     def kill(self) -> None:
-        """SIGKILL, to the rank and all it started."""
+        """Send SIGKILL to the rank and all processes that it started."""
         self.signal(signal.SIGKILL)
 
     def stack(self) -> str:
-        """Stack traces that its host has told."""
+        """Stack traces that its host has sent."""
         return stack_beside(self.record)
 
 
 class RemoteRanks:
-    """The ranks of one attempt on other hosts. As a context: none is left at the end.
+    """Ranks of one attempt on other hosts. As a context manager, it ends all of them.
 
     Args:
-        scratch: folder of the attempt's error records.
+        scratch: folder for the attempt's error records.
     """
 
     def __init__(
@@ -343,12 +343,12 @@ class RemoteRanks:
         self.signals, self.poll, self.hosts = signals, poll, hosts
         self._begin: messages.Begin | None = None
         self._announced: messages.Announce | None = None
-        self._ready: list[Link] = []  # that have come back
-        self._preparing: list[Link] = []  # that look for the token
+        self._ready: list[Link] = []  # hosts that have come back
+        self._preparing: list[Link] = []  # hosts that look for the token
         self._token: Path | None = None
         self._pulses: Pulses | None = None
         self.ranks: dict[int, RemoteRank] = {}
-        # hosts that the run goes on without: lost, or not there yet
+        # hosts that the run continues without: lost, or not connected yet
         self.spared: list[Link] = [link for link in links if link.is_known_lost]
         self._silent: list[Link] = []
         self._folders: list[tuple[Link, Iterator[Struct]]] = []  # folders that hosts wait for, as messages
@@ -360,7 +360,7 @@ class RemoteRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what is left, and take in the last files."""
+        """End the remaining ranks, and receive the last files."""
         for link in self.links:
             link.send(messages.EndAttempt())
         for link in self.links:
@@ -373,10 +373,10 @@ class RemoteRanks:
             self._token.unlink(missing_ok=True)
 
     def begin(self, begin: messages.Begin) -> None:
-        """Have every host prepare for the ranks.
+        """Let every host prepare for the ranks.
 
         Raises:
-            LaunchError: a host is lost, or is not there and has to be.
+            LaunchError: a host is lost, or a required host is missing.
         """
         if self.spared and not begin.spares_hosts:
             raise LaunchError(
@@ -399,12 +399,12 @@ class RemoteRanks:
 
     @property
     def spares_this_host(self) -> bool:
-        """True if the others go on when this host is lost. None of emulated ones would coordinate in its place."""
+        """True if the others continue when this host is lost. Emulated hosts do not take over coordination."""
         succeeds = any(link.standby_port for link in self.hosts.links)
         return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
 
     def _whole(self, begin: messages.Begin) -> messages.Begin:
-        """With what hosts have to know of this one. It listens for their pulses from now on."""
+        """Complete the message with what hosts must know of this host, and listen for their pulses."""
         if begin.spares_hosts:
             self._pulses = Pulses(
                 lambda kinds, take: self.hosts.listener(kinds, on_message=take),
@@ -416,14 +416,14 @@ class RemoteRanks:
         return msgspec.structs.replace(begin, folder=folder, folders=folders, pulse_port=port, silence_s=silence_s)
 
     def _show_token(self) -> Path:
-        """File in the folder, by which hosts see whether they share that."""
+        """Create a file in the folder, which shows hosts if they share the folder."""
         if self._token is None:
             self._token = self.folder.path / f"{_TOKEN}{secrets.token_hex(16)}"
             self._token.touch(mode=0o600)
         return self._token
 
     def _hide_token(self) -> None:
-        """Remove the file, unless some look for it."""
+        """Remove the file, unless hosts still look for it."""
         if self._token and all(link.lost is not None for link in self._preparing):
             self._token.unlink(missing_ok=True)
             self._token = None
@@ -437,14 +437,14 @@ class RemoteRanks:
                 link.send(part)
 
     def expect(self, host: int, *, again: bool) -> bool:
-        """Have a lost host taken in when it comes back, or refused; returns which."""
+        """Choose if a lost host may come back; return True if it may."""
         if self.hosts.returns is None:
             return False
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)
         return again
 
     def release(self, host: int) -> None:
-        """Send a host away, whose ranks have left, once it has ended its part."""
+        """Dismiss a host whose ranks have left, once its part of the attempt has ended."""
         link = next(link for link in self.links if link.number == host)
         self.spared.append(link)
         self._released.append(link)
@@ -460,23 +460,23 @@ class RemoteRanks:
         self.hosts.replace(AbsentLink(link.number, link.name, link.host))  # any host may come in its place
 
     def returned(self) -> list[Link]:
-        """Hosts that have come back, and are ready for their ranks."""
+        """Return the hosts that have come back and are ready for their ranks."""
         for link in self.hosts.returns.back() if self.hosts.returns else ():
             assert self._pulses is not None
             self._pulses.forget(link.number)
             self.hosts.replace(link)
             self.links = [link if link.number == other.number else other for other in self.links]
             link.watch(self.poll)
-            self._prepare(link, self._show_token())  # which others may look for, too
+            self._prepare(link, self._show_token())  # other hosts may look for it, too
             if self._announced is not None:
                 link.send(self._announced)
         ready, self._ready = self._ready, []
         return ready
 
     def adopt(self, begin: messages.Begin) -> None:
-        """Take over the ranks that the hosts have kept.
+        """Take over the ranks that hosts have kept.
 
-        All others of theirs have ended.
+        All other ranks of these hosts have ended.
         """
         self._begin = self._whole(begin)
         links = {link.name: link for link in self.links}
@@ -498,16 +498,16 @@ class RemoteRanks:
     def start(self, host: int, environment: RankEnvironment, record: Path) -> RemoteRank:
         """Start a rank on host number `host`."""
         link = next(link for link in self.links if link.number == host)
-        environment = replace(environment, address=link.address)  # another one, it may be, where it came back
+        environment = replace(environment, address=link.address)  # possibly a new host process, if the host came back
         rank = self.ranks[environment.rank] = RemoteRank(environment.rank, link, record)
         link.send(messages.Start(environment.to_env()))
         return rank
 
     def spare(self, may_go: Callable[[list[int]], bool] = lambda _: True) -> list[tuple[Link, list[int], str]]:
-        """Go on without the hosts that are lost: each with its ranks, and a sentence.
+        """Continue without the lost hosts; return each with its ranks and a reason.
 
         Args:
-            may_go: whether the run can go on without these ranks, those before being gone.
+            may_go: returns True if the run can continue without these ranks, and those of earlier calls.
         """
         self._end_lost()
         spared = []
@@ -520,13 +520,13 @@ class RemoteRanks:
         return spared
 
     def announce(self, current: Generation, newest: Generation) -> None:
-        """Tell the ranks of other hosts of the generations of the run."""
+        """Announce the generations of the run to the ranks of other hosts."""
         self._announced = messages.Announce(current.number, list(current.members), newest.number, list(newest.members))
         for link in self.links:
             link.send(self._announced)
 
     def turn(self) -> None:
-        """Take in what hosts have sent."""
+        """Handle the messages that hosts have sent."""
         for link in self.links:
             for message in link.waiting():
                 self._obey(link, message)
@@ -536,13 +536,13 @@ class RemoteRanks:
 
     @property
     def busy(self) -> bool:
-        """True while parts of folders wait to be sent."""
+        """True while chunks of folders wait to be sent."""
         return bool(self._folders)
 
     def give_up_silent(self) -> None:
-        """Lose hosts whose network lets nothing through.
+        """Give up hosts that have been silent for too long.
 
-        A host that has ranks says something several times a second.
+        A host with ranks sends several messages a second.
         """
         for link in self.links:
             silent_s = time.monotonic() - link.heard_at
@@ -551,11 +551,11 @@ class RemoteRanks:
                 link.lose(f"nothing has come from it for {silent_s:.0f} s")
 
     def cut_off(self) -> str | None:
-        """Sentence that says that this host has no quorum; None where it has.
+        """Error text if this host has no quorum; None if it has one.
 
-        Hosts whose process has ended are gone and count no more. Of the others this one and those that it reaches go
-        on; a silent one may be there, and go on itself, with other silent ones. With half of the hosts each, those of
-        the coordinator do.
+        Hosts whose process has ended no longer count. This host and the hosts that it reaches need a quorum of the
+        rest: silent hosts may be alive and continue on their own. If both sides have half of the hosts, the
+        coordinator's side continues.
         """
         silent = [link for link in self.links if link.silent]
         reached = 1 + sum(link.lost is None and not link.silent for link in self.links)
@@ -568,18 +568,18 @@ class RemoteRanks:
 
     @property
     def lost(self) -> str | None:
-        """Name and ranks of a lost host, or None. Silent and spared ones do not count."""
+        """Return the name and ranks of a lost host, or None. Silent and spared hosts do not count."""
         known = {*self._silent, *self.spared}
         lost = (link for link in self.links if link.lost is not None and link not in known)
         return next(map(self._of_lost, lost), None)
 
     @property
     def silent(self) -> str:
-        """Names and ranks of the hosts that were given up, a line each."""
+        """Names and ranks of the hosts that were given up, one line each."""
         return "\n".join(map(self._of_lost, self._silent))
 
     def _end_lost(self) -> None:
-        """Take the ranks of lost hosts for killed."""
+        """Mark the ranks of lost hosts as killed."""
         for rank in self.ranks.values():
             if rank.link.lost is not None and rank.code is None:
                 rank.code, rank.stopped, rank.paging = -signal.SIGKILL, False, False
@@ -590,7 +590,7 @@ class RemoteRanks:
                 link.fall_silent(silent_s)
 
     def _until(self, link: Link, kind: type[Struct], deadline_s: float) -> bool:
-        """Take in messages until one of a kind. A host that sends none in time is lost."""
+        """Handle messages until one of a kind arrives. A host that sends none in time is lost."""
         until = time.monotonic() + deadline_s
         while (message := link.receive(max(0.1, until - time.monotonic()))) is not None:
             if isinstance(message, kind):
@@ -629,7 +629,7 @@ class RemoteRanks:
                 rank.stopped = rank.paging = False
 
     def _rank_of(self, link: Link, number: int) -> RemoteRank | None:
-        """A rank by its number, if it is on that host."""
+        """Return a rank by its number, if the rank is on that host."""
         rank = self.ranks.get(number)
         return rank if rank is not None and rank.link is link else None
 
@@ -645,7 +645,7 @@ class RemoteRanks:
             self.board.put(row.rank, rank.pid, row.phase, row.step, now_ns - row.idle_ns, row.generation)
 
     def _tell(self, link: Link, message: messages.Told) -> None:
-        """Keep a rank's record, in this host's time, or its stack."""
+        """Store a rank's record, with its time converted to this host's clock, or its stack."""
         rank = self._rank_of(link, message.rank)
         if rank is None or message.suffix not in (".error", ".stack"):
             return
@@ -660,6 +660,6 @@ class RemoteRanks:
         folder = place_in(self.folder.path, name)
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.is_file():
-                with suppress(FileNotFoundError):  # the run has removed it since
+                with suppress(FileNotFoundError):  # the run has removed it
                     yield from parts_of(file, self.folder.path)
         yield messages.Fetched(name)

@@ -25,14 +25,14 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener
 
 M = TypeVar("M", bound=Struct)
-KERNEL_SILENT_S = 45  # a peer whose machine is gone says nothing: then the kernel ends its connection
+KERNEL_SILENT_S = 45  # the kernel ends the connection to a machine that is gone
 
 
 class Peer:
-    """Another host process at the end of a connection.
+    """Host process at the other end of a connection.
 
     Attributes:
-        lost: why nothing can be sent to it any more; None while it is there.
+        lost: reason why the peer is lost; None while it is connected.
     """
 
     lost: str | None = None
@@ -43,11 +43,11 @@ class Peer:
 
     @property
     def silent(self) -> bool:
-        """True where nothing came for too long. It may be there, behind a network that is cut."""
+        """True if nothing arrived for too long. The peer may still run behind a cut network."""
         return bool(self._silence)
 
     def send(self, message: Struct) -> None:
-        """Send a message; a host that is lost takes none."""
+        """Send a message; nothing is sent to a lost host."""
         if self.lost is None:
             try:
                 self.connection.send(message)
@@ -55,7 +55,7 @@ class Peer:
                 self.lose(str(error))
 
     def take(self) -> Any:
-        """The next message that has arrived; None if there is none yet."""
+        """Return the next message that has arrived, or None."""
         if self.lost is None:
             try:
                 return self.connection.take()
@@ -69,23 +69,23 @@ class Peer:
             self.lost = self._silence or reason
 
     def fall_silent(self, silent_s: float) -> None:
-        """Have the host's owner find it lost; for any thread."""
+        """Mark the host as silent, so that its owner finds it lost. Any thread may call this."""
         self._silence = f"nothing has come from it for {silent_s:.2g} s"
         self.connection.end()
 
 
 class Link(Peer):
-    """An agent as the coordinator sees it.
+    """Coordinator's view of an agent.
 
     Attributes:
-        address: where other hosts reach it.
-        standby_port: where it would listen as the coordinator; 0 if it never does.
-        probes_port: where it answers other hosts' probes; 0 if it does not.
-        meets_again: the agent has lost a coordinator.
+        address: address at which other hosts reach the agent.
+        standby_port: port where the agent would listen as the coordinator; 0 if it never coordinates.
+        probes_port: port where the agent answers other hosts' probes; 0 if it does not.
+        meets_again: the agent has lost a previous coordinator.
         held: the ranks that the agent has kept since then.
-        clock_ahead_s: its clock minus the coordinator's.
-        is_known_lost: the loss of its host is in the run's record.
-        heard_at: when its last message came, by the monotonic clock.
+        clock_ahead_s: the agent's clock minus the coordinator's.
+        is_known_lost: the run's record contains the loss of this host.
+        heard_at: time of the agent's last message, by the monotonic clock.
     """
 
     is_known_lost = False
@@ -107,7 +107,7 @@ class Link(Peer):
         return f"host {self.name} (number {self.number})"
 
     def offer(self, parts: Iterator[Struct], until: float) -> bool:
-        """Send messages as long as the network accepts them without a wait.
+        """Send messages until the network would block.
 
         Args:
             until: when to stop, by the monotonic clock.
@@ -125,7 +125,7 @@ class Link(Peer):
         return self.lost is not None
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message; None from a host that sends none in time, and is lost."""
+        """Return the next message; None if none arrives in time, and the host is lost."""
         if self.lost is None:
             try:
                 message = self.connection.receive(deadline_s)
@@ -137,10 +137,10 @@ class Link(Peer):
         return None
 
     def answer(self, kind: type[M], deadline_s: float) -> M | None:
-        """The next message of a kind; None from a host that is lost meanwhile.
+        """Return the next message of a kind; None if the host is lost meanwhile.
 
         Raises:
-            SystemExit: 130 or 143, when SIGINT or SIGTERM came to that host meanwhile.
+            SystemExit: 130 or 143, if that host received SIGINT or SIGTERM meanwhile.
         """
         while (message := self.receive(deadline_s)) is not None:
             if isinstance(message, messages.Interrupted):
@@ -150,7 +150,7 @@ class Link(Peer):
         return None
 
     def waiting(self) -> Iterator[Any]:
-        """Messages that are there, without waiting for more."""
+        """Yield the messages that have arrived, without waiting for more."""
         while (message := self.take()) is not None:
             self.heard_at = time.monotonic()
             yield message
@@ -163,13 +163,13 @@ class Link(Peer):
             self.connection.close()
 
     def watch(self, poll: select.poll) -> None:
-        """Have `poll` tell of messages, until the host is lost."""
+        """Register the connection with `poll`, until the host is lost."""
         if self.lost is None:
             self._watched = poll, self.connection.fileno()
             poll.register(self._watched[1], select.POLLIN)
 
     def unwatch(self) -> None:
-        """Stop notifying."""
+        """Unregister the connection."""
         if self._watched is not None:
             poll, descriptor = self._watched
             poll.unregister(descriptor)
@@ -177,7 +177,7 @@ class Link(Peer):
 
 
 class AbsentLink(Link):
-    """Place of a host that has not come yet."""
+    """Stand-in for a host that has not connected yet."""
 
     is_known_lost = True
 
@@ -188,12 +188,12 @@ class AbsentLink(Link):
 
 
 class Meeting:
-    """Place where hosts come to the one that coordinates, or would.
+    """Listener where hosts connect to the coordinator, or to a possible successor.
 
-    It is open for as long as the host process lives: where nobody listens any more, that has ended.
+    It is open as long as the host process lives: if the port is closed, the process has ended.
 
     Attributes:
-        came: connections that nobody has looked at. Who puts None there wakes who waits.
+        came: queue of new connections. A None in the queue wakes the waiting thread.
     """
 
     def __init__(self, address: str, port: int, key: RunKey) -> None:
@@ -208,13 +208,13 @@ class Meeting:
 
     @property
     def unauthenticated(self) -> int:
-        """The number of connections that were turned away."""
+        """Number of connections that failed authentication."""
         return self._listener.unauthenticated
 
     def direct(self, elsewhere: messages.Elsewhere) -> None:
-        """Tell hosts that come where the run goes on.
+        """Send connecting hosts the address where the run continues.
 
-        Not those that have lost its coordinator: they may meet here.
+        Hosts that have lost their coordinator are exempt: they may meet here.
         """
         for _ in range(self.came.qsize()):
             if (connection := self.came.get()) is None:
@@ -227,28 +227,28 @@ class Meeting:
                     self.came.put(connection)
                     continue
                 connection.post(elsewhere)
-            except ChannelError:  # it has gone again
+            except ChannelError:  # it has disconnected
                 pass
             connection.close()
 
     def close(self) -> None:
-        """Stop listening, and leave who has come and was not looked at."""
+        """Stop listening, and close new connections."""
         self._listener.close()
         while not self.came.empty():
             if (connection := self.came.get()) is not None:
                 connection.close()
 
 
-SILENCE = "PACELINE_SILENCE_S"  # of a host, until it is taken for lost
+SILENCE = "PACELINE_SILENCE_S"  # of silence, until a host counts as lost
 _SILENCE_S = 2.0
-_ROUNDS = 8, 32  # within that time, fewest and most
-_BEATS = 512  # of all hosts within it: more would keep the coordinator busy
-_UNACKNOWLEDGED = 0.1  # of that time, where the other's kernel acknowledges nothing
-_LOST_BEATS = 3  # before that counts: this machine may itself have been stopped for a while
+_ROUNDS = 8, 32  # beats within that time, minimum and maximum
+_BEATS = 512  # beats of all hosts within it: more would keep the coordinator busy
+_UNACKNOWLEDGED = 0.1  # fraction of that time, if the other host's kernel acknowledges nothing
+_LOST_BEATS = 3  # before that counts: this machine may itself have been suspended
 
 
 class Beat(Struct, tag=True, frozen=True):
-    """Sign of life of a host, by its number; the coordinator answers with its own."""
+    """Heartbeat of a host, with its number; the coordinator answers with its own."""
 
     host: int
 
@@ -257,12 +257,12 @@ OpensListener = Callable[[type[Struct], Callable[[Connection, Beat], None]], Lis
 
 
 class Pulses:
-    """Pulses of the agents, at the coordinator. A host counts from its first beat on.
+    """Coordinator's side of the heartbeats. A host is watched from its first beat on.
 
     Args:
         listen: opens a listener for messages of a type, which calls a function for each.
-        on_silence: called from a thread, with the number of a host and the seconds, once for each silence.
-        hosts: number of them, by which their beats are more or less frequent.
+        on_silence: called from a thread once per silence, with the host's number and the seconds.
+        hosts: number of hosts, which determines the interval of the beats.
     """
 
     def __init__(self, listen: OpensListener, on_silence: Callable[[int, float], None], hosts: int = 2) -> None:
@@ -279,11 +279,11 @@ class Pulses:
 
     @property
     def port(self) -> int:
-        """Port for the beats of hosts."""
+        """Port that receives the hosts' beats."""
         return self._listener.port
 
     def forget(self, host: int) -> None:
-        """Expect no more of a host until it begins again."""
+        """Stop watching a host until its next beat."""
         with self._lock:
             self._beaten.discard(host)
             self._silent_rounds.pop(host, None)
@@ -316,10 +316,10 @@ class Pulses:
                     self._on_silence(host, rounds * round_s)
 
     def _is_unreachable(self, host: int, rounds: int) -> bool:
-        """True if the host's kernel acknowledges nothing; sends it another beat.
+        """Send another beat; return True if the host's kernel acknowledges nothing.
 
         Args:
-            rounds: in which nothing came from it.
+            rounds: number of rounds without a beat from the host.
         """
         if (connection := self._connections.get(host)) is None:
             return False
@@ -329,13 +329,13 @@ class Pulses:
 
 
 class Pulse:
-    """Pulse of an agent, which hears the coordinator's.
+    """Agent's side of the heartbeats.
 
     Args:
         where: address and port of the coordinator's `Pulses`.
-        limit_s: of silence.
-        on_silence: called from a thread with the seconds, once, when nothing has come for so long after something had.
-        hosts: as of `Pulses`.
+        limit_s: longest silence, in seconds.
+        on_silence: called once, from a thread, with the seconds of silence after the last beat.
+        hosts: as in `Pulses`.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """Beat no more."""
+        """Stop the heartbeats."""
         self._closing.set()
         if (connection := self._connection) is not None:
             connection.end()
@@ -370,7 +370,7 @@ class Pulse:
             answered = self._is_answered()
             took_s = time.monotonic() - began
             heard = heard or answered
-            # if it took longer, this process was not there itself
+            # if it took longer, this process itself was suspended
             silent_s = 0.0 if answered or not heard else silent_s + max(round_s, min(took_s, most_s))
         if self._connection is not None:
             self._connection.close()
@@ -383,7 +383,7 @@ class Pulse:
         return _is_cut(self._connection, self.limit_s)
 
     def _send(self) -> None:
-        with suppress(PacelineError):  # a connection that is lost is made anew in the next round
+        with suppress(PacelineError):  # a lost connection is made anew in the next round
             if self._connection is None:
                 # a handshake takes longer than a round on a busy machine
                 self._connection = connect(self._where, self._key, Beat, deadline_s=self.limit_s)
@@ -392,7 +392,7 @@ class Pulse:
     def _is_answered(self) -> bool:
         """True if the coordinator has sent anything since the last look.
 
-        Waking for each answer would cost more.
+        Waking up for each answer would cost more.
         """
         if self._connection is None:
             return False
@@ -408,18 +408,18 @@ class Pulse:
 
 
 def _is_cut(connection: Connection, limit_s: float) -> bool:
-    """True if the other's kernel acknowledges none of several beats."""
+    """True if the other host's kernel acknowledges none of several beats."""
     return connection.is_unanswered(_UNACKNOWLEDGED * limit_s, _LOST_BEATS)
 
 
 def rounds_of(hosts: int) -> int:
-    """Heartbeats of each host within the limit of silence."""
+    """Number of heartbeats per host within the limit of silence."""
     fewest, most = _ROUNDS
     return max(fewest, min(most, _BEATS // hosts))
 
 
 def silence_limit_s() -> float:
-    """Seconds of silence after which a host is taken for lost."""
+    """Seconds of silence after which a host counts as lost."""
     text = os.environ.get(SILENCE, "")
     try:
         limit_s = float(text) if text else _SILENCE_S
@@ -436,15 +436,15 @@ def silence_limit_s() -> float:
 
 
 MEASURE = "PACELINE_MEASURE"  # "off": no link is measured
-_ALL_S, _PAIR_S = 0.4, 0.1  # for the links of host 0 together; for any other
+_ALL_S, _PAIR_S = 0.4, 0.1  # for all links of host 0 together; for any other host
 _PINGS = 5
-_PROBE_S = 10.0  # the longest that an answer may take
-_EVERY_PAIR = 8  # hosts; of more, host 0 with each, and each with the next
+_PROBE_S = 10.0  # longest wait for an answer
+_EVERY_PAIR = 8  # hosts; with more, host 0 is measured to each host, and each host to the next
 Found = dict[int, list[NetworkLink]]
 
 
 def measured_cluster(own: Host, links: Sequence[Link], *, measures: bool = True) -> Cluster:
-    """This host and the others, with the measured links between them."""
+    """Measure the links between this host and the others; return the cluster."""
     found: Found = {}
     if measures and os.environ.get(MEASURE) != "off":
         _measure_own(links, found)
@@ -470,7 +470,7 @@ def answer_probes(address: str, key: RunKey | None) -> Listener | None:
 
 
 def speeds_to(targets: Sequence[tuple[int, str, int]], key: RunKey | None) -> messages.Measured:
-    """Measure the links to other hosts, given as (number, address, port). Silent hosts are left out."""
+    """Measure the links to other hosts, given as (number, address, port). Silent hosts are skipped."""
     return messages.Measured([speed for to in targets if (speed := _speed_to(*to, key)) is not None])
 
 
@@ -495,7 +495,7 @@ def _echoed(link: Link) -> bool:
 
 
 def _measure_others(links: Sequence[Link], found: Found) -> None:
-    """Have the other hosts measure among themselves, one after the other."""
+    """Let the other hosts measure their links, one host after the other."""
     for link in links:
         to = [other for other in links if other.probes_port and is_measured(link, other, len(links) + 1)]
         if to:
@@ -506,7 +506,7 @@ def _measure_others(links: Sequence[Link], found: Found) -> None:
 
 
 def is_measured(link: Link, other: Link, hosts: int) -> bool:
-    """True if one agent measures to another."""
+    """True if one agent measures the link to another."""
     return other.number == link.number + 1 or (hosts <= _EVERY_PAIR and other.number > link.number)
 
 
@@ -521,7 +521,7 @@ def _note(found: Found, number: int, speed: messages.Speed) -> None:
 def _speed(
     number: int, send: Callable[[Struct], None], echoed: Callable[[], bool], budget_s: float
 ) -> messages.Speed | None:
-    """Round trip, and rate of bulk data; None where the host does not echo."""
+    """Measure round trip and bulk rate; return None if the host does not echo."""
     times = []
     for _ in range(_PINGS):
         began = time.perf_counter()

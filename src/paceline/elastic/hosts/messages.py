@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-CHUNK_BYTES = 2**18  # of a file in one message
-TEXT_LIMIT = 2**18  # characters of a traceback or a stack in one message
+CHUNK_BYTES = 2**18  # bytes of a file per message
+TEXT_LIMIT = 2**18  # characters of a traceback or a stack per message
 
 
 class Put(Struct, tag=True, frozen=True):
-    """Part of a file of the attempt's folder, either way.
+    """Chunk of a file of the attempt's folder, in either direction.
 
     Attributes:
-        path: relative to that folder.
-        offset: where the part begins; -1 appends whole lines.
-        last: the file is whole with it.
+        path: path relative to that folder.
+        offset: offset of the chunk in bytes; -1 appends whole lines.
+        last: the chunk completes the file.
     """
 
     path: str
@@ -24,11 +24,11 @@ class Put(Struct, tag=True, frozen=True):
 
 
 class Held(Struct, array_like=True, frozen=True):
-    """Ranks of an attempt that a host has kept since the coordinator was lost.
+    """Ranks that a host has kept since the coordinator was lost.
 
     Attributes:
-        newest: number of the newest generation that was announced there.
-        ranks: number, process id and generation of each that lives.
+        newest: number of the newest generation announced on that host.
+        ranks: number, process id and generation of each living rank.
     """
 
     attempt: int
@@ -37,7 +37,7 @@ class Held(Struct, array_like=True, frozen=True):
 
     @property
     def entered(self) -> set[int]:
-        """Ranks that have a state to go on from."""
+        """Ranks that have a state to continue from."""
         return {number for number, _, generation in self.ranks if generation >= 0}
 
 
@@ -45,12 +45,12 @@ class Joining(Struct, tag=True, frozen=True):
     """First message of an agent: its identity, devices and ports.
 
     Attributes:
-        clock_s: its wall clock, seconds since the epoch.
-        identity: equal for processes with one kernel and network namespace.
-        address: address of its end of this connection, where other hosts reach it.
-        host: its devices, as JSON of `paceline.cluster.cluster.Host`.
-        port: where it would listen as the coordinator, at that address; 0 if it never does.
-        probes_port: where it answers other hosts' probes until ranks are prepared; 0 if it does not.
+        clock_s: the agent's wall clock, in seconds since the Unix epoch.
+        identity: equal for processes with the same kernel and network namespace.
+        address: address of the agent's end of this connection, where other hosts reach it.
+        host: the agent's devices, as JSON of `paceline.cluster.cluster.Host`.
+        port: port at that address where the agent would listen as the coordinator; 0 if it never coordinates.
+        probes_port: port for other hosts' probes until ranks are prepared; 0 if none are answered.
         again: the agent has lost the coordinator, and meets the other hosts again.
         held: the ranks that the agent has kept in that case.
     """
@@ -76,13 +76,13 @@ class Echo(Struct, tag=True, frozen=True):
 
 
 class Looked(Struct, tag=True, frozen=True):
-    """Answer to `Look`: digest by name; "" for what is not there."""
+    """Answer to `Look`: digest by name; "" for a missing file or module."""
 
     digests: dict[str, str]
 
 
 class Speed(Struct, array_like=True, frozen=True):
-    """Network to another host, by its number."""
+    """Measured link to another host, by its number."""
 
     number: int
     round_trip_s: float
@@ -90,17 +90,17 @@ class Speed(Struct, array_like=True, frozen=True):
 
 
 class Measured(Struct, tag=True, frozen=True):
-    """Answer to `Measure`, without the hosts that do not answer."""
+    """Answer to `Measure`, without the hosts that did not answer."""
 
     speeds: list[Speed]
 
 
 class Ready(Struct, tag=True, frozen=True):
-    """Answer to `Begin`, once the token was looked for."""
+    """Answer to `Begin`, after the search for the token."""
 
 
 class Row(Struct, array_like=True, frozen=True):
-    """A rank's process, and its slot of the status board; `idle_ns` since its last mark."""
+    """Rank's process, and its slot of the status board; `idle_ns` is the time since its last mark."""
 
     rank: int
     pid: int
@@ -114,13 +114,13 @@ class Row(Struct, array_like=True, frozen=True):
 
 
 class Rows(Struct, tag=True, frozen=True):
-    """Status of every rank of a host, a few times a second."""
+    """Status of all ranks of a host, sent a few times a second."""
 
     rows: list[Row]
 
 
 class Told(Struct, tag=True, frozen=True):
-    """Error record (JSON) or stack traces that a rank left; `suffix` is that of the file."""
+    """Error record (JSON) or stack traces of a rank; `suffix` is the file's suffix."""
 
     rank: int
     suffix: str
@@ -128,7 +128,7 @@ class Told(Struct, tag=True, frozen=True):
 
 
 class Ended(Struct, tag=True, frozen=True):
-    """End of a rank, after all that it wrote. `oom_kills`: on its host during the attempt; None where unknown."""
+    """End of a rank, sent after all its files. `oom_kills`: count on its host during the attempt; None if unknown."""
 
     rank: int
     code: int
@@ -136,23 +136,23 @@ class Ended(Struct, tag=True, frozen=True):
 
 
 class Fetch(Struct, tag=True, frozen=True):
-    """A rank asks for a folder of the coordinator's, `path` in the attempt's folder."""
+    """Request of a rank for a folder of the coordinator; `path` is relative to the attempt's folder."""
 
     path: str
 
 
 class Interrupted(Struct, tag=True, frozen=True):
-    """A signal that an agent got, for the whole run."""
+    """Signal that an agent received, for the whole run."""
 
     signal: str
 
 
 class Over(Struct, tag=True, frozen=True):
-    """Answer to `EndAttempt`: no rank is left."""
+    """Answer to `EndAttempt`: no ranks are left."""
 
 
 class Welcome(Struct, tag=True, frozen=True):
-    """All hosts have come; their names, in the order of their numbers."""
+    """Notice that all hosts have connected, with their names in the order of their numbers."""
 
     names: list[str]
 
@@ -166,21 +166,21 @@ class Refused(Struct, tag=True, frozen=True):
 
 
 class Probe(Struct, tag=True, frozen=True):
-    """Bytes of any value, to measure the link."""
+    """Arbitrary bytes that measure the link."""
 
     data: bytes
 
 
 class Measure(Struct, tag=True, frozen=True):
-    """Hosts to measure to: number, address, port."""
+    """Hosts to measure the link to: number, address, port."""
 
     targets: list[tuple[int, str, int]]
 
 
 class Look(Struct, tag=True, frozen=True):
-    """Modules, and files or folders, to look at.
+    """Modules, files and folders to compute digests of.
 
-    Of a folder, files count that end with one of `suffixes`; all, without any.
+    In a folder, only files with one of `suffixes` count; all files if there are none.
     """
 
     modules: list[str]
@@ -189,20 +189,20 @@ class Look(Struct, tag=True, frozen=True):
 
 
 class Begin(Struct, tag=True, frozen=True):
-    """An attempt begins; `Put` and `Start` follow.
+    """Begin of an attempt; `Put` and `Start` follow.
 
     Attributes:
-        recovers: the run goes on without ranks that are lost.
-        spares_hosts: it goes on without a host that is lost, where it can.
-        replica_ranks: ranks of a replica.
+        recovers: the run continues without lost ranks.
+        spares_hosts: the run continues without a lost host if possible.
+        replica_ranks: number of ranks of a replica.
         places: name of each rank's host.
-        folder: that the ranks read and write, as the coordinator names it.
-        token: name of a file that the coordinator has made there, of random name: who sees it shares the folder.
-        folders: within it, which ranks expect to be there.
+        folder: folder that the ranks read and write, by its path on the coordinator.
+        token: random name of a file that the coordinator has created there: a host that sees it shares the folder.
+        folders: folders within it that the ranks expect to exist.
         host: number of the host.
-        port: for the ranks' store, as was asked for; 0 takes a free one.
-        pulse_port: of the coordinator, for this host's `Pulse`; 0 where silence ends nothing.
-        silence_s: after which either is lost to the other.
+        port: port for the ranks' store, as requested; 0 takes a free one.
+        pulse_port: the coordinator's port for this host's `Pulse`; 0 if silence has no consequences.
+        silence_s: seconds of silence after which each counts the other as lost.
     """
 
     attempt: int
@@ -222,16 +222,16 @@ class Begin(Struct, tag=True, frozen=True):
     silence_s: float = 0.0
 
     def spares(self, host: str) -> bool:
-        """True if the run can go on without that host.
+        """True if the run can continue without that host.
 
-        A replica has no rank there.
+        This is so if some replica has no rank on it.
         """
         there = {rank // self.replica_ranks for rank, name in enumerate(self.places) if name == host}
         return self.recovers and len(there) * self.replica_ranks < len(self.places)
 
 
 class Start(Struct, tag=True, frozen=True):
-    """A rank to start, with the environment variables of its place."""
+    """Order to start a rank, with the environment variables of its place."""
 
     environment: dict[str, str]
 
@@ -240,7 +240,7 @@ class Announce(Struct, tag=True, frozen=True):
     """Generations of the run with their members: the current one, and the newest.
 
     Attributes:
-        store: where ranks meet from now on; "" where that is as before.
+        store: where ranks meet from now on; "" if unchanged.
     """
 
     current: int
@@ -251,9 +251,9 @@ class Announce(Struct, tag=True, frozen=True):
 
 
 class Adopt(Struct, tag=True, frozen=True):
-    """The ranks that a host has kept are another coordinator's now.
+    """Transfer of a host's kept ranks to another coordinator.
 
-    Its attributes are those of `Begin`.
+    The attributes are those of `Begin`.
     """
 
     host: int
@@ -262,29 +262,29 @@ class Adopt(Struct, tag=True, frozen=True):
 
 
 class Signal(Struct, tag=True, frozen=True):
-    """A signal for a rank; SIGKILL is for all that it started as well."""
+    """Signal for a rank; SIGKILL also goes to all processes that it started."""
 
     rank: int
     number: int
 
 
 class Fetched(Struct, tag=True, frozen=True):
-    """All files of a folder that was asked for have been sent."""
+    """Notice that all files of a requested folder have been sent."""
 
     path: str
 
 
 class EndAttempt(Struct, tag=True, frozen=True):
-    """The attempt is over: whatever still runs is killed."""
+    """End of the attempt: ranks that still run are killed."""
 
 
 class Successor(Struct, array_like=True, frozen=True):
-    """A host that would coordinate.
+    """Host that can become the coordinator.
 
     Attributes:
-        port: where it would listen, at its address; 0 if it never does.
-        host: its devices, as in `Joining`.
-        lost: it may come back.
+        port: port where it would listen, at its address; 0 if it never coordinates.
+        host: the host's devices, as in `Joining`.
+        lost: the host is lost, and may come back.
     """
 
     name: str
@@ -295,12 +295,12 @@ class Successor(Struct, array_like=True, frozen=True):
 
 
 class Past(Struct, array_like=True, frozen=True):
-    """Losses of a run so far, which decide who is left out.
+    """Losses of a run so far, which decide the ranks to leave out.
 
     Attributes:
-        losses: of ranks that were lost, how many seconds ago each time.
+        losses: by rank, the age of each loss in seconds.
         left_out: ranks that are not started again.
-        released: those of them that have left as somebody asked.
+        released: the left-out ranks that have left on request.
     """
 
     losses: dict[int, list[float]] = {}
@@ -309,13 +309,13 @@ class Past(Struct, array_like=True, frozen=True):
 
 
 class Succession(Struct, tag=True, frozen=True):
-    """The hosts of a run that is to go on when the coordinator is lost.
+    """Hosts of a run that continues if the coordinator is lost.
 
     Attributes:
-        run: its directory, or its URL.
-        first_event: first line of its events, by which a host sees that it has that directory; "" of a URL.
-        hosts: by number, the coordinator first.
-        past: when this was sent.
+        run: directory or URL of the run.
+        first_event: first line of the run's events, by which a host recognizes the directory; "" for a URL.
+        hosts: hosts in the order of their numbers, the coordinator first.
+        past: losses at the time of sending.
     """
 
     run: str
@@ -325,11 +325,11 @@ class Succession(Struct, tag=True, frozen=True):
 
 
 class Elsewhere(Struct, tag=True, frozen=True):
-    """Address of the coordinator that took over, for a host that was lost.
+    """Address of the coordinator that took over, for a lost host.
 
     Attributes:
-        address: of that, and its port.
-        names: of the run's hosts, by number.
+        address: address and port of that coordinator.
+        names: names of the run's hosts, by number.
     """
 
     run_name: str
@@ -339,9 +339,9 @@ class Elsewhere(Struct, tag=True, frozen=True):
 
 
 class Dismiss(Struct, tag=True, frozen=True):
-    """The command has ended on host 0, with this exit code.
+    """Dismissal: the command has ended on host 0 with this exit code.
 
-    Or it goes on without this host, which is `released`.
+    With `released`, the run continues without this host.
     """
 
     code: int

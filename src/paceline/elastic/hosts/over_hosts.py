@@ -1,8 +1,9 @@
-"""A command over several hosts, real or emulated.
+"""Commands over several hosts, real or emulated.
 
-Every emulated host but the first has a host process. It is forked from the forkserver, and is the forkserver of its own
-ranks. Host processes meet at host 0 and are its agents, as on real hosts. The command itself coordinates host 0: its
-ranks and sockets are inside the emulated host, and the command stays outside, where object stores can be reached.
+Every emulated host except the first has a host process. The host process is forked from the forkserver, and becomes the
+forkserver of its own ranks. Host processes meet at host 0 and are its agents, as on real hosts. The command itself
+coordinates host 0: its ranks and sockets are inside the emulated host, and the command stays outside, where object
+stores can be reached.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ from paceline.storage.url import is_url
 from paceline.text import printable
 from paceline.wire.key import RunKey, default_key_file, key_descriptor, own_key, read_key
 
-_ANSWER_S = 120.0  # for a host to look at its files
-_NAMED = 5  # differences in an error
+_ANSWER_S = 120.0  # for a host to compute digests of its files
+_NAMED = 5  # differences shown in an error
 _IMPORT_PATH = re.compile(r"(?P<module>[^\n]+\.py|[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
 
 
 @contextmanager
 def over_hosts() -> Iterator[None]:
-    """Within it, ranks are started on all hosts of this run.
+    """Start ranks on all hosts of this run inside the context.
 
-    On host 0 the context's body is the command; on the others this process serves until it has ended there. Where host
-    0 is lost in a run that goes on without it, the body is run on the next host, with a `Hosts.takeover`.
+    On host 0 the context's body is the command; on the other hosts this process is an agent until the command has ended
+    on host 0. If host 0 is lost in a run that continues without it, the body runs on the next host, with a
+    `Hosts.takeover`.
 
     Raises:
         LaunchError: the hosts do not meet.
@@ -60,15 +62,15 @@ def over_hosts() -> Iterator[None]:
         return
     key = _key(place)
     with sigterm_as_exit():
-        warm_up()  # it imports while the hosts meet
+        warm_up()  # the forkserver imports while the hosts meet
         yield from _met(place, key)
 
 
 def must_agree(job: Job) -> None:
-    """Refuse hosts whose code or data is not that of host 0. Nothing to do on one host.
+    """Refuse hosts whose code or data differs from that of host 0. Does nothing on a single host.
 
     Raises:
-        LaunchError: they differ, or a host does not answer; names the hosts and files.
+        LaunchError: code or data differs, or a host does not answer; the text names hosts and files.
     """
     hosts = current_hosts()
     if hosts is None:
@@ -76,7 +78,7 @@ def must_agree(job: Job) -> None:
     look = what_to_look_at(job)
     if look in hosts.agreed or not look.modules + look.files:
         return
-    if hosts.takeover is not None:  # they have agreed with the coordinator before
+    if hosts.takeover is not None:  # compared with the previous coordinator already
         hosts.agreed.append(look)
         return
     answers = hosts.ask(look, Looked, _ANSWER_S)
@@ -94,7 +96,7 @@ def must_agree(job: Job) -> None:
 
 
 def what_to_look_at(job: Job) -> Look:
-    """Modules and files that every host has to have for itself."""
+    """Modules and files that every host must have a copy of."""
     texts = set(_texts(job.model_dump(mode="json", exclude_defaults=True)))
     modules = {match["module"] for text in texts if (match := _IMPORT_PATH.fullmatch(text))}
     files = [job.model.hf, job.model.weights]
@@ -107,7 +109,7 @@ def what_to_look_at(job: Job) -> Look:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Text in the values of a job, but for what goes to functions as arguments."""
+    """Yield the strings in a job's values, except the arguments of functions."""
     if isinstance(value, dict):
         for key, entry in value.items():
             if key != "args":
@@ -120,9 +122,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _key(place: HostPlace) -> RunKey:
-    """The key handed to this host, or else its user's own.
+    """Return the key handed to this host, or else the user's own key.
 
-    The latter is in the environment from here on, for the ranks.
+    The user's key is put into the environment, for the ranks.
     """
     if (key := own_key()) is not None:
         return key
@@ -161,15 +163,15 @@ def _hosts(place: HostPlace, key: RunKey) -> Hosts:
     while True:
         try:
             return _served(now, key) if now.number else gathered(now, key)
-        except GoesOnElsewhere as told:  # this host was lost, and was started again
+        except GoesOnElsewhere as told:  # this host was lost and restarted
             print(printable(f"paceline: {told}"), file=sys.stderr, flush=True)
             now = told.place_of(place)
 
 
 def _returns(hosts: Hosts, place: HostPlace) -> Readmission:
-    """A meeting place for hosts that come back.
+    """Open a meeting place for hosts that come back.
 
-    Those that were started with another coordinator's address have to be told of this one's.
+    Hosts that were started with another coordinator's address must be notified of this coordinator's address.
     """
     assert hosts.meeting is not None
     if hosts.takeover is None:
@@ -179,7 +181,7 @@ def _returns(hosts: Hosts, place: HostPlace) -> Readmission:
 
 
 def _served(place: HostPlace, key: RunKey) -> Hosts:
-    """Serve host 0 until it is lost; the hosts that this one coordinates then.
+    """Serve host 0 until it is lost; return the hosts that this host coordinates then.
 
     Raises:
         SystemExit: with the exit code of host 0.
@@ -206,23 +208,23 @@ def _served(place: HostPlace, key: RunKey) -> Hosts:
 
 _TICK_S = 0.02
 _START_S = 300.0  # for the forkserver to import torch
-_DISMISSED_S = 10.0  # for a host process to end that was dismissed
-_HANG_UP_S = 5.0  # from SIGHUP to SIGKILL, for one that does not hear this process
+_DISMISSED_S = 10.0  # for a dismissed host process to end
+_HANG_UP_S = 5.0  # from SIGHUP to SIGKILL, for a host process that does not receive messages
 
 
 @contextmanager
 def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterator[None]:
-    """Within it, this process coordinates the host processes of emulated hosts.
+    """Coordinate the host processes of emulated hosts inside the context.
 
     A single host needs none.
 
     Raises:
-        LaunchError: one cannot be started, or does not come.
+        LaunchError: a host process cannot be started, or does not connect.
     """
     if len(emulated) == 1:
         yield
         return
-    warm_up(__name__)  # which the host processes share then
+    warm_up(__name__)  # the host processes then share it
     first, key = emulated[0], RunKey.make()
     meeting = inside(first.namespace, lambda: Meeting(first.address, 0, key))
     place = HostPlace(0, len(emulated), *meeting.address, first.name, EMULATED)
@@ -243,7 +245,7 @@ def host_processes(cluster: Cluster, emulated: Sequence[EmulatedHost]) -> Iterat
 
 
 def be_host_process(_: list[str]) -> None:
-    """Serve host 0, as the emulated host that this process is in."""
+    """Serve host 0 as the emulated host of this process."""
     environment, key = RankEnvironment.from_env(), own_key()
     assert environment.host is not None
     assert key is not None
@@ -251,7 +253,7 @@ def be_host_process(_: list[str]) -> None:
         from paceline.elastic.rank import split_off
 
         split_off()  # before anything here starts a thread
-    signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, where the link to it is cut
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit())  # from the coordinator, if the link to it is cut
     name, number = environment.host.name, environment.rank
     where = environment.master_address, environment.master_port
     coordinator = joined(HostPlace(number, environment.world_size, *where, name, EMULATED), key)
@@ -263,9 +265,9 @@ def be_host_process(_: list[str]) -> None:
 def _started(
     place: HostPlace, emulated: Sequence[EmulatedHost], key: RunKey
 ) -> Iterator[tuple[list[StartedRank], Callable[[int], None]]]:
-    """The host processes, each in its host, and a function that starts another.
+    """Start the host processes; return them and a function that starts another.
 
-    None is left at the end.
+    All of them are ended when the context exits.
     """
     processes: list[StartedRank] = []
     with scratch_folder() as folder:
@@ -310,7 +312,7 @@ def _check(processes: Sequence[StartedRank]) -> None:
 
 
 def _forget_ended(processes: list[StartedRank]) -> None:
-    """Forget host processes that have ended, so that neither zombies nor descriptors add up."""
+    """Forget host processes that have ended, so that zombies and descriptors do not accumulate."""
     for process in [process for process in processes if process.has_ended]:
         process.note_end()
         processes.remove(process)

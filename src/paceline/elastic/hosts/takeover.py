@@ -56,16 +56,16 @@ from paceline.wire.connection import HANDSHAKE_S, Connection, connect
 from paceline.wire.key import RunKey
 from paceline.wire.status import Generation
 
-MEET_S = 20.0  # for the other hosts to come, each of which ends its ranks first where they cannot go on
-_ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until those that have not come are asked whether they are there
+MEET_S = 20.0  # for the other hosts to connect; a host whose ranks cannot continue ends them first
+_ASK_S, _ASK_AGAIN_S = 0.25, 1.0  # until missing hosts are probed
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _FIRST_EVENT_BYTES = 4096
 
 
 def tell_successors(hosts: Hosts, run: str | Path) -> None:
-    """Tell the other hosts what they need to continue a run.
+    """Send the other hosts what they need to continue a run.
 
-    In its directory, an event was written.
+    The run's directory already contains an event.
     """
     own, *others = hosts.cluster.hosts
     port = hosts.meeting.address[1] if hosts.meeting else 0
@@ -79,10 +79,10 @@ def tell_successors(hosts: Hosts, run: str | Path) -> None:
 
 
 def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coordinator:
-    """The hosts that are left, where this one coordinates them; else their new coordinator.
+    """Meet the remaining hosts; return them if this host coordinates, else the new coordinator.
 
     Raises:
-        LaunchError: too few have met, or the run cannot be continued here.
+        LaunchError: too few hosts have met, or the run cannot be continued here.
     """
     succession = before.succession
     assert succession is not None
@@ -108,7 +108,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
 
 
 def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordinator | None:
-    """The host that may coordinate, once it does; None where it is lost, too."""
+    """Wait for the host that may coordinate; return None if it is lost, too."""
     try:
         connection = _reached((place.coordinator, place.port), key)
         held = before.attempt.held() if before.attempt else None
@@ -122,17 +122,17 @@ def coordinator_at(place: HostPlace, key: RunKey, before: Coordinator) -> Coordi
 
 
 def is_known_to_have_ended(before: Coordinator, key: RunKey) -> bool:
-    """True if the coordinating process has ended, and is not behind a cut network."""
+    """True if the coordinating process has ended, and is not only behind a cut network."""
     assert before.succession is not None
     first = before.succession.hosts[0]
     return not before.silent and first.port != 0 and _absence(first, key) == "ended"
 
 
 def _reached(where: tuple[str, int], key: RunKey) -> Connection:
-    """A connection to a host whose process may be busy.
+    """Connect to a host whose process may be busy.
 
     Raises:
-        ChannelError: it has ended, or nobody answers; or who answers is not of this run.
+        ChannelError: the process has ended, does not answer, or belongs to another run.
     """
     until = time.monotonic() + MEET_S
     while True:
@@ -144,7 +144,7 @@ def _reached(where: tuple[str, int], key: RunKey) -> Connection:
 
 
 def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession: Succession, meeting: Meeting) -> Hosts:
-    """The hosts that come to this one."""
+    """Gather the hosts that connect to this host."""
     there = succession.hosts[place.number]
     links: dict[int, Link] = {}
     try:
@@ -168,7 +168,7 @@ def _coordinated(place: HostPlace, key: RunKey, before: Coordinator, succession:
         has_ended = partial(is_known_to_have_ended, before, key)
         try:
             next_generation = begin_next_generation(hosts, Path(succession.run), attempt, has_ended)
-        except BaseException as error:  # another trains in that directory
+        except BaseException as error:  # another process trains in that directory
             hosts.dismiss(exit_code_of(error))
             raise
     hosts.takeover = Takeover(succession.run, before.who, by, next_generation)
@@ -191,9 +191,9 @@ def _add_lost(hosts: Hosts, succession: Succession, before: Coordinator) -> None
 
 
 def noted_lost(run: str) -> set[str]:
-    """Names of the hosts whose loss is in a run's record, and no return.
+    """Names of the hosts whose loss, but not their return, is in a run's record.
 
-    The coordinator may have written it, and have been lost before it told the others.
+    The coordinator may have been lost after writing the record and before notifying the others.
     """
     lost: set[str] = set()
     with suppress(OSError):
@@ -215,10 +215,10 @@ def _older(past: Past, by_s: float) -> Past:
 def await_others(
     place: HostPlace, key: RunKey, meeting: Meeting, links: dict[int, Link], before: Coordinator, hosts: list[Successor]
 ) -> None:
-    """Take hosts in until all of higher numbers are there, or for a while.
+    """Accept hosts until all higher numbers have connected, or the time is over.
 
-    Those that were lost before, or are gone, are not waited for. Once enough have come, the others have twice as long
-    as any host may be silent: they may have lost the coordinator later.
+    Hosts that were lost before, or have ended, are not awaited. Once enough hosts have connected, the others get twice
+    the limit of silence: they may have lost the coordinator later.
     """
     began, least_s, ask_s = time.monotonic(), 2 * silence_limit_s(), _ASK_S
     awaited = {number for number, host in enumerate(hosts) if number > place.number and not host.lost}
@@ -244,21 +244,21 @@ def _told(answer: Future[str] | None) -> str:
 
 
 def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, hosts: list[Successor]) -> bool:
-    """True if the run can go on with these hosts, and the ranks kept."""
+    """True if the run can continue with these hosts and the ranks that they kept."""
     has_replica = before.attempt is None or bool(whole_replicas(before.attempt, [*links.values()]))
     return has_replica and is_quorum(len({place.number, *links}), sum(not host.lost for host in hosts))
 
 
 def _absence(host: Successor, key: RunKey) -> str:
-    """Reason why a host is not there; "" where it is, or may be.
+    """Reason why a host is absent; "" if it may be there.
 
-    "ended", as its kernel says of the process, or "silent".
+    "ended" if its kernel reports that the process has ended, or "silent".
     """
     try:
         connect((host.address, host.port), key, ToHost, deadline_s=HANDSHAKE_S, stopped=lambda: True).close()
     except DeadlineError as error:
         return _why_absent(error)
-    except ChannelError:  # a process of another run
+    except ChannelError:  # the process of another run
         return "ended"
     return ""
 
@@ -271,7 +271,7 @@ def _why_absent(error: DeadlineError) -> str:
 
 
 def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | None:
-    """The attempt here, if a whole replica of it lives; ranks of others are ended."""
+    """Return this host's attempt if a whole replica lives; end the ranks of other replicas."""
     same = [link for link in links if link.held and attempt and link.held.attempt == attempt.begin.attempt]
     if attempt is not None and not whole_replicas(attempt, same):
         attempt.end()
@@ -285,7 +285,7 @@ def _kept(attempt: AgentAttempt | None, links: list[Link]) -> AgentAttempt | Non
 
 
 def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, succession: Succession) -> None:
-    """Raise LaunchError without at least half of the hosts."""
+    """Raise LaunchError unless at least half of the hosts are present."""
     there, count = sorted({place.number, *links}), sum(not host.lost for host in succession.hosts)
     if not is_quorum(len(there), count):
         found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
@@ -302,7 +302,7 @@ def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinato
 
 
 def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
-    """Raise LaunchError where this host does not see the run's directory."""
+    """Raise LaunchError if this host does not see the run's directory."""
     if is_url(succession.run) or (
         succession.first_event and _first_event(Path(succession.run)) == succession.first_event
     ):
@@ -346,20 +346,20 @@ def _say(text: str) -> None:
 def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended: Callable[[], bool]) -> NextGeneration:
     """Begin the next generation of a run with the ranks that hosts have kept.
 
-    Its members are the whole replicas that are left. It has no members if there are too few hosts.
+    Its members are the remaining whole replicas. It has no members if there are too few hosts.
 
     Args:
         kept: the attempt on this host, which coordinates.
-        has_ended: as of `RunLock`.
+        has_ended: as in `RunLock`.
 
     Raises:
-        RunError: somebody else trains in the run directory.
+        RunError: another process trains in the run directory.
     """
     places = _places(hosts, kept)
     with ExitStack() as made:
-        # whoever has it decides
+        # the holder of the lock decides
         lock = made.enter_context(RunLock(run, _say, succeeds=True, has_ended=has_ended))
-        # it is at this host, and not within it: hosts that were lost may come back
+        # on this host, but not inside it: lost hosts may come back
         meet_at = [_own_place(hosts), *places]
         meeting = made.enter_context(rendezvous(meet_at, kept.scratch, kept.begin.port or None, hosts.key))
         held = [kept.held(), *(link.held for link in hosts.links if link.held)]
@@ -375,7 +375,7 @@ def begin_next_generation(hosts: Hosts, run: Path, kept: AgentAttempt, has_ended
 
 
 def whole_replicas(kept: AgentAttempt, links: Sequence[Link]) -> set[int]:
-    """Ranks on this host and those that live, and whose replica does."""
+    """Living ranks, on all hosts, that belong to a whole replica."""
     ranks = {rank for held in (kept.held(), *(link.held for link in links)) if held for rank in held.entered}
     return Membership(len(kept.begin.places), replica_size=kept.begin.replica_ranks).whole(ranks)
 
@@ -400,16 +400,16 @@ def _own_place(hosts: Hosts) -> RankPlace:
     return RankPlace(0, 1, hosts.address, interface_of(hosts.address) or "lo")
 
 
-_NOTED_S = 10.0  # for this process to see that a host is lost which is there again
+_NOTED_S = 10.0  # for this process to notice the loss of a host that is already back
 _LOOKED_S = 120.0
-_CALL_S = 1.0  # between calls of hosts that were lost, and the longest that one takes
+_CALL_S = 1.0  # between two calls of lost hosts, and the timeout of a call
 
 
 class Readmission:
-    """Meeting place for hosts that were lost. As a context manager, it listens inside the block.
+    """Meeting place for lost hosts. As a context manager, it listens inside the block.
 
     A host is refused if it was not lost or was lost too often, if its name, version, clock or data differ from those of
-    the lost host, or if it has fewer devices. It gets the reason, and the run goes on.
+    the lost host, or if it has fewer devices. It receives the reason, and the run continues.
 
     Args:
         place: place of this host, which coordinates.
@@ -468,41 +468,41 @@ class Readmission:
                     _say(f"a host that came back is lost again: {error}")
 
     def _next(self) -> Connection | None:
-        """The next host that comes.
+        """Wait for the next host.
 
-        Those that were lost are called meanwhile, where they have to be.
+        Lost hosts are called meanwhile, if they must be notified.
         """
         while True:
             try:
                 return self._meeting.came.get(timeout=self._call_s)
             except queue.Empty:
-                # hosts that were left out are called as well, and learn here that they may not join
+                # left-out hosts are called as well, and are refused here
                 for number in sorted({*self.returns.expected.copy(), *self.returns.left_out.copy()}):
                     if (link := self.hosts.links[number - 1]).address:
                         self._call(link)
 
     def _call(self, link: Link) -> None:
-        """Tell a lost host, should it have been started again, where the run goes on."""
-        with suppress(OSError, PacelineError):  # it is not there
+        """Send a lost host, which may have been restarted, the address where the run continues."""
+        with suppress(OSError, PacelineError):  # it does not run
             where = link.address, self._place.port
             with closing(connect(where, self.hosts.key, ToHost, deadline_s=_CALL_S)) as connection:
                 connection.send(self._elsewhere())
-                connection.receive(_CALL_S)  # it hangs up
+                connection.receive(_CALL_S)  # it closes the connection
 
     def _elsewhere(self) -> Elsewhere:
         names = [host.name for host in self.hosts.cluster.hosts]
         return Elsewhere(self._place.run_name, *self._meeting.address, names)
 
     def _take(self, connection: Connection) -> None:
-        """Take a host in, or send it away.
+        """Accept a host, or refuse it.
 
         Raises:
-            LaunchError: it does not fit.
+            LaunchError: the host does not match the lost one.
         """
         found: dict[int, Link] = {}
         take(self._place, connection, found)
         for link in found.values():
-            if link.meets_again:  # too late: it comes again, without the ranks that it has kept
+            if link.meets_again:  # too late: it connects again, without its kept ranks
                 link.send(self._elsewhere())
                 link.connection.close()
                 return
@@ -520,19 +520,19 @@ class Readmission:
             self.returns.take_in(link)
 
     def _unexpected(self, link: Link) -> str:
-        """Reason why a host cannot have been lost; "" for one that was."""
+        """Reason why a host cannot be a lost one; "" for a lost host."""
         until = time.monotonic() + _NOTED_S
         while link.number not in self.returns.expected:
             if why := self.returns.left_out.get(link.number):
                 return f"{link.who} {why}"
-            absent = isinstance(self._before(link), AbsentLink)  # the run may be about to start
+            absent = isinstance(self._before(link), AbsentLink)  # the run may still be starting
             if (not absent and time.monotonic() > until) or self._closing.is_set():
                 return f"two hosts have the number {link.number}: {self._before(link).name} is there."
             time.sleep(0.05)
         return ""
 
     def _other(self, link: Link) -> str:
-        """Reason why a host is not the one that was lost; "" where it is."""
+        """Reason why a host is not the lost one; "" if it is."""
         before = self._before(link)
         if isinstance(before, AbsentLink):
             before = link

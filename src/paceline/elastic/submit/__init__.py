@@ -1,4 +1,4 @@
-"""`paceline submit`: a run's script or manifest for a cluster's scheduler.
+"""Submission of runs to a cluster's scheduler (`paceline submit`).
 
 Read `scheduler.py` first: the protocol of a scheduler. `slurm.py` is the shortest complete one.
 """
@@ -17,7 +17,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {kind.name: kind for kind in (Slurm, Ra
 
 
 def scheduler_named(name: str) -> Scheduler:
-    """The scheduler of a name. Raises LaunchError where there is none."""
+    """Return the scheduler with this name. Raise LaunchError if there is none."""
     if name not in SCHEDULERS:
         raise LaunchError(
             "submit.scheduler_unknown",

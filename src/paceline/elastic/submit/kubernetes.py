@@ -23,7 +23,7 @@ _PHASES = {"Complete": "done", "Completed": "done", "Failed": "failed"}  # of co
 
 
 class Kubernetes(Scheduler):
-    """A cluster that kubectl reaches: its TrainJobs, or else JobSets, or else indexed Jobs."""
+    """Cluster that kubectl reaches. A run is a TrainJob, or else a JobSet, or else an indexed Job."""
 
     name = "kubernetes"
     options: ClassVar = {
@@ -55,7 +55,7 @@ class Kubernetes(Scheduler):
         return as_yaml(manifests(_known(kind), request, _KEY_SHOWN))
 
     def _kind(self, request: Request) -> str:
-        """The kind asked for, or else the first of `KINDS` that the cluster has."""
+        """Return the requested kind, or else the first of `KINDS` that the cluster supports."""
         wanted = request.options.get("kind")
         if wanted is not None:
             _known(wanted)
@@ -81,7 +81,7 @@ class Kubernetes(Scheduler):
     def submit(self, request: Request) -> str:
         kind = self._kind(request)
         key = RunKey.make().to_pem().decode()
-        # by standard input, where no other user sees the key
+        # by standard input, which hides the key from other users
         ask(["kubectl", "create", "-f", "-"], _ADVICE, text=as_yaml(manifests(kind, request, key)))
         return f"{kind}/{request.name}"
 
@@ -102,7 +102,7 @@ class Kubernetes(Scheduler):
                 told = state.phase
                 print(f"paceline: {submission.id} is {state.phase}", flush=True)
             if state.phase == "running" and show(log, _ADVICE) == 0:
-                continue  # that pod has ended: the run as well, or another comes
+                continue  # the pod has ended: either the run has ended too, or another pod starts
             time.sleep(_POLL_S)
         return state
 
@@ -128,7 +128,7 @@ def _namespace(submission: Submission) -> list[str]:
 
 
 def _state_of(status: dict[str, Any]) -> State:
-    """State by the `status` of a TrainJob, a JobSet or a Job."""
+    """Derive the state from the `status` of a TrainJob, a JobSet or a Job."""
     for condition in status.get("conditions") or []:
         if condition.get("status") == "True" and (phase := _PHASES.get(condition.get("type", ""))):
             note = "" if phase == "done" else str(condition.get("message", ""))
@@ -141,20 +141,20 @@ def _state_of(status: dict[str, Any]) -> State:
 
 Manifest = dict[str, Any]
 
-# What each kind needs of the cluster: the group and version of its API.
+# The API group and version that each kind needs.
 KINDS = {"trainjob": "trainer.kubeflow.org/v1alpha1", "jobset": "jobset.x-k8s.io/v1alpha2", "job": "batch/v1"}
 NAME_LABEL = "app.kubernetes.io/instance"
 _PORT = 29_600  # each pod has a network of its own
 _SECRETS = "/etc/paceline"  # the job file and the run's key
-RUNS = "/runs"  # where the claim is mounted
-_GRACE_S = 120  # from SIGTERM on, for the last step and a checkpoint
-_RESTARTS = 3  # of a run that failed; one that was preempted or evicted starts again however often
+RUNS = "/runs"  # mount path of the claim
+_GRACE_S = 120  # after SIGTERM, for the last step and a checkpoint
+_RESTARTS = 3  # restarts of a failed run; preemptions and evictions do not count
 _STOPPED = [130, 143]  # exit codes of a run that saved after SIGINT or SIGTERM
 _WRONG_COMMAND = 2
 
 
 def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
-    """Secret with job file and key, and the objects of a kind, in order.
+    """Make the Secret with job file and key, and the objects of a kind, in order.
 
     Raises:
         LaunchError: an option is missing, or the run's directory would be lost with its pod.
@@ -183,7 +183,7 @@ def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
 
 
 def as_yaml(documents: list[Manifest]) -> str:
-    """The text of manifests, in which a script keeps its lines."""
+    """Format manifests as YAML, with scripts as block literals."""
     return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120))
 
 
@@ -198,7 +198,7 @@ _Dumper.add_representer(
 
 
 def _train_job(request: Request) -> list[Manifest]:
-    """A TrainJob. How often it starts again is the runtime's to say."""
+    """Make a TrainJob. Its runtime limits the number of restarts."""
     pod = {
         "terminationGracePeriodSeconds": _GRACE_S,
         **_user(request),
@@ -227,9 +227,9 @@ def _train_job(request: Request) -> list[Manifest]:
 
 
 def _job_set(request: Request) -> list[Manifest]:
-    """A JobSet: when one pod fails, all start again together."""
+    """Make a JobSet: when one pod fails, all restart together."""
     job = _job_spec(request, coordinator=f"{request.name}-host-0-0.{request.name}", backoff=0)
-    # A job that its policy fails was stopped, not wrong: the reason tells the JobSet so.
+    # A job that fails by its policy was stopped on purpose; the reason marks this for the JobSet.
     stopped = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     job["podFailurePolicy"] = {
         "rules": [{"action": "FailJob", **stopped}, {"action": "FailJob", "onExitCodes": _exit_codes(_STOPPED)}]
@@ -248,7 +248,7 @@ def _job_set(request: Request) -> list[Manifest]:
 
 
 def _indexed_job(request: Request) -> list[Manifest]:
-    """An indexed Job, whose pods are replaced singly, and the service that names them."""
+    """Make an indexed Job, whose pods are replaced one by one, and the service that names the pods."""
     job = _job_spec(request, coordinator=f"{request.name}-0.{request.name}", backoff=_RESTARTS * request.hosts)
     job["template"]["spec"]["subdomain"] = request.name
     job["podFailurePolicy"] = {
@@ -315,14 +315,14 @@ def _command(request: Request) -> list[str]:
 def _resources(request: Request) -> Manifest:
     names = {"cpus": "cpu", "memory": "memory", "gpus": request.options.get("gpu-resource", "nvidia.com/gpu")}
     asked = {resource: request.options[name] for name, resource in names.items() if name in request.options}
-    return {"requests": asked, "limits": dict(asked)} if asked else {}  # one object twice would be written as an anchor
+    return {"requests": asked, "limits": dict(asked)} if asked else {}  # the same object twice becomes an anchor
 
 
 def _user(request: Request) -> Manifest:
-    """User of the containers, in whose group the Secret is mounted.
+    """User id of the containers; the Secret is mounted with the same group id.
 
     Raises:
-        LaunchError: it is no number of a user.
+        LaunchError: the option is not a user id.
     """
     if (text := request.options.get("user")) is None:
         return {}
@@ -340,7 +340,7 @@ def _user(request: Request) -> Manifest:
 def _volumes(request: Request) -> list[Manifest]:
     volumes: list[Manifest] = [
         {"name": "paceline", "secret": {"secretName": request.name, "defaultMode": 0o400}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a container's own has 64 MiB
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # a container's default is 64 MiB
     ]
     if claim := request.options.get("claim"):
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})

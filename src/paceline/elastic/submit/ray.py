@@ -31,7 +31,7 @@ from paceline.wire.key import RunKey, key_descriptor
 
 _ADVICE = 'Install it: pip install "ray[default]", of the version that the cluster has.'
 _ADDRESS = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-_STOP_S = 120  # from SIGTERM on, for the last step and a checkpoint; Ray's own time is 3 s
+_STOP_S = 120  # after SIGTERM, for the last step and a checkpoint; Ray's default is 3 s
 _POLL_S = 2.0
 _PHASES: dict[str, Phase] = {
     "PENDING": "queued",
@@ -43,7 +43,7 @@ _PHASES: dict[str, Phase] = {
 
 
 class Ray(Scheduler):
-    """A Ray cluster, by its jobs."""
+    """Ray cluster that runs submissions as jobs."""
 
     name = "ray"
     options: ClassVar = {
@@ -127,8 +127,8 @@ def _address(given: str | None) -> list[str]:
     return []
 
 
-_MOST_LOST = 20  # hosts, one after another; then something else is wrong
-_PLACED_S = 1_800.0  # in which there have to be enough hosts
+_MOST_LOST = 20  # lost hosts in a row, after which the run fails
+_PLACED_S = 1_800.0  # time in which enough hosts must be available
 _TOLD_EVERY_S = 30.0
 _OTHERS_END_S = 120.0  # after the first host process has ended
 _BECOME = "--become"
@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> int:
     wanted = parser.parse_args(arguments)
     import ray
 
-    ray.init(address="auto")  # the cluster that this job is in; none is started
+    ray.init(address="auto")  # connects to the cluster of this job; no cluster is started
     if wanted.num_hosts > 1 and wanted.key is None and os.environ.get("RAY_USE_TLS") != "1":
         _say(
             "note: Ray hands the run's key to its actors in plaintext. RAY_USE_TLS=1 encrypts what Ray sends; "
@@ -192,7 +192,7 @@ def _actors(hosts: int, resources: dict[str, int], stop: StopSignals) -> Iterato
             for bundle in range(hosts)
         ]
     finally:
-        remove_placement_group(group)  # and with it the actors
+        remove_placement_group(group)  # this also ends the actors
 
 
 def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSignals) -> None:
@@ -216,7 +216,7 @@ def _await_hosts(group: Any, hosts: int, resources: dict[str, int], stop: StopSi
 
 
 def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> list[int | None]:
-    """Exit code of each host's process; None for a host that was lost."""
+    """Run the hosts' processes; return their exit codes, with None for a lost host."""
     import ray
 
     key = None if wanted.key else RunKey.make().to_pem()
@@ -238,7 +238,7 @@ def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> li
             number = waiting.pop(ref)
             try:
                 codes[number] = ray.get(ref)
-            except ray.exceptions.RayActorError:  # so the others lose it, and end
+            except ray.exceptions.RayActorError:  # the other hosts lose it, and end
                 codes[number] = None
             until = min(until, time.monotonic() + _OTHERS_END_S)
         if stop.first and not stopped:
@@ -250,14 +250,14 @@ def _run(actors: list[Any], wanted: argparse.Namespace, stop: StopSignals) -> li
 
 
 class HostActor:
-    """One host's actor, which runs its host process."""
+    """Actor of one host, which runs the host process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
     def address(self) -> tuple[str, int]:
-        """This host's address among the cluster's, and a port that is free there."""
+        """This host's address in the cluster, and a free port on it."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -267,10 +267,10 @@ class HostActor:
             return f"[{address}]" if ":" in address else address, probe.getsockname()[1]
 
     def run(self, command: list[str], environment: dict[str, str], key_pem: bytes | None) -> int:
-        """Run the host process to its end; returns its exit code.
+        """Run the host process until it ends; return its exit code.
 
         Args:
-            key_pem: the run's key; None where the environment names its file.
+            key_pem: the run's key; None if the environment names its file.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", KEY_FILE)}
         keys = [] if key_pem is None else [key_descriptor(RunKey.from_pem(key_pem))]
@@ -298,7 +298,7 @@ class HostActor:
 
 
 def _become(command: list[str]) -> None:
-    """Become the host process; it is told to end when its actor dies."""
+    """Become the host process, which gets a signal to end when its actor dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     os.execv(sys.executable, [sys.executable, "-m", "paceline", *command])
 

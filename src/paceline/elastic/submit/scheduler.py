@@ -1,4 +1,4 @@
-"""Scheduler: what `paceline submit`, `runs`, `logs` and `cancel` ask of Slurm, Ray, Kubernetes and SkyPilot."""
+"""Schedulers: the common interface to Slurm, Ray, Kubernetes and SkyPilot."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from paceline.text import nearest, printable
 Phase = Literal["queued", "running", "done", "failed", "cancelled", "unknown"]
 ENDED: frozenset[Phase] = frozenset(("done", "failed", "cancelled"))
 _EXIT_CODES: dict[Phase, int] = {"done": 0, "cancelled": 143}  # 143: as after SIGTERM
-ANSWER_S = 120.0  # in which a scheduler's command has to answer
-_AWAY_S, _AGAIN_S = 300.0, 5.0  # that a scheduler may fail to answer while a run is followed; until it is asked again
+ANSWER_S = 120.0  # time limit for a scheduler's command
+_AWAY_S, _AGAIN_S = (
+    300.0,
+    5.0,
+)  # longest time that a scheduler may be unreachable; time between two attempts
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class State:
     """State of a submitted run.
 
     Attributes:
-        code: exit code of the run, where the scheduler knows it.
-        note: why it waits or is unknown, where that is known.
+        code: exit code of the run, if the scheduler knows it.
+        note: reason why the run waits or its state is unknown, if available.
     """
 
     phase: Phase
@@ -40,21 +43,21 @@ class State:
 
     @property
     def ended(self) -> bool:
-        """True if the run goes on no more."""
+        """True if the run has ended."""
         return self.phase in ENDED
 
     @property
     def exit_code(self) -> int:
-        """Exit code for whoever followed the run to its end."""
+        """Exit code for a command that followed the run to its end."""
         return self.code if self.code is not None else _EXIT_CODES.get(self.phase, 1)
 
 
 class Scheduler:
-    """A cluster's scheduler, asked by its own commands."""
+    """Cluster scheduler, used through its own command-line tools."""
 
     name: ClassVar[str]
-    options: ClassVar[Mapping[str, str]]  # those of `--scheduler-option`, each with what it is
-    limits_time: ClassVar[bool] = False  # whether it takes --time
+    options: ClassVar[Mapping[str, str]]  # options of `--scheduler-option`, each with its description
+    limits_time: ClassVar[bool] = False  # True if it supports --time
 
     def text(self, request: Request) -> str:
         """The script or manifest to submit.
@@ -65,21 +68,21 @@ class Scheduler:
         raise NotImplementedError
 
     def submit(self, request: Request) -> str:
-        """Submit, and return the scheduler's name or number of the run.
+        """Submit the run, and return the scheduler's id of it.
 
         Raises:
-            LaunchError: the scheduler is not there, or refuses.
+            LaunchError: the scheduler is not available, or refuses the run.
         """
         raise NotImplementedError
 
     def state(self, submission: Submission) -> State:
-        """State of a run, as the scheduler says. Raises LaunchError where it does not answer."""
+        """Ask the scheduler for the state of a run. Raise LaunchError if it does not answer."""
         raise NotImplementedError
 
     def steady_state(self, submission: Submission) -> State:
-        """State of a run that is followed.
+        """Ask for the state of a run that is followed.
 
-        A scheduler that fails to answer is asked again for some minutes.
+        If the scheduler does not answer, the request is repeated for some minutes.
         """
         until, told = time.monotonic() + _AWAY_S, False
         while True:
@@ -98,22 +101,22 @@ class Scheduler:
         raise NotImplementedError
 
     def cancel(self, submission: Submission) -> None:
-        """End a run, with a checkpoint as far as the scheduler gives time for one."""
+        """End a run, with a checkpoint if the scheduler gives it enough time."""
         raise NotImplementedError
 
 
 def ask(
     command: list[str], advice: str, *, text: str | None = None, environment: Mapping[str, str] | None = None
 ) -> str:
-    """Output of a scheduler's command.
+    """Run a scheduler's command, and return its output.
 
     Args:
-        advice: what to do where the command is not installed.
-        text: for its standard input.
+        advice: what to do if the command is not installed.
+        text: standard input of the command.
         environment: variables besides those of this process.
 
     Raises:
-        LaunchError: it is not there, fails, or does not answer.
+        LaunchError: the command is not installed, fails, or does not answer.
     """
     shown = shlex.join(command[:3])
     try:
@@ -172,14 +175,14 @@ _TIME = re.compile(r"(?:[0-9]{1,6}[dhms])+")
 
 @dataclass(frozen=True)
 class Request:
-    """A run to submit.
+    """Run to submit.
 
     Attributes:
-        job: the job file, an absolute path.
-        hosts: how many hosts.
-        name: of the submission; letters, digits and hyphens, as the names of pods are.
-        run: the run's directory or URL, where it is seen by the hosts.
-        time_s: time after which the scheduler ends it, where it has such a limit.
+        job: absolute path of the job file.
+        hosts: number of hosts.
+        name: name of the submission; letters, digits and hyphens, like the names of pods.
+        run: the run's directory or URL, as the hosts see it.
+        time_s: time after which the scheduler ends the run, if it has such a limit.
         options: the scheduler's own options, from `--scheduler-option`.
         changes: overridden keys of the job, from `--set`.
     """
@@ -202,18 +205,18 @@ class Request:
 
     @property
     def run_is_url(self) -> bool:
-        """True if the run is kept in a store, which every host reaches."""
+        """True if the run is stored at a URL, which every host reaches."""
         return "://" in self.run
 
 
 def name_for(job_name: str) -> str:
-    """A new name of a submission: the job's and the time."""
+    """Make a new name for a submission from the job's name and the time."""
     plain = re.sub(r"[^a-z0-9]+", "-", job_name.lower()).strip("-")[:36].rstrip("-")
     return f"{plain or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def must_be_hosts(count: int) -> None:
-    """Raise LaunchError where a number of hosts is none."""
+    """Raise LaunchError unless the number of hosts is valid."""
     if not 1 <= count <= MOST_HOSTS:
         raise LaunchError(
             "submit.hosts_out_of_range",
@@ -224,10 +227,10 @@ def must_be_hosts(count: int) -> None:
 
 
 def time_from(text: str) -> int:
-    """Seconds of a time such as 90m, 1h30m or 2d.
+    """Parse a time such as 90m, 1h30m or 2d; return seconds.
 
     Raises:
-        LaunchError: it is not such a time.
+        LaunchError: the text is not such a time.
     """
     if not _TIME.fullmatch(text):
         raise LaunchError(
@@ -242,11 +245,11 @@ def time_from(text: str) -> int:
 
 
 def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> dict[str, str]:
-    """The options of `--scheduler-option NAME=VALUE`.
+    """Parse the options of `--scheduler-option NAME=VALUE`.
 
     Raises:
-        LaunchError: one is not such a pair, is unknown to the scheduler, is given twice, or has a value with control
-            characters.
+        LaunchError: an option is not such a pair, is unknown to the scheduler, is given twice, or has a value with
+            control characters.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -278,19 +281,19 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
     return found
 
 
-_LIMIT = 2**16  # bytes of a file
+_LIMIT = 2**16  # size limit of a file, in bytes
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was submitted.
+    """Submitted run.
 
     Attributes:
-        name: ours, also for `paceline cancel`.
+        name: paceline's name of the run, also for `paceline cancel`.
         engine: name of the scheduler.
-        id: the scheduler's own.
-        since: when it was submitted, in seconds since 1970.
-        options: of `--scheduler-option`.
-        phase: how it ended; empty until that was seen.
+        id: the scheduler's id of the run.
+        since: Unix time of the submission, in seconds.
+        options: options given by `--scheduler-option`.
+        phase: final phase of the run; empty until it is known.
     """
 
     name: str
@@ -306,10 +309,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def folder() -> Path:
-    """The private folder, made if missing: `submitted` in PACELINE_HOME, or else in ~/.paceline.
+    """Private folder, created if missing: `submitted` in PACELINE_HOME, or else in ~/.paceline.
 
     Raises:
-        LaunchError: it cannot be made, or belongs to another user.
+        LaunchError: the folder cannot be created, or belongs to another user.
     """
     home = home_folder()
     try:
@@ -331,7 +334,7 @@ def save(submission: Submission) -> None:
 
 
 def ended(submission: Submission, phase: str, code: int) -> Submission:
-    """Remember how a run ended, and remove its key."""
+    """Store the final phase of a run, and remove its key."""
     known = msgspec.structs.replace(submission, phase=phase, code=code)
     save(known)
     (folder() / f"{submission.name}.key").unlink(missing_ok=True)
@@ -339,7 +342,7 @@ def ended(submission: Submission, phase: str, code: int) -> Submission:
 
 
 def submissions() -> list[Submission]:
-    """All submissions, the newest first. A file that is none is left out."""
+    """All submissions, newest first. Invalid files are skipped."""
     found = []
     for path in folder().glob("*.json"):
         try:
@@ -352,10 +355,10 @@ def submissions() -> list[Submission]:
 
 
 def find(name: str) -> Submission:
-    """The submission of a name, or of a scheduler's id that only one has.
+    """Find a submission by name, or by a scheduler's id that is unique.
 
     Raises:
-        LaunchError: there is none, or several have the id.
+        LaunchError: there is no such submission, or several have the id.
     """
     known = submissions()
     found = [s for s in known if s.name == name] or [s for s in known if s.id == name]

@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job, whose nodes are replaced when a cloud takes them away."""
+"""SkyPilot: managed jobs, whose nodes are replaced when a cloud reclaims them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.files import create_private
 from paceline.wire.key import RunKey
 
 _ADVICE = "Install it: pip install skypilot, with the extras of your clouds."
-_SECRET = "PACELINE_KEY"  # a variable on the nodes, gone before paceline starts
+_SECRET = "PACELINE_KEY"  # a variable on the nodes, which is unset before paceline starts
 _JOB = "~/paceline-job.yaml"
 _PHASES: dict[str, Phase] = {
     **dict.fromkeys(("PENDING", "SUBMITTED", "STARTING", "RECOVERING"), "queued"),
@@ -67,7 +67,7 @@ class Sky(Scheduler):
         task: dict[str, Any] = {"name": request.name, "num_nodes": request.hosts}
         if resources := self._resources_of(request):
             task["resources"] = resources
-        task["secrets"] = {_SECRET: None}  # its value comes with the command that submits
+        task["secrets"] = {_SECRET: None}  # the submitting command passes its value
         task["file_mounts"] = {_JOB: str(request.job)}
         task["setup"] = request.options.get("setup", f"pip install paceline=={version('paceline')}")
         task["run"] = _RUN.format(secret=_SECRET, command=shown)
@@ -112,7 +112,7 @@ class Sky(Scheduler):
     def follow(self, submission: Submission) -> State:
         while not (state := self.steady_state(submission)).ended and state.phase != "unknown":
             if show(["sky", "jobs", "logs", "--follow", "--name", submission.id], _ADVICE):
-                break  # it says why itself
+                break  # it prints the reason itself
         return self.steady_state(submission)
 
     def cancel(self, submission: Submission) -> None:

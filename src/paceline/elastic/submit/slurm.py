@@ -1,4 +1,4 @@
-"""Slurm: a batch script that starts a process per node, and requeues itself."""
+"""Slurm: a batch script that starts one process per node and requeues itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PHASES: dict[str, Phase] = {
     "REVOKED": "cancelled",
 }
 
-# USR1 goes to this script alone (B:), as a host process that still imports would be ended by it. A run that
+# USR1 goes to this script only (B:), because it would end a host process that still imports. A run that
 # left after SIGTERM, saved where a step was done, has the exit code 143; one that finished or failed is not queued
 # again.
 _SCRIPT = """\
@@ -56,7 +56,7 @@ exit "$code"
 
 
 class Slurm(Scheduler):
-    """A cluster with Slurm, whose nodes share the home folder and the run's directory."""
+    """Slurm cluster whose nodes share the home folder and the run's directory."""
 
     name = "slurm"
     limits_time = True
@@ -146,7 +146,7 @@ class Slurm(Scheduler):
         except LaunchError as error:
             if "Invalid job id" not in str(error):
                 raise
-            answer = ""  # it ended a while ago, and is forgotten
+            answer = ""  # it ended long ago, and Slurm has forgotten it
         code = _code(submission)
         if not answer:
             if code is None:
@@ -161,7 +161,7 @@ class Slurm(Scheduler):
     def follow(self, submission: Submission) -> State:
         log, seen, told = folder() / f"{submission.name}.log", 0, None
         while True:
-            state = self.steady_state(submission)  # before the log is read, so that nothing of it is missed at the end
+            state = self.steady_state(submission)  # before the log is read, so that the end of the log is complete
             if (state.phase, state.note) != told:
                 told = (state.phase, state.note)
                 note = f" ({state.note})" if state.note else ""
@@ -176,7 +176,7 @@ class Slurm(Scheduler):
 
 
 def _code(submission: Submission) -> int | None:
-    """Exit code that the script has left; None while it has not ended."""
+    """Read the exit code that the script has written; None while it has not ended."""
     try:
         text = read_text(folder() / f"{submission.name}.end", 100).strip()
     except OSError:
@@ -185,12 +185,12 @@ def _code(submission: Submission) -> int | None:
 
 
 def _show_lines(log: Path, seen: int, *, to_the_end: bool) -> int:
-    """Show the whole lines of a log from byte `seen` on; returns the next one."""
+    """Show the complete lines of a log from byte `seen` on; return the next offset."""
     try:
         with log.open("rb") as file:
             file.seek(seen)
             new = file.read()
-    except FileNotFoundError:  # before it starts
+    except FileNotFoundError:  # before the run starts
         return seen
     new = new if to_the_end else new[: new.rfind(b"\n") + 1]
     for line in new.decode(errors="replace").splitlines():
