@@ -99,7 +99,7 @@ class Attempt:
         self.watchdog = Watchdog(setting.deadline_s, setting.start_deadline_s, follows_steps=follows_steps)
 
     def watch(self) -> LaunchError | None:
-        """Wait until all ranks have ended, or were stopped because one of them failed or hangs.
+        """Wait until all ranks have ended, or were stopped because one failed or hangs.
 
         Return None if all ranks ended with exit code 0.
 

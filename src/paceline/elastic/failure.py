@@ -144,7 +144,7 @@ class RankEnd:
 
 
 def root_cause(ends: Sequence[RankEnd], oom_kills: int | None) -> LaunchError:
-    """Return the failed rank: the first primary failure, or else the rank that others waited for.
+    """Return the failed rank: the first primary failure, else the rank that others waited for.
 
     Args:
         oom_kills: processes of this control group that were killed for lack of memory during the attempt; None if the
@@ -306,7 +306,7 @@ def _reason(number: int, oom_kills: int | None) -> str:
 
 
 def stack_beside(record: Path) -> str:
-    """Return the stack traces that a rank wrote beside its error record; "" if there are none."""
+    """Return the stack traces that a rank wrote beside its error record, or ""."""
     path = record.with_suffix(".stack")
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -376,7 +376,7 @@ def oom_kills() -> int | None:
 
 
 def _memory_counters() -> list[Path]:
-    """Candidate paths of this control group's counters; in a container the group is often the root."""
+    """Candidate paths of this control group's counters. In a container the group is often the root."""
     files = [Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control")]
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

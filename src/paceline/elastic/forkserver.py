@@ -74,7 +74,7 @@ class ForkedRank:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Return the exit code, negative for a signal; that of SIGTERM if the forkserver was lost."""
+        """Return the exit code, negative for a signal. It is that of SIGTERM if the forkserver was lost."""
         try:
             return int(self.forkserver.ask({"do": "wait", "pid": self.pid})["code"])
         except LaunchError:

@@ -1,4 +1,4 @@
-"""Leadership of a run: the right of one process to train it and write its files.
+"""Leadership of a run: the exclusive right to train it and write its files.
 
 The leader writes its name in one shared place and renews a heartbeat there. A candidate that finds another name waits
 for a heartbeat: if there is one, the candidate is refused; otherwise it takes over. A leader that finds another name
@@ -468,7 +468,7 @@ class Lease(Leadership):
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks after boot; None if the process has ended."""
+    """Start time of a process in clock ticks after boot; None if it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -27,7 +27,7 @@ MOST_LOSSES = 3  # losses within an hour after which a process is left out
 
 
 def noted(times_s: list[float], at_s: float) -> int:
-    """Note a time; return the number of times noted in the last hour, including this one."""
+    """Note a time; return the number of times noted in the last hour."""
     times_s[:] = [*(earlier for earlier in times_s if at_s - earlier < WITHIN_S), at_s]
     return len(times_s)
 
@@ -128,7 +128,7 @@ class Membership:
             self._losses.pop(process, None)
 
     def note(self, entered: Mapping[int, int], waiting: set[int]) -> None:
-        """Note the generation that each living process has entered, and the processes that wait to join."""
+        """Note the generation of each living process, and the processes that wait to join."""
         # wait until all have arrived: a late member would enter the next generation while this one waits for it
         members = set(self.current.members)
         if {entered.get(process) for process in members & set(self.newest.members)} - {self.newest.number}:
@@ -159,7 +159,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class StepBoundary:
-    """State of a loop at the end of a step, without tensors: JSON, equal on all ranks of one step.
+    """State of a loop at the end of a step, without tensors. It is JSON, and equal on all ranks of one step.
 
     Attributes:
         step: optimizer steps taken; -1 on a rank that has no state yet.

@@ -321,7 +321,7 @@ class Ranks:
         return None if kills is None or self._oom_kills is None else kills - self._oom_kills
 
     def new_oom_kills(self, end: RankEnd) -> int | None:
-        """Count the processes of a rank's host that were killed for lack of memory since the last call.
+        """Count new kills for lack of memory on a rank's host since the last call.
 
         None if its kernel does not report them.
         """

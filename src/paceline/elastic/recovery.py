@@ -130,7 +130,7 @@ class Losses:
         self.ranks.tell(event, {**details, "generation": 0})
 
     def _must_not_be_awaited(self) -> None:
-        """Raise LaunchError if an absent host may still join by itself and make the run larger."""
+        """Raise LaunchError if an absent host may still join and make the run larger."""
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
             raise LaunchError(
                 "scale.host_may_come",

@@ -333,7 +333,7 @@ class AgentAttempt:
             self._made.callback(Pulse(where, own_key(), message.host, message.silence_s, silent, hosts).close)
 
     def _copy(self) -> WrittenFiles | None:
-        """Make a private copy of the attempt's folder; return None if the hosts share the folder."""
+        """Make a private copy of the attempt's folder; return None if the hosts share it."""
         begin = self.begin
         if (Path(begin.folder) / begin.token).is_file():
             return None

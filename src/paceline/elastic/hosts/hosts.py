@@ -404,7 +404,7 @@ class RemoteRanks:
         return succeeds and self._begin is not None and self._begin.spares(self.hosts.cluster.hosts[0].name)
 
     def _whole(self, begin: messages.Begin) -> messages.Begin:
-        """Complete the message with what hosts must know of this host, and listen for their pulses."""
+        """Complete the message with the details of this host, and listen for the hosts' pulses."""
         if begin.spares_hosts:
             self._pulses = Pulses(
                 lambda kinds, take: self.hosts.listener(kinds, on_message=take),

@@ -100,7 +100,7 @@ class Ready(Struct, tag=True, frozen=True):
 
 
 class Row(Struct, array_like=True, frozen=True):
-    """Rank's process, and its slot of the status board; `idle_ns` is the time since its last mark."""
+    """Rank's process, and its slot of the status board. `idle_ns` is the time since its last mark."""
 
     rank: int
     pid: int
@@ -136,7 +136,7 @@ class Ended(Struct, tag=True, frozen=True):
 
 
 class Fetch(Struct, tag=True, frozen=True):
-    """Request of a rank for a folder of the coordinator; `path` is relative to the attempt's folder."""
+    """Request of a rank for a folder of the coordinator. `path` is relative to the attempt's folder."""
 
     path: str
 
