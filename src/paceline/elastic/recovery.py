@@ -475,7 +475,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def ask(run: Path, by: int, wait_s: float) -> Answer | None:
-    """Send a request to a run's launcher; return its answer, or None if none arrives in time."""
+    """Send a request to a run's launcher; return its answer, or None after a time-out."""
     name = f"{_NAME}{secrets.token_hex(8)}"
     request, answer = run / f"{name}.request", run / f"{name}.answer"
     write_whole(request, msgspec.json.encode(Request(by)))

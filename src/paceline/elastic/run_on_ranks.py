@@ -136,7 +136,7 @@ def run_on_plan(
 
 
 def warm_up_for(job: Job, plan: Plan) -> None:
-    """Let the forkserver import, once, the modules that every rank of this job and plan needs."""
+    """Let the forkserver import the modules that every rank of this job and plan needs."""
     modules = []
     if plan.compile != "off" or plan.splits:
         modules.append(COMPILER)  # it also imports the parts of torch that the splits need

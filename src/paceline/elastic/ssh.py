@@ -126,7 +126,7 @@ class _HostCommand:
             self.process.stdin.flush()
 
     def stop(self) -> None:
-        """Close its standard input, which ends the command there; terminate ssh if it is still connecting."""
+        """Close its standard input, which ends the command; terminate ssh if it is still connecting."""
         with suppress(BrokenPipeError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -153,7 +153,7 @@ class _HostCommand:
         return False  # from the login shell
 
     def check(self, begun_by: float) -> None:
-        """Raise LaunchError if the command did not begin; report a connection that was lost later, once."""
+        """Raise LaunchError if the command did not begin. Report a connection that was lost later, once."""
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
@@ -200,7 +200,7 @@ def _watch(started: list[_HostCommand], signals: StopSignals) -> int:
 
 
 def _until_the_end(started: list[_HostCommand], signals: StopSignals, output: _Output) -> None:
-    """Wait until all hosts have ended, or their time to end after host 0 is over.
+    """Wait until all hosts have ended, or their time to do so is over.
 
     Raises:
         LaunchError: a host did not start.

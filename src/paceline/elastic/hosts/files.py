@@ -244,7 +244,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _digest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """Compute a digest of a file's size and ends, or of a folder's names and files."""
+    """Compute a digest of a file's size and ends, or of a folder's content."""
     if not path.is_dir():
         return _of_file(path)
     names = sorted(_below(path, suffixes))

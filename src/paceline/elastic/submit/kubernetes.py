@@ -154,7 +154,7 @@ _WRONG_COMMAND = 2
 
 
 def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
-    """Make the Secret with job file and key, and the objects of a kind, in order.
+    """Make the Secret with job file and key, and the objects of a kind.
 
     Raises:
         LaunchError: an option is missing, or the run's directory would be lost with its pod.
@@ -248,7 +248,7 @@ def _job_set(request: Request) -> list[Manifest]:
 
 
 def _indexed_job(request: Request) -> list[Manifest]:
-    """Make an indexed Job, whose pods are replaced one by one, and the service that names the pods."""
+    """Make an indexed Job, and the service that names its pods. Failed pods are replaced one by one."""
     job = _job_spec(request, coordinator=f"{request.name}-0.{request.name}", backoff=_RESTARTS * request.hosts)
     job["template"]["spec"]["subdomain"] = request.name
     job["podFailurePolicy"] = {
