@@ -92,8 +92,6 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
     """Refuse embeddings with `scale_grad_by_freq`.
 
     They divide gradients by how often a row occurs in the batch, and a rank sees only a part of the batch.
-
-    A rank sees a part of it.
     """
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -203,8 +201,6 @@ def keep_rows(engine: RankEngine, model: nn.Module, plan: Plan) -> set[Tensor]:
     """Return the tables whose sparse gradients both the sync rule and the optimizer support.
 
     A fused optimizer update does not support sparse gradients, so it is unfused.
-
-    A fused update of theirs, which takes none, is unfused.
     """
     info = sync_info(plan.sync)
     tables: set[Tensor] = set(sparse_tables(model).values())

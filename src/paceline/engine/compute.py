@@ -1,8 +1,6 @@
 """Forward and backward passes of one rank: placement, precision, loss and its weight.
 
 `WholeModel` is for a rank that holds the whole model; `split_model.py` has the class for divided models.
-
-`WholeModel` is that of a rank with the whole model; `split_model.py` has the other.
 """
 
 from __future__ import annotations

@@ -252,8 +252,6 @@ class RankEngine:
 
         Such a step waits for the device. Earlier steps are settled first, so that their problems are not reported for
         it.
-
-        The steps before are settled first: such a step waits for the device, and reports other problems than theirs.
         """
         return self.updates + 1 >= self.replica_state.due or self.compute.normalization.examines(step)
 
@@ -581,9 +579,6 @@ class RankEngine:
 
         A replica that skipped its update takes part, because the others wait for it. If the generation ends during this
         call, the step is kept, and the replicas synchronize the next time.
-
-        A replica that left its update out takes part, since others wait for it. Where the generation ends meanwhile the
-        step stands, and replicas agree the next time.
         """
         self.meter.mark(OPTIMIZER)
         self.on_phase("sync", step)

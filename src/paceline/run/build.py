@@ -47,9 +47,9 @@ def check_device(run: Run, group: Group) -> None:
 
 
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
-    """The job's model, drawn with the job's seed.
+    """Build the job's model with the job's seed.
 
-    It is on the meta device where the plan divides it.
+    It is on the meta device if the plan divides it.
     """
     seed_all(job.seed)
     if not plan.splits:
@@ -62,9 +62,9 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
 def begin_engine(
     job: Job, plan: Plan, data: DataSets, group: Group, build: Callable[[], nn.Module | DeferredModel] | None = None
 ) -> RankEngine:
-    """This rank's engine for a job that begins: `build_engine`, with a model built here.
+    """Make this rank's engine for a job that begins: `build_engine`, with a model built here.
 
-    It is built after the loader processes are started, so it is not in their memory.
+    The model is built after the loader processes have started, so it is not in their memory.
 
     Args:
         build: builds the model; None is `built`.
@@ -89,14 +89,14 @@ def build_engine(
     *,
     goes_on: bool = False,
 ) -> RankEngine:
-    """This rank's engine for a job: its model part, optimizer, loss and data share.
+    """Make this rank's engine for a job: its model part, optimizer, loss and data share.
 
     Args:
-        optimizer: of a whole model that was trained before, in another generation of the run; None makes a new one.
-        goes_on: the model has, or gets, the state of an earlier generation; else it begins with the job's weights.
+        optimizer: optimizer of a whole model that an earlier generation of the run trained; None makes a new one.
+        goes_on: whether the model continues from an earlier generation; if not, it begins with the job's weights.
 
     Raises:
-        PlanError: the plan cannot divide this model so, or has another number of ranks.
+        PlanError: the plan cannot divide this model, or has another number of ranks.
     """
     mesh = Mesh.of(plan, group)
     return _engine(job, plan, model, mesh, loader_of(job, mesh, data, plan.num_workers), optimizer, goes_on=goes_on)
@@ -132,7 +132,7 @@ def _engine(
 
 
 def settings_of(job: Job) -> Settings:
-    """The engine's settings."""
+    """Return the engine's settings from the job."""
     by_loss = job.stop.loss_below is not None or job.stop.plateau is not None
     return Settings(
         job.clip_norm,
@@ -177,9 +177,9 @@ def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:
-    """This data-parallel rank's share of the data.
+    """Return this data-parallel rank's share of the data.
 
-    Read by so many loader processes; 0: as many as the job says.
+    `num_workers` processes read it; 0 uses the number in the job.
     """
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
@@ -200,9 +200,9 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
 
 
 def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
-    """Predicted bytes of this rank's parameters, gradients and optimizer state.
+    """Return predicted bytes of this rank's parameters, gradients and optimizer state.
 
-    The recorder's lines have the measured ones.
+    The recorder writes the measured bytes.
     """
     held = engine.named_parameters()
     parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
@@ -210,17 +210,17 @@ def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
 
 
 def seed_all(seed: int) -> None:
-    """Start every source of random numbers that models and data sets draw from."""
+    """Seed all random number generators that models and data sets use."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # the same, without the traces of its caller that it keeps for each kind of accelerator
+    else:  # the same, without the caller traces that torch keeps for each kind of accelerator
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
-    """Number of samples on each host, where hosts have their own files; else None."""
+    """Return the number of samples per host if hosts have their own files; else None."""
     if not job.partition.host_files:
         return None
     lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when they are due, saving, resuming and rewinding."""
+"""Checkpoints of a run: schedule, saving, resuming and rewinding."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from paceline.state.manifest import checkpoints
 from paceline.state.reader import Loaded, load_latest
 from paceline.state.writer import Checkpointer, Snapshot
 
-# of the time between two checkpoints: after a longer wait for one, the next is begun earlier
+# of the time between two checkpoints: after a longer wait for one, the next begins earlier
 _WORTH_IT, _WORTH_IT_S = 0.01, 2.0
-_PACE = 10.0  # writing beside the training takes so many times as long as alone
+_PACE = 10.0  # writing during training takes this many times as long as writing alone
 
 
 class CheckpointSchedule:
-    """Begins a rank's checkpoints when due, waits for them, and retries failed ones.
+    """Schedule of a rank's checkpoints; begins them, waits for them, and retries failures.
 
-    With `every_steps`, training never completes a step that lies more than so many steps behind the last
-    whole checkpoint: it waits for the one that is being written. Where that wait is long, the next one is
-    begun some steps earlier.
+    With `every_steps`, training never gets more than this number of steps ahead of the last whole checkpoint: it waits
+    for the checkpoint that is being written. If that wait is long, the next checkpoint begins some steps earlier.
 
     Attributes:
         at: the step of the newest checkpoint begun; -1 before the first.
@@ -51,24 +50,24 @@ class CheckpointSchedule:
     ) -> None:
         self.checkpointer, self.rule, self.signals, self.report = checkpointer, rule, signals, report
         self.at = -1
-        self._whole = 0  # the step of the newest checkpoint that was there when training began, or 0
-        self._failures = 0  # in a row
-        self._clock_s = 0.0  # of the stop rule, when the newest one was begun
+        self._whole = 0  # step of the newest checkpoint that existed when training began, or 0
+        self._failures = 0  # consecutive failures
+        self._clock_s = 0.0  # clock of the stop rule when the newest one began
         self._begun = time.monotonic()
-        self._lead_steps = 0  # rank 0's: so much earlier a checkpoint is begun
-        self._early = False  # whether the newest one was
+        self._lead_steps = 0  # on rank 0: number of steps by which the next checkpoint begins earlier
+        self._early = False  # whether the newest one was early
         self._in_flight = False  # until the newest one's tensors are released and its writer has ended
         self._released = True
 
     def resumed(self, step: int, clock_s: float) -> None:
-        """Training goes on from the checkpoint of `step`, or begins."""
+        """Note that training continues from the checkpoint of `step`, or begins."""
         self.at = self._whole = step
         self._clock_s, self._begun = clock_s, time.monotonic()
 
     def ask(self, step: int, clock_s: float) -> None:
         """On rank 0, vote for a checkpoint after `step`.
 
-        It is due by the clock, or begun early because the last one took long.
+        It is due by the clock, or early because the last one took long.
         """
         every = self.rule.every_steps
         if every is None:
@@ -80,12 +79,12 @@ class CheckpointSchedule:
             self.signals.vote("checkpoint")
 
     def falls_on(self, step: int) -> bool:
-        """True if a checkpoint may be due after `step` by its number alone."""
+        """Return True if a checkpoint may be due after `step` by the step number alone."""
         every = self.rule.every_steps
         return every is not None and (step % every == 0 or step - max(self.at, 0) >= every)
 
     def due(self, step: int, votes: dict[str, int]) -> bool:
-        """True if a checkpoint begins after `step`; equal on all ranks with equal votes."""
+        """Return True if a checkpoint begins after `step`; equal votes give equal results."""
         every = self.rule.every_steps
         if every is None:
             return "checkpoint" in votes
@@ -95,7 +94,7 @@ class CheckpointSchedule:
         return asked or (step % every == 0 and not shortly_after) or step - max(self.at, 0) >= every
 
     def begin(self, step: int, snapshot: Snapshot, clock_s: float) -> None:
-        """Begin a checkpoint, which is written while the next steps run."""
+        """Begin a checkpoint, which is written during the next steps."""
         self.settle()
         self.at = step
         self._clock_s, self._begun = clock_s, time.monotonic()
@@ -109,7 +108,7 @@ class CheckpointSchedule:
             self._released = True
 
     def before_update(self, step: int) -> None:
-        """Wait until the weights may change, and `step` may be completed."""
+        """Wait until the weights may change and `step` may complete."""
         if not self._in_flight:
             return
         self.release()
@@ -129,23 +128,23 @@ class CheckpointSchedule:
         """Count a checkpoint that failed in the background.
 
         Raises:
-            CheckpointError: as many in a row as the job allows.
+            CheckpointError: the job's limit of consecutive failures is reached.
         """
         if self._in_flight:
-            # looked at first: a writer that has ended has left its error
+            # checked first: a writer that has ended has stored its error
             over = self._released and not self.checkpointer.busy
             self._note(self.checkpointer.poll)
             self._in_flight = not over
 
     def settle(self) -> None:
-        """Finish the checkpoint under way; one that fails is noted as in `poll`."""
+        """Wait for the current checkpoint; a failure is counted as in `poll`."""
         self._note(self.checkpointer.close)
 
     def finish(self) -> None:
-        """Finish the last one of the run, which must not fail.
+        """Finish the last checkpoint of the run, which must not fail.
 
         Raises:
-            CheckpointError: it did.
+            CheckpointError: the checkpoint failed.
         """
         self.checkpointer.close()
 
@@ -154,7 +153,7 @@ class CheckpointSchedule:
             look()
         except CheckpointError as error:
             if self.checkpointer.rank != 0:
-                return  # rank 0 reads the reason where it waits for this rank's part, and tells it
+                return  # rank 0 reads the reason while it waits for this rank's part, and reports it
             self._failures = 1 if self.checkpointer.completed > self._whole else self._failures + 1
             self._whole = max(self._whole, self.checkpointer.completed)
             most = self.rule.max_failures
@@ -171,7 +170,7 @@ class CheckpointSchedule:
             self.report("checkpoint_failed", details)
 
 
-# in a row, without a new checkpoint between them
+# consecutive rewinds without a new checkpoint between them
 MAX_REWINDS = 3
 
 
@@ -183,14 +182,14 @@ class Stateful(Protocol):
 
 
 class Checkpoints:
-    """Saves a run when that is due, and restores it.
+    """Checkpoints of a run: saves it when due, and restores it.
 
     Attributes:
         writer: writes this rank's part of each checkpoint.
-        saving: when a checkpoint is due, and what happens where one fails.
-        memory: the last good state in memory; None where the job does not rewind.
-        rejected: steps whose batch a rewind leaves out.
-        further: what else of the loop has a state, by the name in a checkpoint.
+        saving: schedule of the checkpoints, and handling of failures.
+        memory: the last good state in memory; None if the job does not rewind.
+        rejected: steps whose batch a rewind skips.
+        further: other parts of the loop with a state, by their names in a checkpoint.
     """
 
     def __init__(
@@ -223,16 +222,16 @@ class Checkpoints:
         self._rewinds = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Begin a due checkpoint, unless the run ends with one anyway."""
+        """Begin a due checkpoint, unless the run ends and saves one anyway."""
         due = self.saving.due(info.result.step, info.result.votes) and info.ending is None
-        if due and self.saving.at != info.result.step:  # the best one is saved already
+        if due and self.saving.at != info.result.step:  # the best one is already saved
             self.save()
         if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
             self._rewinds = 0
             self.engine.meter.mark(CHECKPOINT)
 
     def begin(self) -> None:
-        """Have a state to go back to before the first step, where the job rewinds."""
+        """Take a state to rewind to before the first step, if the job rewinds."""
         if self.memory is None:
             return
         if self.saving.at < 0:
@@ -240,7 +239,7 @@ class Checkpoints:
         self.memory.take(self._values())
 
     def save(self) -> None:
-        """Begin a checkpoint of this moment; it is written while the next steps run."""
+        """Begin a checkpoint of the current state; it is written during the next steps."""
         self.engine.on_phase("checkpoint", self.engine.step_count)
         saved = snapshot(self.engine, self._values())
         saved.protected = None if self.stop.best is None else self.stop.best.step
@@ -249,13 +248,13 @@ class Checkpoints:
         self.engine.meter.mark(CHECKPOINT)
 
     def finish(self) -> None:
-        """Save the final state, unless it is saved already, and wait for the writer."""
+        """Save the final state, unless it is already saved, and wait for the writer."""
         if self.saving.at != self.engine.step_count:
             self.save()
         self.saving.finish()
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint; False where there is none."""
+        """Resume from the newest whole checkpoint; return False if there is none."""
         loaded = self._newest()
         if loaded is None:
             return False
@@ -268,7 +267,7 @@ class Checkpoints:
             if self.engine.step_count != loaded.step:
                 raise ValueError(f"step {self.engine.step_count!r}")
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            # It is whole, but not as any version of ours writes it.
+            # The checkpoint is whole, but no version of paceline writes this form.
             text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
             raise CheckpointError(
                 "checkpoint.unusable",
@@ -294,12 +293,13 @@ class Checkpoints:
         )
 
     def rewind(self, result: StepResult) -> None:
-        """Go back to the last good state, and skip this step's batch from then on.
+        """Return to the last good state, and skip this step's batch from then on.
 
-        That is the one in memory, or the newest checkpoint where that is newer, or going back to memory did not help.
+        This is the state in memory. It is the newest checkpoint if that is newer, or if the state in memory failed
+        again.
 
         Raises:
-            NonFiniteError: there were too many rewinds in a row, or there is no checkpoint.
+            NonFiniteError: there were too many consecutive rewinds, or there is no checkpoint.
         """
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
@@ -328,7 +328,7 @@ class Checkpoints:
         self.group.barrier()
         loaded = self._newest()
         if loaded is None:
-            # That of before the first step could not be written.
+            # The checkpoint before the first step could not be written.
             raise NonFiniteError(
                 "nonfinite.no_checkpoint",
                 "{problem}, and there is no checkpoint to return to.",
@@ -347,7 +347,7 @@ class Checkpoints:
             own.load_state_dict(values.get(name) or {})
 
     def continued(self) -> None:
-        """Count from the newest whole checkpoint, after going on from memory."""
+        """Count from the newest whole checkpoint, after a continuation from memory."""
         found = [step for step, _ in checkpoints(self.run.checkpoints)]
         self.saving.resumed(max(self.group.gather_json(max(found, default=0))), self.stop.elapsed_s)
 

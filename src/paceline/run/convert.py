@@ -23,10 +23,10 @@ from paceline.state.rank_state import parameter_and_key
 from paceline.state.reader import NEWEST, Loaded, TensorPieces, chosen_checkpoint
 from paceline.state.shard import described_bytes, write_one_by_one
 
-HF_SHARD = "5GB"  # what Hugging Face's hub asks large models to be cut into
+HF_SHARD = "5GB"  # size limit of a file on Hugging Face's hub; larger models are divided
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Out of a run
+# Export from a run
 
 
 def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
@@ -34,18 +34,19 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: st
 
     For `model.load_state_dict(load_file(out))`.
 
-    It is the model that the run evaluates: floating-point buffers (statistics of batch norms) are averaged over the
-    ranks. `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under
-    each of their names. No more than one tensor is in memory at a time. A damaged newer checkpoint is passed over with
-    a warning.
+    The file holds the model that the run evaluates: floating-point buffers (batch-norm statistics) are averaged over
+    the ranks. `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under
+    each of their names. At most one tensor is in memory at a time. A damaged newer checkpoint is skipped with a
+    warning.
 
     Args:
         checkpoint: see `chosen_checkpoint`.
-        weights: those after the last update (`raw`), or their average; None: the average if the run has one.
+        weights: `raw` for the weights after the last update, or their average; None takes the average if the run has
+            one.
 
     Raises:
         RunError: there is no checkpoint or no average, or `out` exists or cannot be written.
-        CheckpointError: none is whole.
+        CheckpointError: no checkpoint is whole.
     """
     if out.exists():
         raise RunError(
@@ -63,14 +64,14 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
     For transformers' `AutoModel….from_pretrained(out)`.
 
     The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files
-    with an index; tied weights once, all under the names of published checkpoints of the architecture. Needs room for
-    the weights twice, but no memory for them. `run` is a run directory, its `checkpoints/`, or one checkpoint in it.
-    `weights` is that of `export`.
+    with an index; tied weights once, all under the names of published checkpoints of the architecture. The disk needs
+    space for the weights twice; memory does not hold them. `run` is a run directory, its `checkpoints/`, or one
+    checkpoint in it. `weights` is the argument of `export`.
 
     Raises:
         RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be
             written.
-        CheckpointError: none is whole.
+        CheckpointError: no checkpoint is whole.
     """
     if out.exists():
         raise RunError(
@@ -84,7 +85,7 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
         with new_folder_beside(out) as folder:
             whole = folder / "all-weights"
             _write(loaded, whole, tied=False, weights=weights)
-            with safe_open(whole, framework="pt") as file:  # maps the file: the tensors take no memory
+            with safe_open(whole, framework="pt") as file:  # maps the file, so the tensors take no memory
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
             for alias, name in loaded.aliases.items():  # tied tensors: transformers keeps the name that it reads
                 state[_bare(alias)] = state[_bare(name)]
@@ -106,14 +107,14 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
 
 @contextmanager
 def new_folder_beside(out: Path) -> Iterator[Path]:
-    """Context manager for a private folder with an unguessable name on the disk of `out`."""
+    """Create a private folder with an unguessable name on the disk of `out`."""
     prefix = f".{short_name(out, 100)}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def _entries(loaded: Loaded, *, tied: bool, weights: str | None) -> dict[str, TensorEntry]:
-    """Entries of the model's state dict; with `tied`, tied tensors under all names."""
+    """Return the entries of the model's state dict; with `tied`, tied tensors under all names."""
     everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
     averages = {name: entry for name, entry in everything.items() if is_average(name)}
     if weights == "ema" and not averages:
@@ -193,7 +194,7 @@ def _hf_model(run: Path) -> Any:
     return model
 
 
-# Into a run
+# Import into a run
 
 
 class WeightSource(Protocol):
@@ -209,9 +210,9 @@ class WeightSource(Protocol):
 
 
 def weights_from(path: Path) -> TensorPieces:
-    """Tensors of a safetensors file or a Hugging Face folder, read on access.
+    """Open the tensors of a safetensors file or a Hugging Face folder, read on access.
 
-    They have the names in the files.
+    The tensors have the names in the files.
 
     Raises:
         JobError: there are no weights, or their files cannot be read.
@@ -234,15 +235,15 @@ def weights_from(path: Path) -> TensorPieces:
 
 
 def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
-    """Tensors of `source` under the parameter and buffer names of `model`.
+    """Map the tensors of `source` to the parameter and buffer names of `model`.
 
-    The model may be on the meta device, but not divided yet; its whole state dict is covered. A tied tensor
-    may stand in the source under any of its names, and the names of a transformers model with or without the
-    prefix of its body. Where transformers fuses several published tensors into one parameter (the experts of
-    Mixtral), it reads them by itself: that takes memory for the whole model on each rank meanwhile.
+    The model may be on the meta device, but must not be divided yet. The result covers its whole state dict. The source
+    may have a tied tensor under any of its names, and a transformers model's names with or without the prefix of its
+    body. If transformers fuses several published tensors into one parameter (the experts of Mixtral), transformers
+    itself reads them. Each rank then temporarily needs memory for the whole model.
 
     Raises:
-        JobError: they are of another model. Names what is missing, unknown or of another shape.
+        JobError: the weights belong to another model; names missing and unknown tensors, and other shapes.
     """
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     entries, unknown = _renamed(source, model, wanted)
@@ -259,7 +260,7 @@ def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, 
 
     Args:
         named: parameters and persistent buffers by their names in the undivided model; plain tensors or FSDP2's.
-        parts: which part of each the rank holds; one that is not named is whole.
+        parts: the part of each tensor that the rank holds; tensors without an entry are whole.
     """
     for name, tensor in named.items():
         own = local(tensor).detach()
@@ -294,7 +295,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _renamed(
     source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Entries by the model's names, tied ones under all, and unknown names."""
+    """Return entries by the model's names, tied ones under all, and unknown names."""
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
@@ -352,7 +353,7 @@ def _refuse(
     unknown: Sequence[str],
     other: Sequence[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Raise where the weights are not those of the model.
+    """Raise an error if the weights do not fit the model.
 
     Args:
         other: name, shape in the source and shape in the model of each tensor whose shapes differ.

@@ -1,4 +1,4 @@
-"""Learning rates of a run: the job's schedule, followed by every group of its optimizer."""
+"""Learning rates of a run: the job's schedule, applied to every group of its optimizer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FIXED = ("params", "fused", "foreach", BASE_LR)  # settings of a group that no 
 
 
 class LearningRate:
-    """Sets the learning rates of an optimizer before each step.
+    """Learning-rate schedule that sets an optimizer's rates before each step.
 
-    A scheduler class is stepped as often as the number of the step says, so ranks that broke off in different places
-    go on with equal rates. A step whose update is left out counts.
+    A scheduler is stepped until it reaches the current step number, so ranks that were interrupted at different steps
+    continue with equal rates. A step with a skipped update counts.
 
     Args:
-        optimizer: made by the job; its groups have rates from before any schedule.
-        total_steps: most steps of the run; None if unknown.
+        optimizer: made by the job; its groups still have their initial rates.
+        total_steps: maximum number of steps of the run; None if unknown.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LearningRate:
         self.spec, self.optimizer, self.total_steps, self.epoch_steps = spec, optimizer, total_steps, epoch_steps
         self._base = [group[BASE_LR] for group in optimizer.param_groups]
         self._stepped = 0
-        self._evaluated = -1  # step of the newest evaluation that was followed
+        self._evaluated = -1  # step of the newest evaluation that the schedule has seen
         self._scheduler: Any = None
         if spec.by_class:
             found = self._settings()
@@ -44,7 +44,7 @@ class LearningRate:
                 total = math.ceil(total / epoch_steps)
             self._scheduler = spec.build(optimizer, None if spec.period == "evaluation" else total)
             self._first, self._first_state = self._settings(), _plain(self._scheduler.state_dict())
-            self._set(found)  # of a run that goes on in memory
+            self._set(found)  # for a run that continues in memory
 
     def start(self) -> None:
         """Set the rates of the first step."""
@@ -52,7 +52,7 @@ class LearningRate:
             self._load({"stepped": 0, "evaluated": -1, "state": self._first_state, "groups": self._first})
 
     def before(self, step: int) -> float:
-        """Set the rates of the step after `step`; returns that of the first group."""
+        """Set the rates of the step after `step`; return the rate of the first group."""
         groups = self.optimizer.param_groups
         if self._scheduler is None:
             factor = self.spec.factor_at(step, self.total_steps)
@@ -65,7 +65,7 @@ class LearningRate:
         return float(groups[0]["lr"])
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Follow the metrics that were measured after `step`, once."""
+        """Apply the metrics that were measured after `step`, once."""
         if self._scheduler is None or self.spec.period != "evaluation" or step == self._evaluated:
             return
         self._evaluated = step
@@ -75,7 +75,7 @@ class LearningRate:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
-        """State as JSON values; {} where the number of the step tells everything."""
+        """Return the state as JSON values; {} if the step number is sufficient."""
         if self._scheduler is None:
             return {}
         state = _plain(self._scheduler.state_dict())
@@ -88,7 +88,7 @@ class LearningRate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take over what an earlier run saved; one of another schedule begins anew."""
+        """Restore the state of an earlier run; the state of another schedule is ignored."""
         if self._scheduler is None:
             return
         if state and state["name"] == self.spec.name and len(state["groups"]) == len(self._first):
@@ -104,7 +104,7 @@ class LearningRate:
 
     def _step(self, *metric: float) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an update that was left out looks like a wrong order of calls
+            warnings.simplefilter("ignore")  # PyTorch would warn about a wrong order of calls after a skipped update
             self._scheduler.step(*metric)
         self._stepped += 1
 
@@ -118,11 +118,11 @@ class LearningRate:
 
 
 class _Left(Exception):
-    """A value is no JSON: the job's arguments make it anew."""
+    """A value that is not JSON; it is created again from the job's arguments."""
 
 
 def _plain(value: Any) -> Any:
-    """A value of a scheduler's state as JSON; numbers that JSON lacks become text."""
+    """Convert a value of a scheduler's state to JSON; numbers that JSON lacks become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"float {value}"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merged(fresh: Any, saved: Any) -> Any:
-    """State of a new scheduler with the saved values in it."""
+    """Return the state of a new scheduler with the saved values in it."""
     if isinstance(fresh, dict) and isinstance(saved, dict):
         return {**fresh, **{key: _merged(fresh.get(key), value) for key, value in saved.items()}}
     if isinstance(fresh, (list, tuple)) and isinstance(saved, list) and len(fresh) == len(saved):

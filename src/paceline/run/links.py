@@ -1,6 +1,6 @@
 """Measurement of the links between ranks, one launch for each transport.
 
-Ranks are started here, on emulated hosts, or by torchrun.
+Ranks run on this machine, on emulated hosts, or under torchrun.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
-_MOST_RANKS = 8  # on the cores of a host, where nobody asks for more
-_START_S, _CALL_S = 120, 20  # the longest that ranks may take to start, and for each collective at each size
+_MOST_RANKS = 8  # on the cores of a host, unless more are requested
+_START_S, _CALL_S = 120, 20  # deadline in seconds for the start of the ranks, and for each collective at each size
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Wanted:
 
 @dataclass
 class LinkResults:
-    """Measurements of each transport, and reasons for transports that could not be measured."""
+    """Measurements of each transport, and reasons for transports that were not measured."""
 
     measured: list[TransportMeasurement] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
 
 
 def transports_of(cluster: Cluster) -> tuple[str, ...]:
-    """Transports that a cluster can have.
+    """Return the transports that a cluster can use.
 
-    Between CPUs those that carry messages within a host, or between hosts; between accelerators torch's library.
+    CPUs use the transports within a host or between hosts; accelerators use torch's library.
     """
     cores = transport_info.carriers(several_hosts=len(cluster.hosts) > 1)
     library = library_of(cluster)
@@ -56,19 +56,19 @@ def transports_of(cluster: Cluster) -> tuple[str, ...]:
 
 
 def library_of(cluster: Cluster) -> str | None:
-    """Torch's name of the library between a cluster's accelerators (`nccl`); None without any."""
+    """Return torch's name of a cluster's accelerator library (`nccl`); None without accelerators."""
     import torch
 
     return default_backend(torch.device(cluster.kind)) if cluster.has_accelerators else None
 
 
 def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
-    """All of them between hosts; on one host the transport's own."""
+    """Return the algorithms to measure: all between hosts, the transport's own on one host."""
     return tuple(ALGORITHMS) if len(cluster.hosts) > 1 else ("flat",)
 
 
 def ranks_of(cluster: Cluster) -> int:
-    """Number of ranks of a plan; on cores from 2 to 8 a host."""
+    """Return a plan's number of ranks; 2 to 8 per host on CPU cores."""
     if cluster.has_accelerators:
         return max(2, cluster.devices)
     if len(cluster.hosts) == 1:
@@ -79,11 +79,13 @@ def ranks_of(cluster: Cluster) -> int:
 def measure_links(
     cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None
 ) -> LinkResults:
-    """Start the ranks for each transport in turn and measure. `say` is told the transport that comes.
+    """Start the ranks for each transport in turn and measure.
+
+    `say` is called with the name of the next transport.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     warm_up()
     from paceline.comm.measure.links import LinksRequest, measure_on_rank

@@ -37,13 +37,13 @@ from paceline.wire.status import ends_generation
 class Loop:
     """One rank's training of one run, from its newest checkpoint to the stop rule.
 
-    A loop of another kind replaces `begin`, `steps` and `ending`, and uses the other public methods in them.
+    Subclasses override `begin`, `steps` and `ending`, and use the other public methods in them.
 
     Attributes:
-        another_is_wanted: whether the ranks are to meet again in another generation of the run, with more of them.
+        another_is_wanted: whether the ranks have to form another generation of the run with more ranks.
         at_boundary: called before each batch is read.
-        recutting: decides on other cuts of pipelines.
-        leaving: whether all ranks have agreed to meet again, or to cut their pipelines anew.
+        recutting: decides about new cuts of pipelines.
+        leaving: whether all ranks have decided to form a new generation, or to cut their pipelines again.
     """
 
     def __init__(
@@ -73,24 +73,25 @@ class Loop:
         self.at_boundary: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
-        self._before: list[StepInfo] = []  # steps before it that the replicas did not agree on
+        self._before: list[StepInfo] = []  # steps before it without a synchronization of the replicas
         self._acted = -1
-        self._begun: _Begun | None = None  # the step whose numbers are not read
+        self._begun: _Begun | None = None  # the step whose numbers are not read yet
 
     def run(self, boundary: StepBoundary | None = None, *, recut: bool = False, has_position: bool = False) -> bool:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
-            boundary: where the ranks go on from, whose state the engine has; None begins, or resumes from a checkpoint.
-            recut: the same ranks go on, with another cut of the model; the loader is in its place.
-            has_position: the loader is in its place, where ranks meet anew.
+            boundary: step boundary from which the ranks continue, with its state in the engine; None begins, or resumes
+                from a checkpoint.
+            recut: whether the same ranks continue with another cut of the model; the loader keeps its position.
+            has_position: whether the loader already has its position in a new generation.
 
         Returns:
-            False where the ranks left before the end: to meet again in another generation of the run, or to go on with
-            another cut of their pipelines (`Recutting.cut`).
+            False if the ranks stop before the end, to form another generation of the run or to continue with another
+                cut of their pipelines (`Recutting.cut`).
 
         Raises:
-            PacelineError: anything that keeps the run from going on. Checkpoints written before stay valid.
+            PacelineError: the run cannot continue. Earlier checkpoints stay valid.
             GenerationOver: a rank was lost.
         """
         try:
@@ -101,7 +102,7 @@ class Loop:
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
-                    # before the record is closed, which tells of the checkpoint under way
+                    # before the record is closed, because it includes the current checkpoint
                     self.checkpoints.saving.settle()
                     return False
                 self._finish(reason)
@@ -131,14 +132,14 @@ class Loop:
                 if begun is not None:
                     self._recorded(begun)
             except NonFiniteError:
-                # what failed computed with weights that are not finite
+                # the failed computation used weights with NaN or Inf
                 raise
             except Exception:  # noqa: BLE001 - the device may be lost, or the other ranks
                 raise error from None
             raise
 
     def steps(self) -> str | None:
-        """Train to the end of the epoch, or until ranks leave; returns a stop reason."""
+        """Train to the end of the epoch, or until ranks leave; return a stop reason."""
         self.at_boundary()
         for batch in self.engine.loader:
             reason = None
@@ -163,8 +164,8 @@ class Loop:
         """Take one step on this rank's share of a global batch.
 
         A step is recorded when its numbers are known: at once or, if the host runs ahead of an accelerator, after the
-        next step is queued. Before anything acts on the model, the newest step is recorded, too. A batch that a rewind
-        left out is no step.
+        next step is queued. The newest step is also recorded before anything else uses the model. A batch that a rewind
+        skips is not a step.
 
         Yields:
             Each recorded step, in order; the caller then calls `after_step`.
@@ -181,7 +182,7 @@ class Loop:
         acts = not engine.runs_ahead or self._acts_after(step)
         if before is not None:
             info = self._recorded(before)
-            # what was asked for is done once model, data and record are at one step
+            # requested actions run once model, data and record are at the same step
             votes, info.result.votes = info.result.votes, {}
             yield info
             acts = acts or bool(votes) or info.ending is not None
@@ -213,7 +214,7 @@ class Loop:
             self.witness.on_step(info)
 
     def _acts_after(self, step: int) -> bool:
-        """True if something acts on the model after this step, or waits in the next."""
+        """Return True if something uses the model after this step, or waits in the next."""
         every = self.job.evaluate.every_steps
         return (
             step == self.total_steps
@@ -225,7 +226,7 @@ class Loop:
         )
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate, save and adapt when due. Returns the reason if the run ends."""
+        """Evaluate, save and adapt when due; return the reason if the run ends."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
@@ -242,7 +243,7 @@ class Loop:
         return info.ending
 
     def ending(self, result: StepResult) -> str | None:
-        """Reason why the run ends after this step: a signal, stop rule or clock."""
+        """Return the reason to end after this step: a signal, stop rule or clock."""
         if "interrupted" in result.votes:
             return self.signal or "interrupted"
         # A loss that only this replica knows must not end the run of this replica alone.
@@ -252,16 +253,16 @@ class Loop:
         return reason
 
     def resumed(self, boundary: StepBoundary) -> bool:
-        """Load the newest checkpoint; False where it is not of this step."""
+        """Load the newest checkpoint; return False if it belongs to another step."""
         return self.checkpoints.resume() and self.engine.step_count == boundary.step
 
     @property
     def begun(self) -> bool:
-        """True once the ranks have a state to go on from."""
+        """Return True once the ranks have a state to continue from."""
         return self._acted >= 0
 
     def boundary(self) -> StepBoundary:
-        """Position of the loop, for the ranks of another generation to go on from."""
+        """Return the loop's position, from which another generation continues."""
         pipeline = self.engine.split.pipeline if self.engine.split is not None else None
         return StepBoundary(
             step=self.engine.step_count,
@@ -280,14 +281,14 @@ class Loop:
         )
 
     def _go_on(self, boundary: StepBoundary, *, recut: bool, has_position: bool) -> str | None:
-        """Go on with the ranks of another generation; returns the reason if the run ends."""
+        """Continue with the ranks of another generation; return the reason if the run ends."""
         engine = self.engine
         engine.step_count, self._acted = boundary.step, boundary.acted
         if not (recut or has_position):
             engine.loader.load_state_dict(self.position_after(boundary.step))
         engine.compute.normalization.items_per_sample = boundary.items_per_sample
         engine.compute.normalization.prepare()
-        # alike on all ranks, which were broken off in different places
+        # equal on all ranks, which were interrupted at different places
         engine.updates = 0
         if engine.guard.spikes is not None:
             engine.guard.spikes.load_state_dict((boundary.outcome or {}).get("last_losses", []))
@@ -310,7 +311,7 @@ class Loop:
         engine.meter.restart()
         reason = None
         if self._last is not None and boundary.acted < boundary.step:
-            # what follows this step was broken off
+            # the actions after this step were interrupted
             reason = self._act(self._last)
             if reason is None and boundary.step % self.epoch_steps == 0:
                 reason = self.evaluations.after_epoch()
@@ -318,14 +319,14 @@ class Loop:
         return reason or self.stop.ended(boundary.step)
 
     def position_after(self, step: int) -> dict[str, Any]:
-        """The loader's state before the batch that follows `step`."""
+        """Return the loader's state before the batch that follows `step`."""
         epoch, within = divmod(step, self.epoch_steps)
         return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
 
     def begin(self) -> str | None:
         """Resume from the newest checkpoint, if any, and record the start event.
 
-        Returns the reason if the run has ended before.
+        Return the reason if the run has already ended.
         """
         self.rates.start()
         resumed = self.checkpoints.resume()
@@ -385,7 +386,7 @@ class Loop:
         self.engine.on_phase("done", self.engine.step_count)
 
     def rewound(self, result: StepResult) -> bool:
-        """Apply the job's policy to an update that was left out; True after a rewind."""
+        """Apply the job's policy to a skipped update; return True after a rewind."""
         event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
         self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
         if policy != "rewind":
@@ -423,10 +424,10 @@ class _Begun:
 
 
 class Evaluations:
-    """Measures the validation set when the job says so.
+    """Evaluations on the validation set, at the times that the job defines.
 
     Attributes:
-        at: the step after which it was measured last; -1 before the first time.
+        at: step of the last evaluation; -1 before the first.
         told: called with the metrics of every evaluation.
         on_best: called after an evaluation that is the best so far.
     """
@@ -443,24 +444,24 @@ class Evaluations:
     ) -> None:
         self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
         self.epoch_steps, self.at = epoch_steps, -1
-        # Loader processes that are started later must not inherit the files that an evaluation opens.
+        # Loader processes that start later must not inherit the files that an evaluation opens.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
         self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
         self.on_best: Callable[[], None] = lambda: None
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Measure when due. Returns the reason if a metric that reached its target ends the run."""
+        """Evaluate when due; return the reason to end if a metric reached its target."""
         every = self.job.evaluate.every_steps
         return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
 
     def after_epoch(self) -> str | None:
-        """Measure if the job counts epochs; returns a stop reason if a target was reached."""
+        """Evaluate if the job counts epochs; return a stop reason if a target was reached."""
         epoch, every = self.engine.step_count // self.epoch_steps, self.job.evaluate.every_epochs
         return self.measure() if self.job.evaluate.every_steps is None and epoch % every == 0 else None
 
     def measure(self) -> str | None:
-        """Measure the validation set, if any; returns a stop reason if a target was reached."""
+        """Evaluate on the validation set, if any; return the reason to end."""
         engine, step = self.engine, self.engine.step_count
         if self._held_out is None:
             self.at = step
@@ -477,7 +478,7 @@ class Evaluations:
         return reason
 
     def test(self) -> None:
-        """Measure the test set, if any."""
+        """Evaluate on the test set, if any."""
         if self._test is None:
             return
         engine, step = self.engine, self.engine.step_count

@@ -23,7 +23,7 @@ from paceline.state.reader import BEST, best_step
 from paceline.storage.store import Entry, Store
 from paceline.storage.url import cache_name
 
-PATIENCE_S = 60.0  # at the end, without a byte that moves
+PATIENCE_S = 60.0  # seconds at the end without any byte transferred
 HURRIED_S = 3.0  # the same after a second Ctrl-C
 
 JOB, CHECKPOINTS = "job.yaml", "checkpoints"
@@ -31,11 +31,11 @@ JOB, CHECKPOINTS = "job.yaml", "checkpoints"
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of directory that may be kept at a URL.
+    """Type of a directory that can be kept at a URL.
 
     Attributes:
-        mark: the file that makes a directory one.
-        lines: the file of lines that grows as it goes on.
+        mark: file that identifies such a directory.
+        lines: file of lines that grows over time.
     """
 
     name: str
@@ -47,21 +47,22 @@ RUN = Kind("run", JOB, "events.jsonl")
 
 
 class RemoteRun:
-    """Right to train a run at a URL, and its upload, while the block runs.
+    """Exclusive right to train a run at a URL, and its upload, as a context.
 
-    Training writes to `path`, a private directory in the user's cache, as to any other; no rank waits for the store.
+    Training writes to `path`, a private directory in the user's cache, as to any other run directory. No rank waits for
+    the store.
 
     Args:
-        resume: go on with the run at the URL, which is fetched where this machine does not have all of it.
-        say: told what a person should know, in words.
-        kind: of what is kept there.
+        resume: continue the run at the URL; files that this machine lacks are fetched.
+        say: called with messages for the user.
+        kind: type of the directory.
 
     Attributes:
         path: the working directory.
 
     Raises:
-        RunError: there is a run already, somebody else trains it, or, at the end, not all could be uploaded.
-        StorageError: the store cannot be used: no such bucket, no credentials, no right, no connection.
+        RunError: the run exists already, another process trains it, or the upload is incomplete at the end.
+        StorageError: the store cannot be used: the bucket, credentials, permission or connection is missing.
     """
 
     def __init__(self, url: str, say: Callable[[str], object], *, resume: bool, kind: Kind = RUN) -> None:
@@ -114,7 +115,7 @@ class RemoteRun:
         self.say(text)
 
     def check(self) -> None:
-        """Raise RunError where another process has taken the run over."""
+        """Raise RunError if another process has taken over the run."""
         self.lease.check()
 
     def _prepare(self) -> None:
@@ -174,10 +175,10 @@ Say = Callable[[str], object]
 
 @contextmanager
 def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
-    """A temporary copy of the run at a URL.
+    """Make a temporary copy of the run at a URL.
 
     Args:
-        checkpoint: what is copied of the checkpoints: `newest`, `best` or a step; None: nothing.
+        checkpoint: checkpoint to copy: `newest`, `best` or a step; None copies no checkpoint.
 
     Raises:
         RunError: there is no run.
@@ -188,7 +189,7 @@ def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
     if JOB not in listed:
         raise RunError("run.url_without_job", "{url} is not a run: it has no {file}", url=store.url, file=JOB)
     with scratch_folder() as folder:
-        # Where --layout hf looks for it, too.
+        # --layout hf also looks for it here
         run = folder / store.url.rpartition("/")[2]
         fetch_run(store, listed, run, say, checkpoint=checkpoint)
         yield run
@@ -215,7 +216,7 @@ def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, c
 
 
 def goes_on_from(store: Store, folder: Path, lines: str) -> bool:
-    """True if a file of lines here begins with all of the store's."""
+    """Return True if a file here begins with all lines of the store's file."""
     try:
         here = (folder / lines).read_bytes()
     except FileNotFoundError:
@@ -224,7 +225,7 @@ def goes_on_from(store: Store, folder: Path, lines: str) -> bool:
 
 
 def is_plain(name: str) -> bool:
-    """True if an object's name is a relative path inside its folder, with nothing hidden."""
+    """Return True if an object's name is a relative path without hidden parts."""
     return all(part and not part.startswith(".") and part.isprintable() for part in name.split("/"))
 
 
@@ -284,8 +285,8 @@ def _fetch(store: Store, name: str, into: Path) -> None:
         ) from error
 
 
-EVERY_S = 5.0  # between two looks for new lines
-_SHARE = 0.05  # of the time, at most, the lines of a long run take
+EVERY_S = 5.0  # seconds between two checks for new lines
+_SHARE = 0.05  # largest share of the time for uploading the lines of a long run
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _TOLD = (JOB, "cluster.yaml", "plan.txt", "environment.json")
 Stamp = tuple[int, int, int]
@@ -300,13 +301,13 @@ class Unsent:
 
 
 class Uploader:
-    """A thread that mirrors a run's directory to a store.
+    """Thread that mirrors a run's directory to a store.
 
     Args:
         folder: the run's directory, on a file system of this host.
-        say: told when the connection is lost, and when it is back.
-        allowed: raises while this process may not write there any more.
-        kind: of the directory.
+        say: called when the connection is lost and when it is back.
+        allowed: raises if this process has lost the right to write there.
+        kind: type of the directory.
     """
 
     def __init__(
@@ -318,26 +319,27 @@ class Uploader:
         kind: Kind = RUN,
     ) -> None:
         self.folder, self.store, self.say, self.allowed, self.kind = folder, store, say, allowed, kind
-        self.links = folder.with_name(f"{folder.name}.sending")  # a checkpoint's files, though the run deletes it
+        # files of a checkpoint, kept although the run deletes it
+        self.links = folder.with_name(f"{folder.name}.sending")
         self._sent: dict[str, Stamp] = {}
-        self._next: dict[str, float] = {}  # when a file's new lines go at the earliest
-        self._newest: Stamp | None = None  # of the manifest of the newest checkpoint that is whole in the store
+        self._next: dict[str, float] = {}  # earliest time to send a file's new lines
+        self._newest: Stamp | None = None  # of the manifest of the newest whole checkpoint in the store
         self._ending = threading.Event()
         self._given_up = threading.Event()
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="run-upload", daemon=True)
 
     def start(self) -> None:
-        """Begin; everything that is in the directory by now is sent as well."""
+        """Start the thread; existing files in the directory are also sent."""
         self._thread.start()
 
     def finish(self, patience_s: float, tell: Callable[[str], object]) -> Unsent:
-        """Send what is left, and say what could not be sent.
+        """Send the remaining files, and report those that could not be sent.
 
-        It gives up when no byte has moved for `patience_s`, or at Ctrl-C.
+        It gives up after `patience_s` without any transferred byte, or at Ctrl-C.
 
         Args:
-            tell: told from time to time how much is left.
+            tell: called from time to time with the remaining amount.
         """
         self._ending.set()
         began = told_at = time.monotonic()
@@ -354,7 +356,7 @@ class Uploader:
         return self.unsent()
 
     def unsent(self) -> Unsent:
-        """Files that differ from the store's; of the checkpoints, only the newest counts."""
+        """Return files that differ from the store's; only the newest checkpoint counts."""
         left = [(name, stamp) for name, _, stamp in self._files() if self._sent.get(name) != stamp]
         size = sum(stamp[1] for _, stamp in left)
         newest = self._newest_here()
@@ -377,7 +379,7 @@ class Uploader:
                     self._ending.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            except RunError:  # of `_check`, and told by whoever stops it
+            except RunError:  # errors of `_check`, reported by the caller that stops the thread
                 return
             pause_s = _FIRST_PAUSE_S
             if self._lost:
@@ -418,7 +420,7 @@ class Uploader:
                 continue
             try:
                 self._send(name, path)
-            except FileNotFoundError:  # a temporary file, or a run that is withdrawn just now
+            except FileNotFoundError:  # a temporary file, or a run that was withdrawn in this moment
                 continue
             self._sent[name] = stamp
             self._next[name] = time.monotonic() + (time.monotonic() - began) / _SHARE
@@ -433,7 +435,7 @@ class Uploader:
             self.store.upload(path, name)
 
     def _files(self) -> Iterator[tuple[str, Path, Stamp]]:
-        """Files beside the checkpoints, in the order in which they are sent."""
+        """Return the files outside of the checkpoints, in the order in which they are sent."""
         found = []
         for place, folders, files in os.walk(self.folder):
             folders[:] = [f for f in folders if not f.startswith(".") and f != CHECKPOINTS]
@@ -444,22 +446,22 @@ class Uploader:
                     continue
                 with suppress(FileNotFoundError):
                     found.append((name, path, _stamp(path)))
-        # job.yaml makes a folder a run, so it comes after the others that describe it
+        # job.yaml identifies a run, so it follows the other files that describe it
         yield from sorted(found, key=lambda entry: (entry[0] not in _TOLD, entry[0] == JOB, entry[0]))
 
     def _newest_here(self) -> tuple[int, Path, Stamp] | None:
         for step, folder in reversed(checkpoints(self.folder / CHECKPOINTS)):
-            with suppress(FileNotFoundError):  # replaced or removed just now
+            with suppress(FileNotFoundError):  # replaced or removed in this moment
                 return step, folder, _stamp(folder / MANIFEST)
         return None
 
     def _send_checkpoint(self, step: int, folder: Path, stamp: Stamp, last: bool) -> None:
-        """Send the newest checkpoint, then remove those from the store that the run has removed."""
+        """Send the newest checkpoint, then delete checkpoints in the store that the run has deleted."""
         name = f"{CHECKPOINTS}/{step_name(step)}"
         try:
             self._link(folder)
             manifest = (self.links / MANIFEST).read_bytes()
-        except FileNotFoundError:  # replaced by a newer one just now
+        except FileNotFoundError:  # replaced by a newer one in this moment
             return
         there = self.store.list(CHECKPOINTS)
         if not self._is_there(name, manifest, set(there)):
@@ -478,7 +480,7 @@ class Uploader:
         return f"{name}/{MANIFEST}" in there and self.store.read(f"{name}/{MANIFEST}", 2**30) == manifest
 
     def _link(self, folder: Path) -> None:
-        """Second names for a checkpoint's files, under which they stay until they are sent."""
+        """Make hard links to a checkpoint's files, which are kept until they are sent."""
         shutil.rmtree(self.links, ignore_errors=True)
         private_folder(self.links)
         for file in folder.iterdir():
@@ -491,6 +493,6 @@ def _stamp(path: Path) -> Stamp:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint, from an object's name; None for other objects."""
+    """Return the step of a checkpoint from an object's name; None for other objects."""
     match = re.match(rf"{CHECKPOINTS}/step-(\d+)/", name)
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Ends of a rank's process: by a signal, by an error, by Ctrl-C."""
+"""End of a rank's process: by a signal, an error, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.text import printable
 
 @contextmanager
 def stop_signals(note: Callable[[str], None]) -> Iterator[None]:
-    """Context in which SIGINT and SIGTERM only call `note` with their names."""
+    """Make SIGINT and SIGTERM only call `note` with their names within this context."""
 
     def noted(number: int, _: FrameType | None) -> None:
         note(signal.Signals(number).name)
@@ -34,12 +34,12 @@ def stop_signals(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Report the error that is being handled, and end this rank with exit code 1."""
+    """Report the current exception, and end this rank with exit code 1."""
     record = ErrorRecord.of(error, own_rank())
-    text = record.cause(ranks=1)  # the engine reports the other ranks
+    text = record.cause(ranks=1)  # the engine reports failures of the other ranks
     if record.traceback:
         text += f"\n{below(record.traceback, f'rank-{record.rank}')}"
-    with suppress(OSError):  # whoever read it has gone, or the disk is full: what is left is the exit code
+    with suppress(OSError):  # the reader is gone or the disk is full: only the exit code remains
         print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
         own_engine().tell_failure(text, record.time)
     os._exit(1)  # a thread that still waits for a peer must not keep a failed rank alive

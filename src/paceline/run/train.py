@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from paceline.comm import Group
     from paceline.run.object_store import RemoteRun
 
-RUNS = Path("runs")  # under the current directory, where no other is named
+RUNS = Path("runs")  # default folder, in the current directory
 
 
 def train(
@@ -116,7 +116,7 @@ def _train(
     restarts: int,
 ) -> Run:
     if not is_rank():
-        warm_up()  # it imports while this process reads and checks
+        warm_up()  # its imports run while this process reads and checks
     hosts = current_hosts()
     if (takeover := hosts.takeover if hosts else None) is not None:
         run, resume, job = takeover.run, True, takeover.job_file or job
@@ -142,7 +142,7 @@ def _train(
 
 
 def check_metrics(job: Job) -> None:
-    """Refuse metrics that cannot be built, and rules that wait for a metric in vain.
+    """Refuse metrics that cannot be built, and rules that need a missing metric.
 
     Raises:
         JobError: a metric or its arguments are wrong, or the better direction of a watched metric is unknown.
@@ -194,9 +194,9 @@ def _train_here(
     before = _to_resume(job, run) if resume else None
     takeover = hosts.takeover if (hosts := current_hosts()) else None
     if run is not None and before is None:
-        Run.must_be_new(Path(run))  # told before anything is measured
+        Run.must_be_new(Path(run))  # reported before anything is measured
     with ExitStack() as held:
-        # From here to the end the directory is this process's; of a new run, once it is known where.
+        # From here to the end this process owns the directory; for a new run, once its path is known.
         note = partial(_note, console)
         lock = held.enter_context(_lock_on(before, takeover, note)) if before else None
         if lock and before and _kept_ranks(hosts):
@@ -232,7 +232,7 @@ def _train_here(
 
 
 def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
-    """A plan with as many of its replicas as fit; None where none does."""
+    """Return the plan with as many replicas as fit; None if none does."""
     fewer = (replace(plan, dp=dp) for dp in range(plan.dp, 0, -1))
     return next((p for p in fewer if p.ranks <= cluster.devices and not plan_errors(job, p, cluster=cluster)), None)
 
@@ -328,20 +328,20 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
 
 
 def _kept_ranks(hosts: Hosts | None) -> NextGeneration | None:
-    """The ranks that hosts have kept since another was lost."""
+    """Return the ranks that hosts have kept since another rank was lost."""
     return hosts.takeover.next_generation if hosts and hosts.takeover else None
 
 
 def choice_of(
     job: Job, cluster: Cluster, plan: AnyPlan, before: Run | None = None, say: Say | None = None
 ) -> AutoChoice:
-    """The plan as asked; for `auto` that of the resumed run, else a new choice.
+    """Return the requested plan; for `auto`, that of the resumed run, else a new choice.
 
     Raises:
         PlanError: it cannot run the job on the cluster; every reason is listed.
     """
     if plan == "auto":
-        kept = before.plan if before else None  # also so that a resumed run goes on bit for bit
+        kept = before.plan if before else None  # also so that a resumed run continues bit for bit
         fits = kept is not None and kept.ranks <= cluster.devices and not plan_errors(job, kept, cluster=cluster)
         return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = plan_of(plan)
@@ -381,10 +381,10 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
 
 
 def new_directory(job: Job) -> Path:
-    """A new directory's path under `runs`, named by the job and the time.
+    """Return a new directory's path under `runs`, named by the job and the time.
 
     Raises:
-        RunError: a hundred runs of this second are there.
+        RunError: a hundred runs of this second already exist.
     """
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
@@ -414,9 +414,9 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path
 def _agreed_run(
     group: Group, job: Job, cluster: Cluster, plan: AnyPlan, held: ExitStack, *, run: str | Path | None, resume: bool
 ) -> str:
-    """Path of the run directory, made or found, and locked, by rank 0.
+    """Return the path of the run directory, which rank 0 creates or finds, and locks.
 
-    All ranks raise what went wrong there.
+    All ranks raise rank 0's error.
     """
     answer: tuple[str | None, str | None] = (None, None)
     if group.rank == 0:
@@ -443,5 +443,5 @@ def _agreed_run(
 
 
 def _note_links(events: JsonLines, carried: dict[str, LinkBytes]) -> None:
-    """The event of what the links of emulated hosts carried, headers included."""
+    """Record the traffic on the links of emulated hosts, headers included."""
     events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})

@@ -1,8 +1,8 @@
 """The dry run of a plan in one process, and the preflight before ranks start.
 
 The preflight checks in a separate process that the plan can split a job's model and batches. A success is kept in the
-user's cache, so that the same work is checked once. A refusal is not kept, because code that the job does not name may
-have changed since. Read `dry_run.py` first, then `preflight.py`.
+user's cache, so that the same job is checked only once. A refusal is not kept, because code that the job does not name
+may have changed since. Read `dry_run.py` first, then `preflight.py`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _FOLDER = "preflight"
 
 
 def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
-    """Return if shapes and a few samples say nothing against starting ranks.
+    """Return if shapes and a few samples show no reason against starting ranks.
 
-    A plan that divides no model is not looked at, but for the losses of users and models.
+    A plan that does not divide the model is not checked, except for losses that users or models define.
 
     Args:
-        world: the number of ranks that were started already; another plan that is proposed needs exactly these.
+        world: number of ranks that have already started; a proposed plan must use all of them.
 
     Raises:
         PlanError: the plan cannot divide the job's model, or would train another loss; every reason, and the nearest
             plan that works.
         LaunchError: the model cannot compute a batch, whatever the plan.
-        SystemExit: 130 or 143, when SIGINT or SIGTERM came meanwhile.
+        SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     if not plan.splits and not loss_is_tried(job, plan):
         return
@@ -48,23 +48,23 @@ def refuse_what_cannot_divide(job: Job, plan: Plan, cluster: Cluster, world: int
     if (refusal := _asked(job, plan, cluster, world)) is not None:
         problems = [PlanProblem.of_parts(*parts) for parts in refusal.problems]
         raise PlanError.of_problems(problems, nearest=refusal.nearest)
-    with suppress(OSError):  # a home that cannot be written: then the next start asks again
+    with suppress(OSError):  # the cache cannot be written: the next start checks again
         made_cache_folder(_FOLDER)
         known.touch(mode=0o600)
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A refusal as it crosses from a process; a problem is code, template and fields."""
+    """A refusal as sent between processes; each problem is a code, template and fields."""
 
     problems: list[tuple[str, str, dict[str, Any]]]
     nearest: Plan | None
 
 
 def _asked(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> _Refusal | None:
-    """The answer of a process.
+    """Return the result of the checking process.
 
-    None if the plan can start, or the process could not tell; then the ranks will.
+    None if the plan can start, or the process could not decide; then the ranks will report.
     """
     here = discover() if cluster.emulate is not None else cluster
     try:
@@ -85,9 +85,9 @@ def _refusal(question: tuple[Job, Plan, Cluster, int | None]) -> _Refusal | None
 
 
 def kept_file(job: Job, plan: Plan) -> Path:
-    """File whose presence says that the plan can be started.
+    """Return the file whose presence means that the plan can start.
 
-    Named by the work, the plan and all code that is known to bear on it.
+    Its name is a digest of the work, the plan and all code that is known to affect them.
     """
     values = job.model_dump(mode="json", include=set(WORK))
     key = {
@@ -101,7 +101,7 @@ def kept_file(job: Job, plan: Plan) -> Path:
 
 
 def _newest_source() -> int:
-    """Time of paceline's last edit in ns, for installs from a working tree."""
+    """Return the time of paceline's last edit in ns, for installs from a working tree."""
     return max(file.stat().st_mtime_ns for file in Path(__file__).parents[2].rglob("*.py"))
 
 

@@ -1,8 +1,8 @@
 """Dry run of a plan: one step of every pipeline stage, without memory or peers.
 
-The model is divided by the same code as in a run, and the same engine takes the step; only memory is never
-taken (PyTorch's `FakeTensor`s have shapes alone) and nobody answers (PyTorch's `fake` process group). So one
-process checks a plan for thousands of ranks.
+The code that divides the model and the engine are the same as in a run. But tensors are PyTorch's `FakeTensor`s, which
+have only shapes, and the process group is PyTorch's `fake` one, which sends nothing. So one process can check a plan
+for thousands of ranks.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from paceline.split.layout import StateBytes, predicted_bytes
 from paceline.split.mesh import Mesh
 
 DEVICES_PER_HOST = 8
-_BEYOND_ANY = 2**60  # bytes: how much memory the devices have, nobody said
+_BEYOND_ANY = 2**60  # bytes, because the memory of the devices is unknown
 _WITHOUT_VALUES = (DynamicOutputShapeException, UnsupportedOperatorException, NotImplementedError)
 
 
 class StepFailed(PlanError):
     """A step without memory raised an error that is not a `PacelineError`.
 
-    Either the divided model's code is at fault, or it cannot run on tensors without values.
+    The cause is an error in the divided model's code, or code that cannot run on tensors without values.
     """
 
 
 @dataclass(frozen=True)
 class StageDryRun:
-    """A dry run's result for the ranks of one pipeline stage.
+    """Result of a dry run for the ranks of one pipeline stage.
 
     Without a pipeline there is one stage, with all ranks.
 
@@ -80,12 +80,12 @@ class StageDryRun:
         stage: 0-based.
         rank: the rank whose step was tried.
         report: how the model was divided, a line each.
-        state: bytes that stay from step to step.
+        state: bytes that are kept from step to step.
         peak_bytes: peak of state and activations in a step, without the workspace of a device's kernels.
-        sent_bytes: sent by each rank in a step, along each axis of the mesh, without the gradient norm and
-            other single numbers.
-        asked: kinds of modules whose code read values of tensors, and got "no" or 1.
-        stopped_by: why the step could not be taken to its end, or None.
+        sent_bytes: bytes sent by each rank in a step, along each axis of the mesh, without the gradient norm and other
+            single numbers.
+        asked: types of modules whose code read tensor values, and got False or 1.
+        stopped_by: why the step could not be completed, or None.
     """
 
     stage: int
@@ -103,10 +103,10 @@ class DryRun:
     """Result of a dry run of a plan that can run.
 
     Attributes:
-        plan: as asked for.
+        plan: the requested plan.
         stages: one for each pipeline stage.
         notes: differences between the dry run and a real one, a sentence each.
-        seconds, memory_bytes: what the dry run itself took; the memory is the most that this process ever had.
+        seconds, memory_bytes: time and memory of the dry run itself; the memory is the peak of this process.
     """
 
     plan: Plan
@@ -123,7 +123,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
         say: called with the name of each phase.
 
     Raises:
-        PlanError: the plan cannot run; every reason, a line each.
+        PlanError: the plan cannot run; the message lists every reason.
         JobError, DataError: the job's model or data cannot be built.
     """
     started = time.monotonic()
@@ -143,7 +143,7 @@ def run_dry(job: Job, plan: Plan, say: Callable[[str], object] = str) -> DryRun:
 
 
 def _cluster_for(plan: Plan) -> Cluster:
-    """A cluster with as many devices as the plan has ranks.
+    """Return a cluster with one device for each rank of the plan.
 
     Plans that name a transport are for CPUs, and all others can run on GPUs.
     """
@@ -157,7 +157,7 @@ def _cluster_for(plan: Plan) -> Cluster:
 
 
 def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
-    """The plan without choices that need values or time; `notes` names them."""
+    """Return the plan without choices that need values or time; `notes` lists them."""
     if plan.compile != "off":
         notes.append(f"compile={plan.compile} is left out of the dry run: blocks run as they are written")
     model = _recorded(job).model
@@ -177,7 +177,7 @@ def for_dry_run(job: Job, plan: Plan, notes: list[str]) -> Plan:
 
 
 def with_data_at_hand(job: Job) -> Job:
-    """A job without other hosts' files, and without processes that read ahead."""
+    """Return the job without other hosts' files and without processes that read ahead."""
     partition, data = (
         job.partition.model_copy(update={"host_files": False}),
         job.data.model_copy(update={"num_workers": 0}),
@@ -222,13 +222,13 @@ def dry_run_stage(job: Job, plan: Plan, data: DataSets, stage: int) -> StageDryR
 
 
 def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | None) -> Split:
-    """The divided model; errors of dividing it or its first batch become PlanErrors."""
+    """Return the divided model; errors of the division or first batch become PlanErrors."""
     try:
         split = divide()
         if split.context is not None and batch is not None:
             split.context.shard(batch)
     except BatchError:
-        raise  # under every plan
+        raise  # raised under every plan
     except DataError as error:
         raise PlanError("plan.dry_run_refused", "plan {plan}: {error}", plan=plan, error=error) from error
     except PacelineError:
@@ -246,9 +246,9 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
 
 
 def _recorded(job: Job) -> DeferredModel:
-    """The model on the meta device.
+    """Return the model on the meta device.
 
-    A transformers model computes its experts one by one: the faster code has no shapes in fp32.
+    A transformers model computes its experts one by one, because the faster code does not support meta tensors in fp32.
     """
     recorded = record(job.model.build)
     if hasattr(recorded.model, "set_experts_implementation") and any(mixtures(recorded.model)):
@@ -258,9 +258,9 @@ def _recorded(job: Job) -> DeferredModel:
 
 @contextmanager
 def _as_rank(rank: int, ranks: int) -> Iterator[Group]:
-    """A group of all ranks as one of them sees it, where nobody answers.
+    """Return a group of all ranks as one rank sees it, without peers.
 
-    Received data is whatever is in memory.
+    Received data is uninitialized memory.
     """
     if ranks == 1:
         yield Group()
@@ -285,11 +285,11 @@ def _own(names: Container[str], modules: Sequence[nn.Module]) -> list[nn.Module]
 
 
 def _nothing(wanted: Callable[[str], bool], take: Any) -> None:
-    """Loads no weights: parts without memory take none."""
+    """Source without weights: parts without memory need none."""
 
 
 class _DryRunSignals(StepSignals):
-    """Signals for a dry run, whose numbers have no values.
+    """Signals of a dry run, whose numbers have no values.
 
     They read as if every rank had reported a loss of 1.
     """
@@ -311,15 +311,15 @@ class _DryRunSignals(StepSignals):
 
 
 def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Module]) -> str | None:
-    """Take a step; returns why it could not finish without values, if so.
+    """Take a step; return the reason if it cannot finish without values.
 
     Raises:
-        PlanError: it fails.
+        PlanError: the step fails.
     """
     try:
         engine.step(batch)
     except Exception as raised:
-        # the explanation of a batch does not name the module that fails
+        # the text for a batch does not name the module that fails
         error = raised.__cause__ if isinstance(raised, BatchError) and raised.__cause__ is not None else raised
         if isinstance(error, PacelineError):
             raise
@@ -339,7 +339,7 @@ def _stepped(engine: RankEngine, batch: Batch | None, modules: Sequence[nn.Modul
 
 
 def _place_of(trace: TracebackType | None, modules: Sequence[nn.Module], engine: RankEngine) -> str:
-    """The innermost module in a traceback, by its name; or the sync rule."""
+    """Return the innermost module in a traceback, by its name; or the sync rule."""
     names, found = {module: name for root in modules for name, module in root.named_modules()}, "the model"
     while trace is not None:
         asking = trace.tb_frame.f_locals.get("self")
@@ -361,10 +361,10 @@ def _by_axis(sent: Mapping[str, int], mesh: Mesh) -> dict[str, int]:
 
 
 def route_evenly(experts: Iterable[Any], ep: Group, watch: TorchDispatchMode) -> None:
-    """Have `experts`, split over `ep` or not, take tokens in turn instead of by router.
+    """Make `experts`, split over `ep` or not, take tokens in turn instead of by router.
 
-    The indices are real, so the module's own code can look at them, for which the modes of tensors without values are
-    left; `watch` stays.
+    The indices have values, so the module's own code can read them. This code runs outside of the fake-tensor modes,
+    but within `watch`.
     """
     for module in experts:
         if ep.size > 1:
@@ -388,7 +388,7 @@ def _in_turn(
         return sent_to_experts(own, hidden, order, of_experts, of_experts[ep.rank].repeat(ep.size, 1), weights, ep)
 
 
-# What a rank sends in an operation among n ranks, for each byte that it puts in: the least that any algorithm can
+# Bytes that a rank sends in an operation among n ranks, per input byte: the lower bound for all algorithms
 # (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
 _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("allreduce", lambda n: 2 * (n - 1) / n),
@@ -398,18 +398,19 @@ _SENT: tuple[tuple[str, Callable[[int], float]], ...] = (
     ("broadcast", lambda n: 1),
     ("send", lambda n: 1),
 )
-_PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")  # of the operations of c10d: the result comes first
+# of the operations of c10d: the result is the first argument
+_PUTS_IN_SECOND = ("allgather", "reducescatter", "alltoall")
 
 
 class MemoryWatch(OperationMode):
     """Dispatch mode, inside a `FakeTensorMode`, that counts live and sent bytes.
 
-    A tensor whose value is read answers "no", or 1, as it has none.
+    If code reads the value of a tensor, it gets False or 1, because there is no value.
 
     Attributes:
-        live_bytes, peak_bytes: of all tensors that were made under it and are still there; the most there were at once.
-        sent_bytes: by the name of the process group.
-        asked: the kinds of modules whose code read values.
+        live_bytes, peak_bytes: current and largest number of bytes of all tensors created in this mode.
+        sent_bytes: bytes sent, by the name of the process group.
+        asked: types of modules whose code read values.
     """
 
     def __init__(self) -> None:
@@ -426,9 +427,9 @@ class MemoryWatch(OperationMode):
 
     @contextmanager
     def resizing(self) -> Iterator[None]:
-        """Context in which storages resized in place are counted.
+        """Return a context in which storages resized in place are counted.
 
-        No operation reports them: FSDP2 frees gathered parameters so.
+        No operation reports such a resize; FSDP2 frees gathered parameters in this way.
         """
         resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
@@ -460,7 +461,7 @@ class MemoryWatch(OperationMode):
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count a collective of torch, eager or as compilers trace it.
 
-        Each names its group among its arguments, in a place of its own.
+        Each operation has its group at a different position in its arguments.
         """
         name = func.__name__.partition(".")[0].replace("_", "")
         for kind, factor in _SENT:
@@ -498,7 +499,7 @@ class MemoryWatch(OperationMode):
 
 
 def _asking(frame: FrameType | None) -> nn.Module | None:
-    """The module whose code runs in the innermost frame outside of torch, if any."""
+    """Return the module whose code runs in the innermost frame outside of torch, if any."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):

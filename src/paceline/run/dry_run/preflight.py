@@ -1,8 +1,8 @@
 """Preflight of a plan: one process checks that ranks can divide model and batches.
 
-The model is divided as the ranks will divide it, for a rank of every pipeline stage, and takes a step without
-memory (see `dry_run.py`). What the division refuses is refused here. An error of the model's own code on
-tensors without values says nothing about real ones; then the ranks are started and tell.
+The model is divided as on the ranks, for one rank of every pipeline stage, and takes a step without memory (see
+`dry_run.py`). If the division is refused, so is the start. An error of the model's own code on tensors without values
+does not prove an error on real ones; then the ranks start and report.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from paceline.run.build import loader_of
 from paceline.run.dry_run.dry_run import StepFailed, dry_run_stage, for_dry_run, with_data_at_hand
 from paceline.split.mesh import Mesh
 
-BUDGET_S = 60.0  # of looking for another plan that works, and of dividing the model for one rank after the other
-LOOK_S = 20.0  # of asking which of several plans can divide a model, before the fastest of them is sought
+BUDGET_S = 60.0  # seconds for the search for another plan that works, dividing the model for one rank after the other
+LOOK_S = 20.0  # seconds to find which of several plans can divide a model, before the search for the fastest one
 _SMALL = 20_000_000  # parameters
-_MOST_CANDIDATES = 12  # other plans that are divided in the search for the nearest one that works
-_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that decide how a model is divided
+_MOST_CANDIDATES = 12  # number of other plans to try in the search for the nearest one that works
+_KEYS = ("sequence", "remat", *DEGREES[1:])  # plan keys that determine how a model is divided
 
 
 def refused_of(job: Job, plans: Sequence[Plan], seconds: float) -> set[Plan]:
-    """The plans known, within `seconds`, to be unable to divide the job's model."""
+    """Return the plans that are known, within `seconds`, to be unable to divide the model."""
     preflight, until = Preflight(job), time.monotonic() + seconds
     refused = set()
     for plan in plans:
         if time.monotonic() < until:
-            with suppress(Exception):  # what is wrong with the job itself is told where it is trained
+            with suppress(Exception):  # errors of the job itself are reported when it is trained
                 refused |= {plan} if preflight.reasons(plan) else set()
     return refused
 
 
 class Preflight:
-    """Divides one job's model under several plans; each is tried once."""
+    """Check of one job's model under several plans; each plan is tried once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -88,7 +88,7 @@ class Preflight:
         return PlanError.of_problems(problems, nearest=nearest)
 
     def reasons(self, plan: Plan) -> list[Problem]:
-        """Reasons why ranks would fail or refuse to divide the model; empty without any."""
+        """Return reasons why ranks would fail or refuse to divide the model; empty if none."""
         if plan not in self._known:
             self._known[plan] = self._divided(plan) if plan.splits else []
         return self._known[plan]
@@ -96,10 +96,11 @@ class Preflight:
     def _divided(self, plan: Plan) -> list[Problem]:
         job = with_data_at_hand(self.job)
         dry_plan = for_dry_run(job, plan, [])
-        # without cuts by number: the blocks of a small model are soon measured
+        # without numbered cuts: the blocks of a small model are measured quickly
         as_it_is = replace(dry_plan, cut=plan.cut)
         if dry_plan.cut != plan.cut and sum(shape.numel for shape in model_info(job.model).parameters) > _SMALL:
-            return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)  # those cuts alone may be at fault
+            # those cuts alone may be the cause
+            return self._of_stages(job, dry_plan) and self._of_stages(job, as_it_is)
         return self._of_stages(job, as_it_is)
 
     def _of_stages(self, job: Job, plan: Plan) -> list[Problem]:
@@ -127,9 +128,9 @@ class Preflight:
         return []
 
     def _whole_runs(self, job: Job) -> bool:
-        """True if the undivided model can take a step without memory.
+        """Return True if the undivided model can take a step without memory.
 
-        Where it cannot, that says nothing about a divided one.
+        If it cannot, a failure of the divided model proves nothing.
         """
         if self._runs_whole is None:
             try:
@@ -139,14 +140,14 @@ class Preflight:
         return self._runs_whole
 
 
-_TRIED_HERE = 50_000_000  # parameters; of a larger model, the ranks try the loss before their first step
+_TRIED_HERE = 50_000_000  # parameters; for a larger model, the ranks check the loss before their first step
 
 
 def reasons_of_loss(job: Job, plan: Plan, data: DataSets) -> list[Problem]:
-    """Reasons why the plan would train another loss; empty if none is found.
+    """Return reasons why the plan would train another loss; empty if none is found.
 
-    The loss is computed by the undivided model in one process, from its first weights. Empty also where only
-    the ranks can tell.
+    The undivided model computes the loss in one process, from its initial weights. The result is also empty if only the
+    ranks can check.
     """
     if not loss_is_tried(job, plan) or sum(shape.numel for shape in model_info(job.model).parameters) > _TRIED_HERE:
         return []
@@ -168,7 +169,7 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
         model, job.optimizer.build(dict(model.named_parameters())), job.loss.build(), loader, alone, group, settings
     )
     try:
-        engine.plan = plan  # whose parts the loss is held against
+        engine.plan = plan  # with whose parts the loss is compared
         engine.compute.normalization.prepare()
         batch = engine.compute.place(loader.example(SAMPLES))
         if not engine.compute.normalization.by_model:

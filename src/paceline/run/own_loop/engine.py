@@ -1,7 +1,7 @@
 """The engine of a user's own loop: `engine.backward(loss)`, then `engine.update()` or `optimizer.step()`.
 
-After `backward`, `.grad` is the gradient of the global batch on every rank, so what torch has for gradients
-works as in one process.
+After `backward`, `.grad` is the gradient of the global batch on every rank, so torch's functions for gradients work as
+in one process.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Engine(RankEngine):
         self.on_step: list[OnStep] = []
         self.is_main = group.rank == 0
         self.has_loss = loss is not None
-        self.counts_measures = split is None or split.owns_loss  # of ranks that compute the same, one counts
-        self.example: Any = None  # a batch to be measured, and not counted, where this rank has none left
+        self.counts_measures = split is None or split.owns_loss  # among ranks that compute the same samples, one counts
+        self.example: Any = None  # a placeholder batch that is evaluated but not counted, if this rank has none left
         for dealt in self.loaders:
             if loss is None:
                 self._serve(dealt)
@@ -122,7 +122,7 @@ class Engine(RankEngine):
         """Return the plan, this rank, and the number of steps."""
         return f"<Engine of plan {self.plan}: rank {self.group.rank} of {self.group.size}, {self.step_count:,} steps>"
 
-    # A step in two calls
+    # Steps in two calls
 
     def backward(
         self,
@@ -142,7 +142,7 @@ class Engine(RankEngine):
                 gradient elsewhere. Without any, every parameter that the loss depends on gets one.
             items: number of items that the mean was taken over, if these are not the samples of the loader's last
                 batch: tokens, valid labels, samples of another batch. The weight of the loss is then this rank's share
-                of all ranks' items; a loss with 0 items adds nothing, whatever its value.
+                of all ranks' items. A loss with 0 items adds nothing.
             sync: False keeps the gradients on this rank, without communication, until a later call with True, or
                 `update` (gradient accumulation).
             retain_graph: as in `Tensor.backward`.
@@ -168,14 +168,14 @@ class Engine(RankEngine):
         parameters = self.steps.parameters_of(targets) if optimizers else None
         share, self._newest_loss = self.shares.weigh(loss, items, local_steps=self.local_steps)
         for parameter in self._untrained:
-            parameter.grad = None  # no optimizer steps on them; they would add up from pass to pass
+            parameter.grad = None  # no optimizer updates them, so they would accumulate from pass to pass
         self.replica.backward.only = set(parameters) if parameters is not None else None
         self.replica.backward.last = sync and self.split is None
         gradients = self._gradients("collected" if sync else "kept")
         reduces = self.group.size > 1 and not self.local_steps
         already = self.steps.parameters_of(targets - self.steps.with_gradients(targets, own=True)) if reduces else []
         if not sync:
-            # the next reduction sums over ranks: gradients that are reduced already must count once, on one rank
+            # the next reduction sums over ranks: already reduced gradients must count once, on one rank
             for parameter in already:
                 parameter.grad = None if self.group.rank or parameter.grad is None else parameter.grad.clone()
             already = []
@@ -273,7 +273,7 @@ class Engine(RankEngine):
             callback(result)
         return result
 
-    # What else a loop has
+    # Other parts of a loop
 
     def agree(self) -> None:
         """Broadcast parameters added to an optimizer since `setup` from rank 0; every rank calls it."""
@@ -296,7 +296,7 @@ class Engine(RankEngine):
         return dealt
 
     def _serve(self, loader: Loader) -> None:
-        """Have a loader's batches arrive as a loop that computes its own loss needs them."""
+        """Convert a loader's batches to the form that a loop with its own loss needs."""
         loader.fills_empty, loader.device = True, self.device
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class Engine(RankEngine):
 
         Args:
             folder: the same folder for all ranks, on storage that they share.
-            keep: number of the newest checkpoints that stay in the folder.
+            keep: number of newest checkpoints to keep in the folder.
             objects: further state by name: anything with a `state_dict` (schedulers, averages, samplers), and plain
                 values.
 
@@ -392,13 +392,13 @@ class Engine(RankEngine):
 
         Args:
             folder: the folder that `save` got.
-            objects: objects that get their state by `load_state_dict`, by the names given to `save`.
+            objects: objects whose state `load_state_dict` restores, by the names given to `save`.
 
         Returns:
             The plain values that were saved, by name; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or of another model.
+            CheckpointError: the checkpoint is damaged, or belongs to another model.
             DataError: the data set has another number of samples, or its first, middle or last sample has changed.
         """
         return own_state.load(self, Path(folder), objects)
@@ -435,7 +435,7 @@ class Engine(RankEngine):
         yield
         self.on_phase("data", self.step_count + 1)
 
-    # Steps that the loop takes by `optimizer.step()`
+    # Steps that the loop takes with `optimizer.step()`
 
     def _before_own_step(self) -> None:
         if self.compute.loss_scale is not None:
@@ -451,13 +451,13 @@ class Engine(RankEngine):
         if self.local_steps:
             check_all_step(self.plan, stepped, len(self.optimizers))
             self._follow_changes()
-        # a replica that skipped its update still takes part in an average, since others wait for it
+        # a replica that skipped its update still takes part in an average, because others wait for it
         if updated or self.local_steps:
             self.rule.after_step(self.step_count + 1)
         self.step_count += 1
         self._casting = False
 
-    # Which parameters are whose
+    # Ownership of parameters
 
     def _owners(self) -> dict[Tensor, int]:
         if len(self.optimizers) == 1:
@@ -470,7 +470,7 @@ class Engine(RankEngine):
         super()._attach(identical=identical)
         held = set(self._held_by_optimizer())
         self._untrained = [p for p in self.replica.trainable if p not in held]
-        # where the rule has no hooks that refuse
+        # hooks of the rule refuse it themselves
         refuses = self.group.size > 1 and not self.local_steps and not getattr(self.rule, "hooks", None)
         divided = self._parameters if self.split is None else self.split.divided.values()
         self.refusals.refuse_backward(divided if refuses else (), self.replica)

@@ -34,12 +34,12 @@ Closure = Callable[[], Any]
 
 
 class OptimizerSteps:
-    """Optimizers of a loop, by number, and which of them may step.
+    """Optimizers of a loop, by number, and the permission of each to step.
 
     Attributes:
-        optimizers: in the order in which `setup` was given them.
-        gradients: state of each optimizer's gradients: `own` if they are of this rank alone, `reduced` over all ranks,
-            or `left` if another optimizer was updated since; no entry after a step.
+        optimizers: in the order in which `setup` got them.
+        gradients: state of each optimizer's gradients: `own` for this rank's gradients, `reduced` for gradients summed
+            over all ranks, `left` if another optimizer has stepped since; no entry after a step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -68,7 +68,7 @@ class OptimizerSteps:
         """Check every optimizer step in this process if there is more than one rank.
 
         Args:
-            before: called before a step that the loop takes by `optimizer.step()`.
+            before: called before a step that the loop takes with `optimizer.step()`.
             after: called after such a step.
             newest_loss: the mean loss over all ranks.
             divided_by: the plan, if it divides the model.
@@ -81,7 +81,7 @@ class OptimizerSteps:
 
     @contextmanager
     def by_the_engine(self) -> Iterator[None]:
-        """Context in which the engine steps the optimizers, and no step is checked."""
+        """Return a context in which the engine steps the optimizers, and no step is checked."""
         self._by_engine = True
         try:
             yield
@@ -89,21 +89,21 @@ class OptimizerSteps:
             self._by_engine = False
 
     def ignore(self, optimizer: Optimizer) -> None:
-        """Check the steps of an optimizer no more."""
+        """Stop checking the steps of an optimizer."""
         self._ignored.add(id(optimizer))
 
     def close(self) -> None:
-        """Watch no steps any more."""
+        """Stop watching steps."""
         for hook in self._hooks:
             hook.remove()
 
-    # Which parameters are whose
+    # Ownership of parameters
 
     def numbers(self, optimizers: Sequence[Optimizer]) -> set[int]:
-        """Numbers of some optimizers; of all if none is named.
+        """Return the numbers of some optimizers; of all if none is named.
 
         Raises:
-            JobError: one is not of this loop, or named twice.
+            JobError: an optimizer does not belong to this loop, or is named twice.
         """
         if not optimizers:
             return set(range(len(self.optimizers)))
@@ -116,7 +116,7 @@ class OptimizerSteps:
         return numbers
 
     def parameters_of(self, numbers: set[int]) -> list[nn.Parameter]:
-        """Trainable parameters that these optimizers hold."""
+        """Return the trainable parameters of these optimizers."""
         held = (self.optimizers[number] for number in sorted(numbers))
         return [p for optimizer in held for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
@@ -131,7 +131,7 @@ class OptimizerSteps:
                 class_name=type(self.optimizers[number]).__name__,
             )
 
-    # What happens to their gradients
+    # State of the gradients
 
     def with_gradients(self, numbers: set[int], *, own: bool) -> set[int]:
         """Select optimizers that have gradients: of this rank alone if `own`, else reduced ones."""
@@ -142,12 +142,12 @@ class OptimizerSteps:
         self.gradients |= dict.fromkeys(numbers, "reduced" if reduced else "own")
 
     def stepped(self, numbers: set[int]) -> None:
-        """Note an update by these optimizers, whose gradients are used up."""
+        """Record an update by these optimizers, which clears their gradients."""
         left = self.with_gradients(self.gradients.keys() - numbers, own=False)
         self.gradients = {n: "left" if n in left else of for n, of in self.gradients.items() if n not in numbers}
 
     def refuse_leftovers(self, targets: set[int], *, named: bool) -> None:
-        """Refuse to add to gradients of an earlier loss, whose update was another optimizer's."""
+        """Refuse to add to gradients of an earlier loss that another optimizer's update left over."""
         for number in sorted(n for n in targets if self.gradients.get(n) == "left"):
             if named and any(p.grad is not None for p in self.parameters_of({number})):
                 raise JobError(
@@ -166,10 +166,10 @@ class OptimizerSteps:
             return None
         number = next((i for i, own in enumerate(self.optimizers) if own is optimizer), None)
         if number is None:
-            if optimizer not in _KNOWN:  # else it is another engine's
+            if optimizer not in _KNOWN:  # otherwise it belongs to another engine
                 self._check_outer_step(optimizer)
             return None
-        closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch gives the optimizer first
+        closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch passes the optimizer first
         if closure is not None:
             without = {k: v for k, v in keywords.items() if k != "closure"}
             return (optimizer, self._agreed_closure(optimizer, closure), *args[2:]), without
@@ -178,9 +178,9 @@ class OptimizerSteps:
         return None
 
     def _agreed_closure(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The closure, returning the mean loss over all ranks.
+        """Wrap the closure so that it returns the mean loss over all ranks.
 
-        A line search must decide the same on every rank.
+        All ranks then take the same decisions in a line search.
         """
         if self._divided_by is not None:
             raise PlanError(
@@ -198,11 +198,11 @@ class OptimizerSteps:
         return agreed
 
     def _check_outer_step(self, optimizer: Optimizer) -> None:
-        """Check the step of an optimizer within the loop's, as in SAM and Lookahead."""
+        """Check the step of an optimizer inside another step, as in SAM and Lookahead."""
         owner = {p: i for i, own in enumerate(self.optimizers) for g in own.param_groups for p in g["params"]}
         stepped = {p for g in optimizer.param_groups for p in g["params"]}
         if not stepped & owner.keys() and stepped <= {p for o in _KNOWN for g in o.param_groups for p in g["params"]}:
-            return  # it works within another engine's, which checks it
+            return  # it works inside another engine's step, which checks it
         owners = {owner.get(p) for p in stepped}
         if None in owners:
             raise JobError(
@@ -246,12 +246,12 @@ class Optimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all."""
+        """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:
-        """The states of all, by parameter."""
+        """The states of all optimizers, by parameter."""
         together: dict[Tensor, Any] = {}
         for optimizer in self.optimizers:
             if shared := [p for p in optimizer.state if p in together]:
@@ -270,7 +270,7 @@ class Optimizers:
             optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """State as `Optimizer.state_dict` gives it, parameters numbered over all."""
+        """Return the state in the form of `Optimizer.state_dict`, with parameters numbered over all."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for first, own in zip(self._firsts(), (o.state_dict() for o in self.optimizers), strict=True):
@@ -281,7 +281,7 @@ class Optimizers:
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give each optimizer its part of what `state_dict` said."""
+        """Give each optimizer its part of a state from `state_dict`."""
         groups = list(state["param_groups"])
         for first, optimizer in zip(self._firsts(), self.optimizers, strict=True):
             own, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
@@ -302,9 +302,9 @@ class Optimizers:
 
 @contextmanager
 def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context of a backward pass without the gradients of earlier passes, which it adds again.
+    """Compute a backward pass without the gradients of earlier passes, and add them afterwards.
 
-    Those are summed over the ranks already; a sum over the ranks within the context is without them.
+    The earlier gradients are already summed over the ranks, so another sum must not include them.
     """
     earlier: dict[nn.Parameter, Tensor] = {}
     for parameter in parameters:
@@ -317,28 +317,28 @@ def summed_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 class LossShares:
-    """Tracks which batches were read since the last loss.
+    """Record of the batches read since the last loss.
 
     Args:
-        loaders: all that the loop reads from; the list may grow.
+        loaders: all loaders of the loop; the list may grow.
         data_group: the ranks that read different samples.
     """
 
     def __init__(self, loaders: Sequence[Loader], data_group: Group, device: torch.device) -> None:
         self.loaders, self.data_group, self.device = loaders, data_group, device
-        # where each loader stood at the last loss
+        # position of each loader at the last loss
         self._seen: dict[int, Position] = {}
         self._read_ahead = False
 
     def forget(self) -> None:
-        """Start anew, as after a checkpoint was loaded."""
+        """Start again, as after a checkpoint was loaded."""
         self._seen.clear()
 
     def weigh(self, loss: Tensor, items: float | Tensor | None, *, local_steps: bool) -> tuple[float | Tensor, Tensor]:
-        """This rank's share of the global mean, and that mean.
+        """Return this rank's share of the global mean, and that mean.
 
         Args:
-            items: what the loss is the mean over; None: the samples of the loaders' last batch.
+            items: number of items that the loss averages over; None takes the samples of the loaders' last batch.
             local_steps: True if this replica steps by its own mean.
         """
         wide = widest_float(self.device)
@@ -356,9 +356,9 @@ class LossShares:
         return own_share.to(loss.dtype), sums[0] / total
 
     def check_data(self) -> None:
-        """Raise DataError where a batch was not read from a dealt loader.
+        """Raise DataError if a batch was not read from an engine's loader.
 
-        All ranks would train on data of their own.
+        All ranks would otherwise train on separate data.
         """
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
@@ -369,12 +369,12 @@ class LossShares:
             )
 
     def _share(self) -> float:
-        """This rank's fraction of the global batch that its loss is the mean of.
+        """Return the fraction of the global batch that this rank's loss averages over.
 
         Raises:
-            DataError: it is not known which batch that is.
+            DataError: the batch of the loss is not known.
         """
-        # not one that was iterated to its end, to validate
+        # not a loader that was read to its end for validation
         running = [loader for loader in self.loaders if loader.running] or self.loaders
         seen = {
             id(loader): (loader.position, self._seen.get(id(loader)))
@@ -470,7 +470,7 @@ def refuse_own_passes(plan: Plan) -> None:
 
 
 def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
-    """Refuse an update by some of several optimizers, where the rule counts a replica's steps."""
+    """Refuse to update only some optimizers if the rule counts a replica's steps."""
     if stepped < optimizers:
         raise PlanError(
             "loop.rule_counts_steps",
@@ -481,14 +481,14 @@ def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
 
 
 class Refusals:
-    """Errors hung on a model, for backward passes past the engine and for copies."""
+    """Hooks that raise errors for backward passes outside of the engine and for copies."""
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
         self._uncopied: list[nn.Module] = []
 
     def refuse_backward(self, parameters: Iterable[nn.Parameter], replica: Replica) -> None:
-        """Make `loss.backward()` an error at these parameters, and at no others any more."""
+        """Make `loss.backward()` an error for these parameters only."""
 
         def refuse(_: Tensor) -> None:
             if replica.backward.gradients == "refused":
@@ -500,7 +500,7 @@ class Refusals:
     def refuse_copies(self, model: nn.Module, plan: Plan, ranks: int) -> None:
         """Make `deepcopy` of a divided module an error.
 
-        A copy would compute with the original's parts: an average of the weights that is none.
+        A copy would compute with the original's parts, so an average of the weights would be wrong.
         """
 
         def refuse(memo: Any) -> Any:
@@ -517,7 +517,7 @@ class Refusals:
             module.__deepcopy__ = refuse  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Take all of them off the model."""
+        """Remove all hooks from the model."""
         self._remove_hooks()
         for module in self._uncopied:
             module.__dict__.pop("__deepcopy__", None)
@@ -528,7 +528,7 @@ class Refusals:
 
 
 class NoLoader:
-    """Placeholder for a loader, in loops where every rank brings its own data."""
+    """Placeholder for a loader in loops whose ranks bring their own data."""
 
     position = None
     indices: Sequence[int] = ()
@@ -543,7 +543,7 @@ class NoLoader:
         )
 
     def fill_every_rank(self, what: str) -> None:
-        """Nothing to require: every rank computes with the data that it brings."""
+        """Require nothing: every rank computes with its own data."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -556,5 +556,5 @@ class NoLoader:
 
 
 def no_loss(output: Any, target: Any) -> Tensor:
-    """Placeholder for a loss, in loops that compute their own."""
+    """Raise an error; placeholder for a loss in loops that compute their own."""
     raise JobError("loop.no_loss", "setup was given no loss")

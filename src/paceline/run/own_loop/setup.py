@@ -1,4 +1,4 @@
-"""`paceline.setup`: make an engine from the four things that every training script has."""
+"""`paceline.setup`: make an engine from model, optimizer, loss and loader."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def setup(
         buffers: other buffers that the forward pass writes: `same` on all ranks (any difference is an error before the
             update), or `local` to each rank.
         seed: seed of the order of the data and of the dropout masks.
-        deadline_s: the longest that a rank may keep the others waiting, in seconds.
+        deadline_s: longest time in seconds that a rank may keep the others waiting.
         on_step: functions that get the `StepResult` of every `step` and `update`, on every rank; see
             `paceline.tracker`.
 
@@ -186,7 +186,7 @@ def _divided(
             size=group.size,
         )
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    from paceline.engine.split_model import divide  # heavy
+    from paceline.engine.split_model import divide  # slow imports
 
     _agree_on_weights(model, group)
     split = divide(model, plan, mesh, dealt, cast(Loss, loss), settings)
@@ -278,7 +278,7 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], loss: Any) -> dict[str, Tensor]:
-    """Parameters and buffers trained outside of the model, by a name for checkpoints."""
+    """Return parameters and buffers trained outside of the model, by a name for checkpoints."""
     known: set[Tensor] = {*model.parameters(), *model.buffers()}
     found: dict[str, Tensor] = {}
     if isinstance(loss, nn.Module):
@@ -355,7 +355,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 def _check_plain(model: nn.Module) -> None:
     """Refuse a model that another library has wrapped for distributed training.
 
-    Its gradients would be summed twice, or its shards taken for whole parameters.
+    Its gradients would be summed twice, or its shards would be mistaken for whole parameters.
     """
     for name, module in model.named_modules():
         kind = type(module)
@@ -373,10 +373,10 @@ def _check_plain(model: nn.Module) -> None:
 def _agree_on_weights(model: nn.Module, group: Group) -> None:
     """Broadcast the first rank's weights.
 
-    Parts of models that were drawn from different seeds would make no whole.
+    Otherwise ranks with different seeds would hold parts of different models.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        # an accelerator's collectives take its own memory only, and the model may still be in the host's
+        # an accelerator's collectives need device memory, and the model may still be on the host
         agreed = tensor.detach().to(group.device)
         group.broadcast(agreed)
         if agreed.device != tensor.device:
@@ -384,7 +384,7 @@ def _agree_on_weights(model: nn.Module, group: Group) -> None:
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:
-    """Make the optimizer step on this rank's parts, with their part of its state."""
+    """Make the optimizer update this rank's parts, with their part of its state."""
     state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Save, load, export and evaluation of a user's own loop, on any plan."""
+"""Saving, loading, export and evaluation in a user's own loop, on any plan."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
-_EXTRA = "extra/"  # before the names of tensors of the user's own objects
+_EXTRA = "extra/"  # prefix of the names of tensors in the user's own objects
 
 
 def save(engine: Engine, folder: Path, objects: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint and return when it is on the disk. Every rank calls it.
+    """Write a checkpoint and return when it is on disk; every rank calls it.
 
     Raises:
         CheckpointError: it cannot be written, or something in `objects` is neither plain nor a tensor.
@@ -64,7 +64,7 @@ def save(engine: Engine, folder: Path, objects: Mapping[str, Any], keep: int) ->
     taken.shared |= shared
     taken.own |= own
     group, deadline_s = engine.group, engine.group.deadline_s
-    # rank 0 removes what a crash left half-written; no rank may have begun before that
+    # rank 0 removes half-written files of a crash; no rank may have begun before that
     writer = _together(
         engine,
         lambda: Checkpointer(
@@ -97,12 +97,13 @@ def _raise_on_all(engine: Engine, problem: PacelineError | None, kind: type[Pace
 
 
 def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resume from the newest whole checkpoint in `folder`; returns its plain values.
+    """Resume from the newest whole checkpoint in `folder`; return its plain values.
 
-    None where there is no checkpoint.
+    Return None if there is no checkpoint.
 
     Raises:
-        CheckpointError: it is of another model, optimizer or set of objects, or there are some and none is whole.
+        CheckpointError: the checkpoint has another model, optimizer or set of objects, or no existing checkpoint is
+            whole.
         DataError: a data set of the loop has changed.
     """
     group = engine.group
@@ -193,7 +194,10 @@ def _write_whole(engine: Engine, path: Path) -> None:
 
 
 def _check_folder(engine: Engine, folder: Path) -> None:
-    """Raise where the ranks name different folders, in which their parts would never meet."""
+    """Raise an error if the ranks name different folders.
+
+    Otherwise the parts of one checkpoint would be separated.
+    """
     everyones = engine.group.gather_json(str(folder.absolute()))
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
@@ -210,7 +214,7 @@ def _check_folder(engine: Engine, folder: Path) -> None:
 def _shared_and_own(
     engine: Engine, encoded: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors equal on all ranks, and those of this rank alone (batch-norm averages).
+    """Return tensors equal on all ranks, and those of this rank alone (batch-norm averages).
 
     Raises:
         CheckpointError: plain values differ between the ranks, or a tensor is divided.
@@ -222,7 +226,7 @@ def _shared_and_own(
                 "the plan divides {name} over the ranks. Keep such state out of engine.save, or use dp.",
                 name=name,
             )
-    # A sum and a sum of squares: enough to tell what every rank keeps for itself from what all have.
+    # A sum and a sum of squares are enough to find the tensors that differ between ranks.
     marks = {
         name: [float(widened(t).sum()), float(widened(t).square().sum()), list(t.shape)] for name, t in tensors.items()
     }
@@ -263,7 +267,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
 
 
 def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
-    """Refuse a changed data set on all ranks, also if only one rank has it."""
+    """Refuse a changed data set on all ranks, even if only one rank has it."""
     problem = None
     for loader, saved in zip(engine.loaders, loaded.values["loop"].get("data", ()), strict=False):
         if what := changed_data(saved, loader.fingerprint()):
@@ -281,7 +285,7 @@ def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
     _raise_on_all(engine, problem, DataError)
 
 
-_KIND = "!"  # marks a JSON object that stands for something else than a dict with names
+_KIND = "!"  # marks a JSON object that does not represent a dict with string keys
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -298,10 +302,10 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON, with its tensors moved into `tensors`, named `name…`.
+    """Convert `value` to JSON and move its tensors into `tensors`, named `name…`.
 
     Raises:
-        CheckpointError: something in it is neither plain nor a tensor. Names where.
+        CheckpointError: a part is neither plain nor a tensor; names its position.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -355,7 +359,7 @@ Measure = Callable[[Any], Mapping[str, Any]]
 
 
 def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Measure) -> dict[str, float]:
-    """Mean of each number from `measure` over all samples; see `Engine.evaluate`."""
+    """Average each number from `measure` over all samples; see `Engine.evaluate`."""
     if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
             "loop.measure_by_engine",
@@ -390,7 +394,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
 
 
 def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str, float]:
-    """The mean over all samples of the loss given to `setup`."""
+    """Average the loss given to `setup` over all samples."""
     if not engine.has_loss:
         raise JobError(
             "loop.evaluate_without_loss",
@@ -439,7 +443,7 @@ def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> 
 
 
 def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Means over all ranks, summed in rank order for equal bits on every rank."""
+    """Average over all ranks, summed in rank order for equal bits on every rank."""
     together: dict[str, list[float]] = {}
     for sums in everyones:
         for name, (total, count) in sums.items():
@@ -450,7 +454,7 @@ def _means(everyones: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def own_batches(data: Any, engine: Engine) -> Iterator[Any]:
-    """Every n-th batch of `data`, padded with None where a replica's ranks must compute together."""
+    """Yield every n-th batch of `data`, padded with None if a replica's ranks compute together."""
     return _dealt(data, engine).batches
 
 

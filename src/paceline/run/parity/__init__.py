@@ -1,7 +1,7 @@
 """Parity of a plan with one process: `paceline check`.
 
-Here are the messages between the command and its ranks, without torch. Read `check.py` first (starts the ranks and
-compares), then `ranks.py` (what each rank does).
+This module has the messages between the command and its ranks; it does not import torch. Read `check.py` first (starts
+the ranks and compares), then `ranks.py` (what each rank does).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from paceline.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts in which one process computes a batch: data-parallel ranks' microbatches, in turn.
+    """Division of a batch for one process: the microbatches of data-parallel ranks, in turn.
 
-    `together`: instead the first microbatches of all ranks as one part, then the second, as layers see them that the
-    ranks share.
+    With `together`, the first microbatches of all ranks form one part, then the second ones, as layers that the ranks
+    share see them.
     """
 
     microbatches: int
@@ -31,9 +31,9 @@ class Steps:
     """Steps of a job under a plan.
 
     Attributes:
-        parts: how a process that computes alone divides a batch; a plan of several ranks divides it by itself.
+        parts: how a single process divides a batch; a plan of several ranks divides the batch itself.
         folder: tensors of the reference, in `reference-STEP/tensors`.
-        perturbed: begin with every weight changed by one unit in the last place.
+        perturbed: whether to begin with every weight changed by one unit in the last place.
     """
 
     job: Job
@@ -46,12 +46,12 @@ class Steps:
 
 @dataclass
 class Reference:
-    """Findings of the one process. Its tensors are in the folder.
+    """Results of the one process; its tensors are in the folder.
 
     Attributes:
         outputs: as in `Compared`.
-        written: the buffers that the forward pass writes.
-        random: the module that draws random numbers when it is called; None if there is none.
+        written: buffers that the forward pass writes.
+        random: the module whose forward pass uses random numbers; None if there is none.
         inputs: for every step, digests of its samples by index.
         dataset: the name of the data set.
         collate_draws: whether the collate function draws random numbers.
@@ -68,16 +68,15 @@ class Reference:
 
 @dataclass
 class Compared:
-    """Findings of one rank.
+    """Results of one rank.
 
     Attributes:
-        losses: of every step; the same on all ranks.
-        steps: per step, how far every parameter and buffer that the rank holds a piece of differs: `gradient`,
+        losses: loss of every step, the same on all ranks.
+        steps: per step, the difference of every parameter and buffer of which the rank holds a shard: `gradient`,
             `parameter`, `buffer`.
-        outputs: for every module that the rank runs, what it added up of its outputs in the first step: number, sum,
-            sum of squares.
-        report: what the plan divided, in words.
-        inputs: as in `Reference`, of the rank's own samples.
+        outputs: for every module that the rank runs, number, sum and sum of squares of its outputs in the first step.
+        report: a description of what the plan divided.
+        inputs: as in `Reference`, for the rank's own samples.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""`paceline check`: comparison of a plan with one process, before anything long is trained."""
+"""`paceline check`: comparison of a plan with one process, before a long training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Verdict = Literal["holds", "differs", "cannot tell"]
 
 
 class Tolerance(NamedTuple):
-    """Relative differences to one process in float64, of tensors in the L2 norm."""
+    """Relative differences from one process in float64, of tensors in the L2 norm."""
 
     loss: float
     gradient: float
@@ -40,18 +40,18 @@ TOLERANCES = {
     "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
 }
-# Where rounding alone may move a job by more than this, a mistake of that size (a rank's gradient left out) would pass
-# for rounding.
+# If rounding alone may change a job by more than this, an error of the same size (one rank's gradient is missing)
+# would pass for rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
-# Times what one process in the plan's precision differs by: as much is rounding, which some jobs magnify from step to
-# step.
+# Multiple of the difference that one process in the plan's precision shows: up to this, the difference is rounding,
+# which some jobs amplify from step to step.
 ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
 STEPS = 5
 
 
 @dataclass(frozen=True)
 class LargestDifference:
-    """The tensor that differs most in a step, and the rank that holds that piece."""
+    """The tensor that differs most in a step, and the rank that holds this shard."""
 
     difference: float
     name: str
@@ -70,7 +70,7 @@ class StepParity:
 
     @property
     def loss_difference(self) -> float:
-        """Relative to the reference."""
+        """Difference of the loss, relative to the reference."""
         return abs(self.loss - self.reference_loss) / (abs(self.reference_loss) or 1.0)
 
     @property
@@ -86,14 +86,14 @@ class Parity:
     """Result of `check` for a plan.
 
     Attributes:
-        tolerance: those of the precision, or more where one process in that precision is that far from float64.
-        steps: in order.
+        tolerance: tolerance of the precision, or more if one process in that precision differs from float64 by more.
+        steps: the steps in order.
         parameters: for every parameter its largest gradient difference over the steps.
-        first_module: the first module, in the order in which they ran, whose output differs in the first step; None
-            where none does, or where the stages of a pipeline run apart.
-        report: what the plan divided, in words.
-        undecided: why the numbers can tell nothing of the plan; None where they can.
-        reference_precision: that of the one process; `fp32` only where the model cannot run in float64.
+        first_module: the first module, in the order in which they ran, whose output differs in the first step; None if
+            all are equal, or if the stages of a pipeline run separately.
+        report: a description of what the plan divided.
+        undecided: why the numbers prove nothing about the plan; None if they are conclusive.
+        reference_precision: precision of the one process; `fp32` only if the model cannot run in float64.
     """
 
     plan: Plan
@@ -112,7 +112,7 @@ class Parity:
 
     @classmethod
     def of(cls, plan: Plan, found: Sequence[Compared], reference: Reference, tolerance: Tolerance) -> Parity:
-        """Parity of what the plan's ranks found with the one process."""
+        """Compare the results of the plan's ranks with the one process."""
         parity = cls(plan, tolerance, [_step(found, i, loss) for i, loss in enumerate(reference.losses)])
         parity.parameters = _largest(found)
         parity.report = found[0].report
@@ -134,8 +134,8 @@ class Parity:
         """`holds` or `differs`; `cannot tell` if rounding or random numbers could hide a mistake."""
         if self.undecided is not None:
             return "cannot tell"
-        # Where rounding moves one quantity beyond its cap, how far it moves the others is chance: a difference within
-        # their caps says nothing either.
+        # If rounding moves one quantity beyond its cap, its effect on the others is random: a difference within
+        # their caps is no evidence either.
         limits = self.tolerance if self.why_undecided is None else Tolerance(*map(max, self.tolerance, CAP))
         if any(found > limit for found, limit in zip(self.largest, limits, strict=True)):
             return "differs"
@@ -143,12 +143,12 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """True if every step is within a tolerance that is small enough to rely on."""
+        """True if every step is within a tolerance that is small enough to be reliable."""
         return self.verdict == "holds"
 
     @property
     def why_undecided(self) -> str | None:
-        """Reason why a match could be a coincidence, and what to do; else None."""
+        """Return the reason why a match could be a coincidence, with advice; else None."""
         if self.undecided is not None:
             return self.undecided
         beyond = [name for name, limit, cap in zip(Tolerance._fields, self.tolerance, CAP, strict=True) if limit > cap]
@@ -193,10 +193,10 @@ def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = N
 class Checks:
     """Parity checks of one job.
 
-    The steps of one process are taken once for all plans that divide batches for batch norm alike.
+    The steps of one process run once for all plans that divide batches for batch norm in the same way.
 
     Attributes:
-        reference_precision: that of the one process: float64, or float32 where the model cannot run in float64.
+        reference_precision: precision of the one process: float64, or float32 if the model cannot run in float64.
     """
 
     def __init__(self, job: Job, cluster: Cluster | None = None, *, steps: int = STEPS) -> None:
@@ -208,16 +208,16 @@ class Checks:
 
     @contextmanager
     def opened(self) -> Iterator[Checks]:
-        """A folder for what the checks write; removed at the end."""
+        """Create a folder for the files of the checks; it is removed at the end."""
         with scratch_folder() as folder:
             self._folder = Path(folder)
             yield self
 
     def check(self, plan: Plan) -> Parity:
-        """Train the steps under the plan, and compare.
+        """Train the steps under the plan and compare them.
 
         Raises:
-            PlanError: the plan cannot run the job here; every reason.
+            PlanError: the plan cannot run the job here; the message lists every reason.
             LaunchError: a rank failed.
         """
         refuse(self.job, plan, self.cluster)
@@ -248,10 +248,10 @@ class Checks:
         return Parity.of(plan, found, reference, tolerance)
 
     def _parts(self, plan: Plan) -> Parts:
-        """Parts in which one process computes a batch, so that it can be compared.
+        """Return the parts in which one process computes a batch, to be comparable.
 
-        Batch norms couple the samples of a part; and what a forward pass writes (spectral norm) is written once for
-        each microbatch.
+        Batch norm couples the samples of a part, and a forward pass updates buffers (spectral norm) once per
+        microbatch.
         """
         from paceline.planning.model.model_info import model_info
 
@@ -273,8 +273,8 @@ class Checks:
         try:
             return run_on_plan(_take_reference, steps, job=self.job, cluster=self.cluster, plan=plan, folder=folder)[0]
         except LaunchError:
-            # Some models name float32 in their code and raise in float64; of these float32 is the most exact that there
-            # is.
+            # Some models name float32 in their code and raise in float64; for these, float32 is the most exact
+            # precision
             if precision != "fp64" or self._references:
                 raise
             reference = self._taken(folder, parts, "fp32")
@@ -305,9 +305,9 @@ def check_all(
 ) -> bool:
     """Check every legal plan of up to `most_ranks` ranks.
 
-    `say` gets each as it is done, a refused one as its `PlanError`.
+    `say` gets each result as it completes; for a refused plan, its `PlanError`.
 
-    Returns whether every plan that runs holds.
+    Returns True if every plan that runs holds.
     """
     from paceline.errors import PacelineError
     from paceline.planning.search.space import legal_plans
@@ -408,7 +408,7 @@ def _largest(found: Sequence[Compared]) -> dict[str, float]:
 
 
 def _first_difference(reference: dict[str, list[float]], found: Sequence[Compared], tolerance: float) -> str | None:
-    """First module, in order of execution, whose outputs have another mean square."""
+    """Return the first module, in order of execution, whose outputs have another mean square."""
     for name, (number, _, square) in reference.items():
         ours = [compared.outputs[name] for compared in found if name in compared.outputs]
         if not ours or not number:

@@ -1,7 +1,8 @@
 """Ranks of a parity check: steps under a plan against one process in float64.
 
-The one process writes down what it computed; every rank of the plan then holds its own pieces against it, so nothing is
-gathered, and replicas that drifted apart show as well. Gradients are those that the optimizer was given.
+The one process writes its results to files; every rank of the plan then compares its own shards with them. So nothing
+is gathered, and replicas that have drifted apart are found, too. The compared gradients are those that the optimizer
+got.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from paceline.run.learning_rate import LearningRate
 from paceline.run.parity import Compared, Reference, Steps
 from paceline.split.layout import ShardLayout, local
 
-# Some gradients are zero but for rounding (a bias of attention's keys shifts all scores alike), and biases begin at
-# zero, so nothing is measured by less than this share of the norm of all gradients, of all parameters, or of all
-# buffers that the forward pass writes.
+# Some gradients are zero except for rounding (a bias of attention's keys shifts all scores alike), and biases begin
+# at zero. So differences are relative to at least this share of the norm of all gradients, of all parameters, or of
+# all buffers that the forward pass writes.
 VANISHING = 1e-3
-_LOOKED_AT = 4  # samples, to see whether the model draws at random
+_LOOKED_AT = 4  # number of samples, to find out whether the model uses random numbers
 
 
 def take_reference(steps: Steps) -> Reference:
-    """Take the steps in this process alone, and write the tensors into the folder."""
+    """Take the steps in this process alone, and write the tensors to the folder."""
     with _comparable(steps.job, steps.plan):
         engine = _engine(steps, Group())
         drawn = random_module(engine.compute, engine.loader.example(_LOOKED_AT))
@@ -91,7 +92,7 @@ def compare(steps: Steps, reference: Reference) -> Compared:
 
 @contextmanager
 def _comparable(job: Job, plan: Plan) -> Iterator[None]:
-    """Within, models drop nothing; and in float64 they compute all in it."""
+    """Disable dropout within this context; in float64, also compute everything in float64."""
     with nothing_dropped(), all_in_float64() if plan.precision_for(job) == "fp64" else nullcontext():
         yield
 
@@ -102,7 +103,7 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
     without_dropout(model if isinstance(model, nn.Module) else model.model)
     data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
     alone = job
-    if group.size == 1 and job.partition.weights is not None:  # the same batches, dealt to one
+    if group.size == 1 and job.partition.weights is not None:  # the same batches, all for one rank
         alone = job.model_copy(update={"partition": job.partition.model_copy(update={"weights": None})})
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
@@ -117,7 +118,8 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
 def _rates(steps: Steps, engine: RankEngine) -> Callable[[int], object]:
     """Return a function that sets the rates of a step, counted from 1.
 
-    Only scheduler classes are followed. Other schedules leave the first rate, so that steps move parameters alike.
+    Only scheduler classes are applied. With other schedules the first rate stays, so that all steps move parameters
+    equally.
     """
     if not steps.job.schedule.by_class:
         return lambda step: None
@@ -138,10 +140,10 @@ def _perturb(engine: RankEngine) -> None:
 
 
 class _Dealt:
-    """Has one process compute the parts of a batch that several data-parallel ranks would.
+    """Loader that gives one process the parts of several data-parallel ranks.
 
-    Apart, the parts come one after the other, each with that rank's own buffers; together, the ranks' n-th microbatches
-    are one part.
+    Normally the parts follow one another, each with the rank's own buffers. With `together`, the n-th microbatches of
+    all ranks form one part.
     """
 
     def __init__(self, engine: RankEngine, job: Job, data: DataSets, ranks: int, *, together: bool) -> None:
@@ -152,11 +154,11 @@ class _Dealt:
         spec |= {"replicas": ranks, "labels": labels, "drop_last": job.drop_last}
         self.partitions = [Partition(job.partition, replica=rank, **spec) for rank in range(ranks)]
         self.buffers = [[b.clone() for b in engine.model.buffers()] for _ in range(ranks)]
-        self.waiting: list[int] = []  # the ranks of the parts to come
+        self.waiting: list[int] = []  # the ranks of the next parts
         engine.compute.microbatches = self.parts  # type: ignore[attr-defined]
         if together:
             return
-        # the engine weighs parts, not whole batches
+        # the engine weights parts, not whole batches
         engine.plan = replace(engine.plan, microbatches=self.microbatches * ranks)
         engine.model.register_forward_pre_hook(lambda *_: self._take())
         engine.model.register_forward_hook(lambda *_: self._keep())
@@ -187,7 +189,7 @@ class _Dealt:
         return dict(zip(dict(self.engine.model.named_buffers()), self.buffers[rank], strict=True))
 
     def _take(self) -> None:
-        if not self.waiting:  # no step, but a look at the model
+        if not self.waiting:  # not a training step, only a check of the model
             return
         for buffer, own in zip(self.engine.model.buffers(), self.buffers[self.waiting[0]], strict=True):
             buffer.copy_(own)
@@ -201,7 +203,10 @@ class _Dealt:
 
 
 def _buffers(engine: RankEngine) -> list[tuple[int, dict[str, Tensor]]]:
-    """Buffers by data-parallel rank: this one's, or those of all that one process stands for."""
+    """Return buffers by data-parallel rank.
+
+    One process may stand for several such ranks.
+    """
     dealt: _Dealt | None = getattr(engine, "dealt", None)
     if dealt is None:
         return [(engine.loader.partition.replica, engine.named_buffers())]
@@ -216,7 +221,7 @@ def _reference(steps: Steps, step: int) -> dict[str, Tensor]:
 
 
 def _as_real(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Turn complex tensors into pairs of real numbers, named `complex/NAME`.
+    """Convert complex tensors to pairs of real numbers, named `complex/NAME`.
 
     safetensors has no complex128.
     """
@@ -238,7 +243,7 @@ def _file(steps: Steps, step: int) -> Path:
 
 
 def _tensors(engine: RankEngine) -> dict[str, Tensor]:
-    """Parameters, gradients and persistent buffers (others are caches and counters); the last as `buffer/RANK/NAME`."""
+    """Return parameters, gradients and persistent buffers; buffers as `buffer/RANK/NAME`."""
     held, kept = engine.named_parameters(), engine.model.state_dict(keep_vars=True).keys()
     found = {f"parameter/{name}": _copy(p) for name, p in held.items()}
     found |= {f"average/{name}": _copy(average) for name, average in _averages(engine).items()}
@@ -280,7 +285,8 @@ def _compare(engine: RankEngine, reference: dict[str, Tensor], written: set[str]
         )
         for name, buffer in buffers.items():
             expected = reference.get(prefix + name)
-            if expected is not None and expected.shape == buffer.shape:  # else it is divided, and the parameters tell
+            # otherwise the model is divided, and its parameters are compared
+            if expected is not None and expected.shape == buffer.shape:
                 distance = _buffer_distance(buffer, expected, least if name in written else 0.0)
                 entry = found.setdefault(name, {})
                 entry["buffer"] = max(distance, entry.get("buffer", 0.0))
@@ -303,7 +309,7 @@ def _whole_norm(reference: dict[str, Tensor], kind: str) -> float:
 
 
 def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout, least: float) -> float:
-    """Relative L2 distance; infinite where only one of the two is there and not zero."""
+    """Return the relative L2 distance; infinite if one of the two is missing."""
     if own is None or reference is None:
         there = own if own is not None else reference
         return 0.0 if there is None or not _copy(local(there)).any() else math.inf
@@ -313,9 +319,9 @@ def _distance(own: Tensor | None, reference: Tensor | None, layout: ShardLayout,
 
 
 class ModuleOutputs:
-    """Adds up what every module puts out.
+    """Sums of the outputs of every module.
 
-    A mean does not depend on who computed which part, nor on how many computed the same.
+    A mean does not depend on which rank computed which part, or on how many ranks computed the same.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""State of a run at a glance, from the ends of its files.
+"""Brief state of a run, from the ends of its files.
 
-It reads a few kilobytes of each run and imports little, so that many runs can be listed at once. A directory that is
-broken, or that another program has written, is a state and never an error.
+It reads a few kilobytes of each run and imports little, so that many runs can be listed at once. A broken directory, or
+one that another program has written, is reported as a state and never raises an error.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paceline.run.record.progress import NewLines
 
 RunState = Literal["starting", "training", "ended", "interrupted", "failed", "unreadable"]
 ENDED: tuple[RunState, ...] = ("ended", "interrupted", "failed", "unreadable")
-_TAIL_BYTES, _STEP_BYTES = 2**16, 2**12  # that are read of the events, and of a rank's steps
-_BEAT_S = 60.0  # a trainer on another host that has written nothing for so long is taken to be gone
-_STATES = ("launch", "start", "resume", "restart", "end")  # events that say what the run does from then on
+_TAIL_BYTES, _STEP_BYTES = 2**16, 2**12  # bytes read from the events, and from a rank's steps
+_BEAT_S = 60.0  # a trainer on another host that has written nothing for this many seconds is considered gone
+_STATES = ("launch", "start", "resume", "restart", "end")  # events that determine the state of the run
 
 
 @dataclass(frozen=True)
 class RunBrief:
-    """A run at a glance.
+    """Brief state of a run.
 
     Attributes:
-        state: `failed` if it has not ended, and the process that trained it is gone.
-        reason: why it ended; else empty.
-        step: its newest step; None before the first.
+        state: `failed` if the run has not ended and its process is gone.
+        reason: why the run ended; otherwise empty.
+        step: newest step; None before the first.
         loss: training loss of that step; None if it was not finite.
-        began: Unix seconds when it was started, or resumed.
+        began: Unix time in seconds of the start or resumption.
     """
 
     path: Path
@@ -101,21 +101,21 @@ def _newest(file: Path, size: int) -> Iterator[dict[str, Any]]:
 
 
 def _steps_file(path: Path) -> Path:
-    """File of the rank that has written last: rank 0 may be lost."""
+    """Return the file of the rank that has written last; rank 0 may be lost."""
     files = list((path / "steps").glob("rank-*.jsonl"))
     return max(files, key=lambda file: file.stat().st_mtime, default=path / "steps" / "rank-0.jsonl")
 
 
 def _is_trained(path: Path) -> bool:
-    """True if the process that trains the run lives, as far as visible here."""
+    """Return True if the training process is alive, as far as this host can see."""
     holder = None
     with suppress(OSError), opened_to_read(path / LOCK) as file:
         holder = Holder.parse(file.read(4096))
         if holder is None:
-            return False  # given back
+            return False  # the lock was released
     if holder is not None and (holder.runs_here or holder.is_gone):
         return holder.runs_here
-    # of another host, or without a lock, as on Flower: by its newest sign of life
+    # trained on another host, or without a lock, as on Flower: decided by its newest sign of life
     files = [path / LOCK, path / "events.jsonl", _steps_file(path)]
     return time.time() - max(_changed(file) for file in files) < _BEAT_S
 
@@ -127,7 +127,7 @@ def _changed(file: Path) -> float:
 
 
 def _made(path: Path) -> float:
-    """Time at which the run was started or resumed: the description is written first."""
+    """Return the time of the start or resumption: the description is written first."""
     return _changed(path / "environment.json") or _changed(path)
 
 

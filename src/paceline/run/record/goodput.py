@@ -1,7 +1,7 @@
-"""Goodput of a run: useful step time over wall-clock, and the losses.
+"""Goodput of a run: useful step time divided by wall-clock time, and the losses.
 
-A pure function of the record, so it can be read while a run trains and after a crash. The wall-clock is divided
-into spans without gaps, so the parts sum to it exactly.
+A pure function of the record, so it can be read while a run trains and after a crash. The wall-clock time is divided
+into spans without gaps, so the parts sum exactly to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.run.record.run import WARM_UP_STEPS, Run, read_lines
 from paceline.units import percent, seconds
 
 USEFUL = "useful"
-# Parts of the wall-clock, with their names for people. Useful steps come first, the others are lost.
+# Parts of the wall-clock time, with display names. Useful steps come first; the others are losses.
 PARTS: Mapping[str, str] = {
     USEFUL: "useful steps",
     "start": "start-up",
@@ -33,15 +33,15 @@ PARTS: Mapping[str, str] = {
     "between": "between steps",
 }
 _FAILURE = ("restart", "recovery", "replay")  # parts that only a run with failures has
-_LEAST_STALL = 0.01  # of the wall-clock: a shorter checkpoint stall is not worth a line
-_LEAST_TOLD = 0.005  # of the wall-clock
-_ROUNDING_S = 2e-3  # of the times in the record
-_HELD_S = 0.5  # of records of a followed run, at least
-_TYPICAL_STEPS = 500  # of which a followed run's usual step is the median
+_LEAST_STALL = 0.01  # fraction of the wall-clock time; a shorter checkpoint stall is not reported
+_LEAST_TOLD = 0.005  # fraction of the wall-clock time; shorter losses are not reported
+_ROUNDING_S = 2e-3  # rounding of the times in the record
+_HELD_S = 0.5  # minimum time to hold back new records of a followed run
+_TYPICAL_STEPS = 500  # number of steps whose median is the usual step of a followed run
 
 
 class Span(NamedTuple):
-    """A stretch of the wall-clock that belongs to one of `PARTS`."""
+    """A stretch of the wall-clock time that belongs to one of `PARTS`."""
 
     start_s: float
     end_s: float
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A failure or its end, at its place on the wall-clock."""
+    """Start or end of a failure, with its position in the wall-clock time."""
 
     at_s: float
     text: str
@@ -57,12 +57,12 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Goodput:
-    """The wall-clock of a run, divided.
+    """Wall-clock time of a run, divided into parts.
 
-    The time in which no command of the run was under way (after an end, before `--resume`) is left out.
+    Time without an active command of the run (after an end, before `--resume`) is excluded.
 
     Attributes:
-        spans: without gaps, in order; the first starts at 0.
+        spans: spans without gaps, in order; the first starts at 0.
         failures: restarts, lost and healed ranks, and rewinds, in order.
     """
 
@@ -71,7 +71,7 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
-        """Wall-clock of all commands of the run together, in seconds."""
+        """Wall-clock time of all commands of the run together, in seconds."""
         return self.spans[-1].end_s if self.spans else 0.0
 
     @cached_property
@@ -84,12 +84,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Useful step time over wall-clock; 0 before the first step."""
+        """Useful step time divided by wall-clock time; 0 before the first step."""
         return self.parts_s[USEFUL] / self.wall_s if self.wall_s else 0.0
 
     @property
     def disturbed(self) -> bool:
-        """True if failures or checkpoints cost time that is worth a line."""
+        """True if failures or checkpoints cost enough time to be reported."""
         return any(self.parts_s[part] for part in _FAILURE) or (self.parts_s["checkpoint"] > _LEAST_STALL * self.wall_s)
 
     def sentence(self) -> str:
@@ -99,7 +99,7 @@ class Goodput:
         return f"{percent(self.share)} of {seconds(self.wall_s)}" + (f"; lost: {told}" if told else "")
 
     def over_time(self, stretches: int) -> list[tuple[float, float]]:
-        """The end of each equal stretch of the wall-clock, and the goodput within it."""
+        """Return the end and the goodput of each equal stretch of wall-clock time."""
         width_s = self.wall_s / stretches
         useful = [0.0] * stretches
         for start_s, end_s, part in self.spans:
@@ -112,18 +112,18 @@ class Goodput:
 
 
 def goodput(run: Run) -> Goodput:
-    """Goodput of a run so far, from the files of its directory."""
+    """Compute the goodput of a run so far, from the files of its directory."""
     steps = run.path / "steps"
     ranks = {0: _timed_lines(steps / "rank-0.jsonl")}
     numbers = {line["step"] for line in ranks[0]}
-    if numbers and len(numbers) < max(numbers):  # rank 0 was away for some steps; the others were not
+    if numbers and len(numbers) < max(numbers):  # rank 0 was absent for some steps; other ranks were not
         files = {path.stem[5:]: path for path in steps.glob("rank-*.jsonl")}
         ranks |= {int(name): _timed_lines(path) for name, path in files.items() if name.isdecimal() and name != "0"}
     return goodput_of(ranks, [event for event in run.events() if "time" in event])
 
 
 def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequence[Mapping[str, Any]]) -> Goodput:
-    """Goodput from the events and each rank's lines, also those of repeated steps."""
+    """Compute the goodput from the events and each rank's lines, including repeated steps."""
     lines = _steps_of_the_run(ranks)
     timed = [_own_s(line) - line.get("checkpoint_s", 0.0) for line in lines if line.get("step_s", 0.0) > 0]
     clock = _Clock(statistics.median(timed) if timed else 0.0)
@@ -133,10 +133,10 @@ def goodput_of(ranks: Mapping[int, Sequence[Mapping[str, Any]]], events: Sequenc
 
 
 class GoodputSoFar:
-    """Goodput of a run that is followed.
+    """Goodput of a run while it is followed.
 
-    It takes no more memory for a longer run. The newest records wait for the next look: events and steps are in files
-    of their own, which are not read at one moment.
+    Memory use does not grow with the run. The newest records wait until the next read, because events and steps are in
+    different files that are not read at the same moment.
     """
 
     def __init__(self) -> None:
@@ -149,15 +149,15 @@ class GoodputSoFar:
     def add(
         self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], *, took_s: float, ended: bool
     ) -> None:
-        """Take in what a look has found, which took so long.
+        """Add the records of a read of the files, and the seconds that it covers.
 
-        All of it counts at once where the run has `ended`.
+        If the run has `ended`, all records count at once.
         """
         timed = (line for line in steps if line.get("step_s", 0.0) > 0)
         self._times.extend(_own_s(line) - line.get("checkpoint_s", 0.0) for line in timed)
         self._pending += [*steps, *events]
         if len(self._times) <= WARM_UP_STEPS and not ended:
-            return  # what a step usually takes is not known
+            return  # the usual duration of a step is not known
         self._pending.sort(key=_time_of)
         self._newest = max([self._newest, *map(_time_of, self._pending[-1:])])
         until = math.inf if ended else self._newest - took_s - _HELD_S
@@ -172,7 +172,7 @@ class GoodputSoFar:
         self._clock.spans = [last]
 
     def goodput(self) -> Goodput:
-        """The wall-clock so far; of each part one span, not at its place."""
+        """Return the wall-clock time so far, with one span for each part."""
         spans, end_s = [], 0.0
         for part, seconds_of in self._parts.items():
             last = sum(span.end_s - span.start_s for span in self._clock.spans if span.part == part)
@@ -186,7 +186,7 @@ def _timed_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _steps_of_the_run(ranks: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    """Lines of rank 0, and of other ranks for steps that it lacks."""
+    """Return the lines of rank 0, completed by lines of other ranks."""
     found: list[Mapping[str, Any]] = []
     known: set[int] = set()
     for rank in sorted(ranks):
@@ -204,21 +204,21 @@ def _own_s(line: Mapping[str, Any]) -> float:
 
 
 class _Clock:
-    """Divides the wall-clock while the record is read in order.
+    """Division of the wall-clock time while the record is read in order.
 
     Args:
-        typical_s: a step's usual time. What the first step after a start or a failure takes beyond it counts as part
-            of that: allocation, compilation, new connections.
+        typical_s: a step's usual time. Additional time of the first step after a start or failure (allocation,
+            compilation, new connections) counts as part of the start or failure.
     """
 
     def __init__(self, typical_s: float) -> None:
         self.typical_s = typical_s
         self.spans: list[Span] = []
         self.failures: list[Failure] = []
-        self._at: float | None = None  # Unix time up to which all is divided; None where no command is under way
-        self._until = "start"  # the part of the time before the next step
+        self._at: float | None = None  # Unix time up to which the time is divided; None if no command is active
+        self._until = "start"  # the part for the time before the next step
         self._furthest = 0  # step
-        self._owed_s = 0.0  # useful time that rounding kept out of a span
+        self._owed_s = 0.0  # useful time that rounding excluded from a span
 
     def take(self, record: Mapping[str, Any]) -> None:
         if "event" in record:
@@ -249,7 +249,7 @@ class _Clock:
                 self._at, self._until = time, "start"
             case "start" | "resume" if self._at is None:
                 self._at, self._until = time, "start"
-            case "start" | "resume" if self._until == "between":  # started again by somebody else
+            case "start" | "resume" if self._until == "between":  # another process started the run again
                 self._failed(time, "restart", "restart")
             case "restart":
                 self._failed(time, "restart", "restart")
@@ -257,10 +257,10 @@ class _Clock:
                 self._failed(time, "recovery", f"rank {event.get('rank')} lost")
             case "host_lost":
                 self._failed(time, "recovery", f"host {event.get('host')} lost")
-            case "recut":  # behind a checkpoint that was waited for
+            case "recut":  # after a checkpoint with a wait
                 self._add(time, "checkpoint")
                 self._until = "recut"
-            case "generation":  # the ranks have met anew, without a lost one or with a healed one
+            case "generation":  # the ranks formed a new generation, without a lost rank or with a healed one
                 self._add(time, "recovery")
                 self._until = "recovery"
             case "healed":
@@ -270,7 +270,7 @@ class _Clock:
             case "evaluation" | "test" if self._until == "between":
                 self._add(time, "evaluation")
             case "end" if self._at is not None:
-                # a run ends with a checkpoint that is waited for
+                # a run ends with a checkpoint that it waits for
                 self._add(time, "checkpoint" if self._until == "between" else self._until)
                 self._at = None
 

@@ -1,4 +1,4 @@
-"""Live progress of a run: loss, throughput, time left, and where time goes."""
+"""Live progress of a run: loss, throughput, remaining time, and time per part."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from paceline.units import clock, size
 if TYPE_CHECKING:
     from paceline.engine.engine import StepResult
 
-LINE_EVERY_S = 5.0  # where the output is not a terminal
-_COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365  # time left: counted in days from the one on, not told beyond the other
+LINE_EVERY_S = 5.0  # seconds, if the output is not a terminal
+# remaining days: from the first number on, shown in days; above the second, not shown
+_COUNTED_IN_DAYS, _IN_SIGHT_DAYS = 2, 365
 _TOO_OFTEN = "it was lost too often within an hour, or cannot be started."
 LEFT_OUT = f"It is left out: {_TOO_OFTEN}"
 # events that are shown in colour
@@ -50,21 +51,21 @@ TROUBLE = (
 
 @dataclass
 class RecentSteps:
-    """The newest steps of a run, and the sentence about them."""
+    """The newest steps of a run, and a one-line summary of them."""
 
     total_steps: int | None
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=50))
     slow: str = ""  # the replicas with a smaller share of the batch
 
     def told(self, event: dict[str, Any]) -> None:
-        """Take in an event."""
+        """Add an event."""
         if event["event"] in ("start", "resume"):
             self.total_steps, self.slow = event.get("total_steps", self.total_steps), ""
         if event["event"] == "balance":
             self.slow = ", ".join(f"{_straggler(slow)} at {slow['speed']:.2f}" for slow in event["slow"])
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take in the record of a step."""
+        """Add the record of a step."""
         self.steps.append(record)
 
     @property
@@ -91,7 +92,8 @@ class RecentSteps:
             if self.left_s is not None:
                 words += _time_left(self.left_s)
             words += [f"slow: {self.slow}"] if self.slow else []
-            words.append(_where_time_goes(self._timed))  # the longest part comes last, where a narrow terminal cuts
+            # the longest part comes last, because a narrow terminal cuts the end
+            words.append(_where_time_goes(self._timed))
         return " · ".join(words)
 
     @property
@@ -114,7 +116,7 @@ class RecentSteps:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds of training left; None where that is not known."""
+        """Seconds of training that remain; None if unknown."""
         return self.step_s * (self.total_steps - self.step) if self.total_steps and self.step_s else None
 
     @property
@@ -123,14 +125,14 @@ class RecentSteps:
 
 
 class PlainProgress:
-    """A line every few seconds, for rank 0 under a launcher that is not ours."""
+    """Progress as a line every few seconds, for rank 0 under another launcher."""
 
     def __init__(self, total_steps: int | None) -> None:
         self.recent = RecentSteps(total_steps)
         self._printed_at = time.monotonic()
 
     def step(self, result: StepResult, epoch: int) -> None:
-        """Take in a step; print when it is time."""
+        """Add a step; print if a line is due."""
         timing = result.timing
         parts = dict(zip((f"{p}_s" for p in PARTS), timing.parts_s, strict=True)) if timing else {}
         loss = result.loss if result.problem is None else None
@@ -149,17 +151,17 @@ class PlainProgress:
             print(self.recent.sentence(), file=sys.stderr, flush=True)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Print an event that matters to a person."""
+        """Print an event that matters to the user."""
         self.recent.told(event)
         if sentence := _shown(event):
             print(printable(sentence), file=sys.stderr, flush=True)
 
 
 class LiveProgress:
-    """Follows the files of a run and shows one live line.
+    """Live progress line of a run, from its files.
 
-    Where the output is not a terminal, it prints a plain line every few seconds. It runs in the launcher, so
-    that drawing takes no time from a rank.
+    If the output is not a terminal, a plain line is printed every few seconds. It runs in the launcher, so that drawing
+    takes no time from a rank.
     """
 
     def __init__(self, run: Path, console: Console) -> None:
@@ -179,7 +181,7 @@ class LiveProgress:
 
     def __enter__(self) -> LiveProgress:
         self.steps.skip()
-        for event in self.events:  # of an earlier attempt, or from before another host coordinated
+        for event in self.events:  # from an earlier attempt, or from before another host became coordinator
             self.recent.told(event)
         if self.console.is_terminal:
             self._live.start()
@@ -191,7 +193,7 @@ class LiveProgress:
             self._live.stop()
 
     def tick(self) -> None:
-        """Read what is new and show it. Called a few times a second."""
+        """Read new records and show them; called several times a second."""
         for event in self.events:
             self._event(event)
         for step in self.steps:
@@ -220,22 +222,22 @@ class LiveProgress:
 
 
 def _shown(event: dict[str, Any]) -> str | None:
-    return None if event["event"] == "lines_lost" else event_sentence(event)  # the file's rank says so itself
+    return None if event["event"] == "lines_lost" else event_sentence(event)  # the rank of this file reports it itself
 
 
 class NewLines:
-    """The lines that were added to a JSON-lines file since the last look."""
+    """Lines added to a JSON-lines file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._place = 0
 
     def skip(self, but_bytes: int = 0) -> None:
-        """Leave out what is there already (the steps of an earlier attempt), but for so many bytes at its end."""
+        """Skip existing lines (the steps of an earlier attempt), except this many bytes at the end."""
         self._place = max(self.path.stat().st_size - but_bytes, 0) if self.path.exists() else 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        with suppress(OSError), opened_to_read(self.path) as file:  # none yet, or what no run has
+        with suppress(OSError), opened_to_read(self.path) as file:  # no file yet, or one that no run writes
             file.seek(self._place)
             while line := file.readline(LINE_LIMIT):
                 if not line.endswith(b"\n") and len(line) < LINE_LIMIT:
@@ -246,14 +248,14 @@ class NewLines:
 
 
 def parsed(line: bytes) -> Any:
-    """Value of a line of JSON; None for a broken line.
+    """Parse a line of JSON; None for a broken line.
 
-    A crash cuts one short.
+    A crash may truncate a line.
     """
     with suppress(msgspec.DecodeError, ValueError, RecursionError):
-        return msgspec.json.decode(line)  # several times as fast as `json`, for each step of each rank
+        return msgspec.json.decode(line)  # several times as fast as `json`, which matters for each step of each rank
     with suppress(ValueError, RecursionError):
-        return json.loads(line)  # takes NaN, as a metric may be
+        return json.loads(line)  # accepts NaN, which a metric may be
     return None
 
 
@@ -275,7 +277,7 @@ _SENTENCES = {
 
 
 def event_sentence(event: dict[str, Any]) -> str | None:
-    """Text for an event; None for events without one.
+    """Return the text for an event; None for events without one.
 
     Example: `step 120: validation loss 0.1021, accuracy 0.9722`.
     """

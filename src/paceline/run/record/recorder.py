@@ -1,4 +1,4 @@
-"""The record of each rank, and the events of a run."""
+"""Records of each rank, and events of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepInfo:
         epoch: 0-based.
         local_samples: this rank's share of the global batch.
         lr: learning rate of the step.
-        ending: why the run ends after this step; None if it goes on, as far as is known.
+        ending: why the run ends after this step; None if it continues.
         busy_s: busy seconds of every rank before the step's reduction; empty if replicas do not reduce in this step.
         ended_at: Unix time of the step's end, if the step is recorded later; None means now.
     """
@@ -51,7 +51,7 @@ class StepInfo:
     ended_at: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The step without its times, for ranks that broke it off."""
+        """Return the step without its times, for ranks that were interrupted in it."""
         return asdict(replace(self, result=replace(self.result, timing=None), busy_s=[]))
 
     @classmethod
@@ -60,25 +60,25 @@ class StepInfo:
         return cls(**told | {"result": StepResult(**told["result"])})
 
 
-# A line costs a step of a few milliseconds less this way than through a JSON encoder.
+# Formatted by hand, because a JSON encoder would cost a step of a few milliseconds more time.
 _STEP = '"step":%d,"epoch":%d,"time":%.6f,"loss":%s,"samples":%d,"local_samples":%d,"lr":%.6g,"grad_norm":%s'
 _TIMES = ',"step_s":%.6f,' + ",".join(f'"{name}_s":%.6f' for name in PARTS)
 
-USE_EVERY_S = 1.0  # how often the use of the machine is read: it costs about 0.2 ms
-# of the time, at most, to read the proportional set size: it costs milliseconds, more for larger processes
+USE_EVERY_S = 1.0  # seconds between readings of the machine's resource use, each of which costs about 0.2 ms
+# maximum share of the time for reading the proportional set size, which takes milliseconds, more for larger processes
 _PSS_SHARE = 0.001
-# until TensorBoard is imported: a stall of a tenth of a second is then a percent of the time
+# delay before TensorBoard is imported: the import then takes 1% of the elapsed time
 _FIRST_EVENTS_S = 10.0
 _LONGEST_LINE = 2**14
 
 
 class StepRecorder:
-    """Writes `steps/rank-R.jsonl`, one line per step.
+    """Writer of `steps/rank-R.jsonl`, one line per step.
 
     A step's times are in the step's own line, even if they are known one step later.
 
     Args:
-        board: takes the first rank's numbers for TensorBoard. None: the recorder makes one and closes it.
+        board: gets the first rank's numbers for TensorBoard. With None, the recorder makes a board and closes it.
     """
 
     def __init__(self, run: Path, engine: RankEngine, *, epoch_steps: int, board: Board | None = None) -> None:
@@ -111,18 +111,18 @@ class StepRecorder:
             self._to_tensorboard(result, lr)
 
     def complete(self, info: StepInfo) -> None:
-        """Write down a step that only another rank took, unless its line is there."""
+        """Write a step that only another rank took, unless its line exists."""
         if self._first and _last_step(self.lines.path) < info.result.step:
             self.on_step(info)
-            self._write(Timing(info.result.step))  # now: a later look takes the newest line for the newest step
+            self._write(Timing(info.result.step))  # now: a later reader takes the newest line as the newest step
 
     @property
     def last_step(self) -> int:
-        """The newest step in the file; -1 where there is none."""
+        """Return the newest step in the file; -1 if there is none."""
         return _last_step(self.lines.path)
 
     def close(self) -> None:
-        """Write what still waits for its times, and end the files."""
+        """Write steps that still wait for their times, and close the files."""
         for step in sorted(self._waiting):
             self._write(Timing(step))
         self.lines.close()
@@ -130,7 +130,7 @@ class StepRecorder:
             self._board.close()
 
     def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Validation metrics for TensorBoard (the run's own record of them is an event)."""
+        """Write validation metrics to TensorBoard; the run's own record stores them as an event."""
         if self._first:
             self._board.scalars(step, {f"held_out/{name}": value for name, value in metrics.items()})
 
@@ -150,20 +150,20 @@ class StepRecorder:
 
 
 class Board:
-    """Numbers of a run for TensorBoard, from all generations that a process takes part in.
+    """TensorBoard numbers of a run, from all generations of this process.
 
     They are kept in memory until the run has lasted a while, because importing the library takes 0.1 s, as long as many
-    short steps. If the disk is full, the file ends: half a record would make everything after it unreadable.
+    short steps. If the disk is full, writing stops, because half a record would make all later records unreadable.
     """
 
     def __init__(self, run: Path) -> None:
         self._folder = run / "tensorboard"
-        self._waiting: list[tuple[int, dict[str, float], float]] = []  # steps, their values, Unix seconds
+        self._waiting: list[tuple[int, dict[str, float], float]] = []  # step numbers, their values, Unix seconds
         self._file: TensorBoard | None = None
         self._over = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Take the values of a step."""
+        """Add the values of a step."""
         if self._over:
             return
         self._waiting.append((step, values, time.time()))
@@ -171,7 +171,7 @@ class Board:
             self._write()
 
     def close(self) -> None:
-        """Write the kept numbers, and close the file."""
+        """Write the kept numbers and close the file."""
         self._write()
         if self._file is not None:
             self._file.close()
@@ -208,7 +208,7 @@ class ResourceUse:
         self.group, self._engine = engine.group, engine
         self._state: dict[str, int] = {}
         self.process = psutil.Process()
-        self.fresh = True  # so that a short run has its first step in TensorBoard
+        self.fresh = True  # so that TensorBoard has the first step of a short run
         self._accelerator = engine.device if is_accelerator(engine.device) else None
         self._telemetry = telemetry_of(engine.device) if self._accelerator else None
         self.energy = self._energy_counters()
@@ -218,7 +218,7 @@ class ResourceUse:
         self._started = self._read_at = self._due = self._pss_due = time.monotonic()
 
     def read(self) -> str:
-        """A JSON member to append, or nothing when no reading is due."""
+        """Return a JSON member to append, or "" if no reading is due."""
         now = time.monotonic()
         if now < self._due:
             return ""
@@ -243,7 +243,7 @@ class ResourceUse:
         return f',"use":{json.dumps(use)}'
 
     def _shared_by_its_share(self, now: float) -> dict[str, int]:
-        """`pss_bytes`, unless reading it again would cost too much time."""
+        """Return `pss_bytes`, unless reading it again would take too much time."""
         if now < self._pss_due:
             return {}
         found = kernel_bytes("smaps_rollup", {"Pss": "pss_bytes"})
@@ -251,9 +251,9 @@ class ResourceUse:
         return found
 
     def _state_of_the_model(self) -> dict[str, int]:
-        """`state_bytes`: this rank's parameters, gradients and optimizer state.
+        """Return `state_bytes`: this rank's parameters, gradients and optimizer state.
 
-        They stay as they are after the first step.
+        They do not change after the first step.
         """
         if not self._state and self._engine.step_count > 0:
             held = held_bytes(self._engine.named_parameters().values(), self._engine.optimizer)
@@ -273,9 +273,9 @@ class ResourceUse:
         return found
 
     def _energy_counters(self) -> list[Energy]:
-        """Energy counters of this rank.
+        """Return the energy counters of this rank.
 
-        There are none on an accelerator without a counter, as the host's alone would pass for all.
+        An accelerator without a counter has none, because the host's counter alone would be mistaken for the total.
         """
         found = []
         if self._accelerator is not None:
@@ -283,7 +283,7 @@ class ResourceUse:
                 return []
             found.append(self._telemetry.energy)
         if self.group.hosts.index(self.group.hosts[self.group.rank]) == self.group.rank:
-            found.append(cpu_energy())  # all of the host's, so one of its ranks notes it
+            found.append(cpu_energy())  # covers the whole host, so only one of its ranks records it
         return [counter for counter in found if counter.why_not is None]
 
     def _used_energy(self) -> dict[str, float]:
@@ -319,21 +319,21 @@ def _last_step(path: Path) -> int:
         for line in reversed(file.read().splitlines()):
             try:
                 return int(json.loads(line)["step"])
-            except (ValueError, LookupError, TypeError):  # cut short by a crash
+            except (ValueError, LookupError, TypeError):  # truncated by a crash
                 continue
     return -1
 
 
 def json_number(x: float) -> str:
-    """A JSON number that reads back as the same float; NaN and Inf become null."""
+    """Format a number as JSON without loss; NaN and Inf become null."""
     return repr(x) if x - x == 0.0 else "null"
 
 
 class Events:
-    """Writes a run's events on the first rank, and shows them on `progress`.
+    """Writer of a run's events on the first rank; also shows them on `progress`.
 
     Attributes:
-        progress: shows the run on a terminal; None where the launcher does.
+        progress: shows the run on a terminal; None if the launcher shows it.
     """
 
     def __init__(self, run: Run, progress: PlainProgress | None, *, writes: bool) -> None:
@@ -341,7 +341,7 @@ class Events:
         self.lines = JsonLines(run.path / "events.jsonl", lossy=True) if writes else None
 
     def __call__(self, event: str, details: dict[str, Any]) -> None:
-        """Write an event down."""
+        """Write an event."""
         if self.lines is not None:
             self.lines.event(event, details)
         if self.progress is not None:
@@ -353,7 +353,7 @@ class Events:
             self.progress.step(info.result, info.epoch)
 
     def missing(self, *files: JsonLines) -> None:
-        """Say in the record what is missing from it, once the disk takes lines again."""
+        """Record how many lines are missing, once the disk accepts lines again."""
         for lines in (*files, self.lines):
             if lines is not None and self.lines is not None and lines.missing and not self.lines.lost:
                 lost, lines.missing = lines.missing, 0
@@ -366,7 +366,7 @@ class Events:
 
 
 class Remarks:
-    """Events of every step from the sync rule, the loss and slow ranks."""
+    """Events of every step about the sync rule, the loss and slow ranks."""
 
     def __init__(
         self,
@@ -377,7 +377,7 @@ class Remarks:
         """Create the remarks; `at_even_shares` returns the times by which ranks are compared."""
         self.engine, self.events, self.at_even_shares = engine, events, at_even_shares
         self.slow_ranks = SlowRanks(engine.plan, engine.group.hosts)
-        # how many lines of the rule are in the record
+        # number of the rule's lines in the record
         self._told = 0
 
     def after_step(self, info: StepInfo) -> None:
@@ -400,14 +400,14 @@ class Remarks:
             self.events("loss", {"said": news})
 
 
-WITNESS = "PACELINE_WITNESS"  # a folder; set by `paceline chaos` alone
+WITNESS = "PACELINE_WITNESS"  # a folder; only `paceline chaos` sets it
 
 
 class Witness:
-    """Writes a file per process: addresses of weights, then a line per step.
+    """Writer of a file per process: addresses of weights, then a line per step.
 
     Args:
-        writes_starts: whether this rank also says from which step the ranks go on.
+        writes_starts: whether this rank also records the step from which the ranks continue.
     """
 
     def __init__(self, engine: RankEngine, *, writes_starts: bool) -> None:
@@ -418,12 +418,12 @@ class Witness:
         self.lines.write(json.dumps({"weights": places}))
 
     def on_start(self, step: int) -> None:
-        """Write down that steps after this one are trained anew."""
+        """Record that steps after this one are trained again."""
         if self.writes_starts:
             self.lines.write(json.dumps({"from": step, "time": time.time()}))
 
     def on_step(self, info: StepInfo) -> None:
-        """Write down the samples of a step."""
+        """Record the samples of a step."""
         seen = {"step": info.result.step, "time": time.time(), "samples": self.loader.indices}
         self.lines.write(json.dumps(seen, default=str))
 

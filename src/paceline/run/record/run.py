@@ -30,13 +30,13 @@ from paceline.planning.plan import Plan
 from paceline.storage.url import checked_url, is_url
 from paceline.text import printable
 
-DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # what ranks read before they start
+DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # files that ranks read before they start
 FOLDERS = ("steps", "checkpoints")
-# What may differ between a run and the job that resumes it. Of these only `stop` bears on what a step computes, and
-# only under a schedule that decays over the whole run.
+# Keys that may differ between a run and the job that resumes it. Among these, only `stop` affects the result of a
+# step, and only with a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
-_ALIKE = 0.1  # relative difference of two speeds that is too small to mention
-WARM_UP_STEPS = 5  # left out of throughput: first steps allocate memory and fill caches
+_ALIKE = 0.1  # relative difference of two speeds that is not shown
+WARM_UP_STEPS = 5  # excluded from throughput: the first steps allocate memory and fill caches
 
 
 class Run:
@@ -98,10 +98,10 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, job: Job, cluster: Cluster, plan: Plan) -> Run:
-        """Make the directory and write what is known before the first step.
+        """Create the directory and write the facts known before the first step.
 
         Raises:
-            RunError: it holds a run already, or cannot be written.
+            RunError: the directory already holds a run, or cannot be written.
         """
         cls.must_be_new(path)
         _describe(path, job, cluster, plan)
@@ -109,7 +109,7 @@ class Run:
 
     @staticmethod
     def must_be_new(path: Path) -> None:
-        """Raise RunError where a run is in the directory already."""
+        """Raise RunError if the directory already holds a run."""
         if (path / "job.yaml").exists():
             raise RunError(
                 "run.directory_in_use",
@@ -119,14 +119,14 @@ class Run:
 
     @classmethod
     def newest(cls, root: Path, name: str) -> Run | None:
-        """The newest run of job `name` under `root`; None where there is none.
+        """Return the newest run of job `name` under `root`; None if there is none.
 
-        A run that has saved something comes before one that has not.
+        A run with saved state comes before a run without.
         """
         # not those of a job called name-something
         found = [cls(d) for d in root.glob(f"{name}-*") if _name(d / "job.yaml") == name]
-        # A start that failed at once leaves a directory with nothing in it, which must not hide the run that was under
-        # way before.
+        # A failed start leaves an empty directory. It must not hide the run that was active
+        # before it.
         saved = [run for run in found if run.has_checkpoint]
         return max(saved or found, key=lambda run: (run.path / "environment.json").stat().st_mtime, default=None)
 
@@ -141,10 +141,10 @@ class Run:
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
         """Set a job to continue this run with.
 
-        Its stop rule and cadence, the cluster and the plan may differ, its work may not.
+        The stop rule, the cadence, the cluster and the plan may differ; the work may not.
 
         Raises:
-            JobError: the job would train something else. Names every key that differs.
+            JobError: the job would train something else. The message names every key that differs.
             RunError: the directory cannot be written.
         """
         differing = list(differences(_work(self.job), _work(job)))
@@ -184,7 +184,7 @@ class Run:
         file = self.path / "cluster.yaml"
         try:
             text = read_text(file, 2**20)
-            # Deep nesting costs PyYAML minutes, a few lines of aliases stand for gigabytes, and paceline writes
+            # With deep nesting, PyYAML takes minutes. A few lines of aliases can expand to gigabytes. paceline writes
             # neither.
             if (
                 max(map(len, text.splitlines()), default=0) > 2**12
@@ -208,7 +208,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -242,9 +242,9 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Reason of the run's end: its stop rule or the signal.
+        """Reason for the end of the run: its stop rule or the signal.
 
-        None while it runs or after a crash.
+        None while the run is active or after a crash.
         """
         ends = [e for e in self.events() if e["event"] in ("start", "resume", "end")]
         return ends[-1].get("reason") if ends else None
@@ -253,7 +253,7 @@ class Run:
     def training_time_s(self) -> float:
         """Seconds from the first step to the end; 0 while it runs.
 
-        All attempts, evaluations and checkpoints are included.
+        It includes all attempts, evaluations and checkpoints.
         """
         ends = [e for e in self.events() if e["event"] == "end"]
         return float(ends[-1]["elapsed_s"]) if ends else 0.0
@@ -277,8 +277,8 @@ class Speed:
     Attributes:
         step_s: median step time of rank 0 in seconds, warm-up excluded.
         samples: median number of samples of these steps.
-        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while the
-            run goes on.
+        overall: samples per second of the whole training, with evaluations, checkpoints and pauses; None while the run
+            is active.
     """
 
     step_s: float
@@ -321,20 +321,20 @@ class JsonLines:
     Each line is one write, so a crash at any moment loses at most the last one.
 
     Args:
-        lossy: lines that the disk cannot take are counted and reported on stderr, instead of an error.
+        lossy: whether lines that the disk rejects are counted and reported on stderr, instead of raising an error.
 
     Attributes:
-        lost: lines that the disk could not take since it last could.
-        missing: lines that were lost before the newest one, until somebody sets it back.
+        lost: number of lines rejected since the last successful write.
+        missing: number of lines lost before the newest one, until the caller resets it.
     """
 
     def __init__(self, path: Path, *, lossy: bool = False) -> None:
         self.path, self.lossy, self.lost, self.missing = path, lossy, 0, 0
-        self._writing = threading.Lock()  # the thread that writes a checkpoint tells of it here
+        self._writing = threading.Lock()  # the thread that writes a checkpoint also writes events here
         try:
             self._fd = open_to_append(path)
             size = os.fstat(self._fd).st_size
-            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # by a crash
+            self._cut = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # truncated by a crash
         except OSError as error:
             raise RunError(
                 "file.unwritable", "{file} cannot be written: {reason}", file=path, reason=error.strerror
@@ -344,7 +344,7 @@ class JsonLines:
         """Append one line of JSON text.
 
         Raises:
-            RunError: the disk is full or gone, and the lines are not `lossy`. What was written before stays readable.
+            RunError: the disk is full or gone, and the lines are not `lossy`. Earlier lines stay readable.
         """
         with self._writing:
             try:
@@ -372,13 +372,13 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-        self._fd = -1  # a thread that still writes gets an error, never another file that took the number
+        self._fd = -1  # a thread that still writes gets an error, never another file that reuses the file descriptor
 
     def _append(self, line: str) -> None:
         data = f"{chr(10) if self._cut else ''}{line}\n".encode()
         written = os.write(self._fd, data)
         self._cut = data[written - 1 : written] != b"\n"
-        if written < len(data):  # the last bytes of a disk
+        if written < len(data):  # the last free bytes of a disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.lost:
             print(printable(f"{self.path} can be written again; lines lost: {self.lost}"), file=sys.stderr, flush=True)
@@ -386,15 +386,15 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; empty if it does not exist.
+    """Return the whole lines of a JSON-lines file; empty if it does not exist.
 
-    A last line that a crash cut short is left out.
+    A last line that a crash truncated is skipped.
     """
     try:
         for line in whole_lines(path):
             try:
                 yield json.loads(line)
-            except (ValueError, RecursionError):  # cut short by a crash; the lines after it are whole again
+            except (ValueError, RecursionError):  # truncated by a crash; the following lines are whole
                 continue
     except FileNotFoundError:
         return
@@ -405,7 +405,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[str]:
-    """Differences between two nested dicts as text: `optimizer.lr was 0.1, is 0.2`."""
+    """Return the differences of two nested dicts as text: `optimizer.lr was 0.1, is 0.2`."""
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -417,10 +417,10 @@ def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> It
 def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     """Write job, plan, cluster and environment files.
 
-    `job.yaml` comes last: it makes a directory a run.
+    `job.yaml` is written last, because it marks the directory as a run.
     """
     try:
-        if not (path / "job.yaml").exists():  # a run whose owner has opened it to others stays so
+        if not (path / "job.yaml").exists():  # keeps the permissions of a run that its owner has shared
             private_folder(path)
         for folder in FOLDERS:
             (path / folder).mkdir(mode=0o700, exist_ok=True)
@@ -449,7 +449,7 @@ def _has_aliases(text: str) -> bool:
 
 
 def work_of_run(run: Run) -> dict[str, Any]:
-    """The keys of a run's job that bear on what a step computes."""
+    """Return the keys of a run's job that affect the result of a step."""
     return _work(run.job)
 
 

@@ -1,4 +1,4 @@
-"""Slow ranks of a run, and the spread of the ranks' compute times."""
+"""Detection of slow ranks in a run, and the spread of the ranks' compute times."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from paceline.errors import RunError
 from paceline.planning.plan import AXES, Plan
 from paceline.run.record.run import WARM_UP_STEPS, Run
 
-WINDOW = 20  # steps over which a rank's median is taken
-WARM_UP = 5  # steps left out: compilers and allocators are slow there on one rank or another
-# of work, for which it must stay slow before it is named: on a shared machine, ranks are slow in turn for a moment
+WINDOW = 20  # number of steps for a rank's median
+WARM_UP = 5  # skipped steps, in which compilers and allocators are slow on some ranks
+# seconds of work in which a rank must stay slow before it is reported: on a shared machine, each rank is sometimes slow
+# for a moment
 PATIENCE_S = 10.0
-SLOW, RECOVERED = 1.5, 1.2  # times the median of the others
-_LEAST_S = 0.002  # by which it must be slower: less is noise, and nothing to gain
+SLOW, RECOVERED = 1.5, 1.2  # multiples of the median of the other ranks
+_LEAST_S = 0.002  # minimum difference in seconds: less is noise, and not worth a change
 
 
 class SlowRanks:
-    """Compares ranks over a window of steps; reports a slow one and its recovery.
+    """Comparison of ranks over a window of steps; reports a slow rank and its recovery.
 
-    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas.
-    Where no other rank has the same work, there is nothing to compare.
+    Ranks are compared with those that do the same work: in a pipeline, with the same stage of other replicas. A rank
+    without such peers is not compared.
     """
 
     def __init__(self, plan: Plan, hosts: Sequence[int]) -> None:
@@ -38,12 +39,13 @@ class SlowRanks:
         }
         self._seen = 0
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=WINDOW)
-        self._slow: dict[int, int] = {}  # since which step
-        self._suspected: dict[int, tuple[int, float]] = {}  # since which step, and how much work ago
+        self._slow: dict[int, int] = {}  # first step of the slow period
+        # first step of the slow period, and the seconds of work since then
+        self._suspected: dict[int, tuple[int, float]] = {}
         self._worked_s = 0.0
 
     def step(self, step: int, busy_s: Sequence[float]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add every rank's busy time in a step; yields the events that follow."""
+        """Add every rank's busy time in a step; yield the resulting events."""
         if len(busy_s) != len(self._others):
             return
         self._seen += 1
@@ -81,9 +83,9 @@ class SlowRanks:
         }
 
     def _since(self, rank: int, others: Sequence[int]) -> int:
-        """The first step of the window since which the rank was mostly slow.
+        """Return the first step of the window since which the rank was mostly slow.
 
-        From there, slow steps are most of those up to each later one.
+        From this step, more than half of the steps up to each later one are slow.
         """
         slow = [_Compared(busy[rank], statistics.median(busy[r] for r in others)).is_slow for _, busy in self._steps]
         balance, best, at = 0, 0, len(slow) - 1
@@ -113,19 +115,19 @@ class _Compared:
 
 
 def pipeline_ranks(plan: Plan) -> list[int]:
-    """The place of every rank in its pipeline."""
+    """Return the position of every rank in its pipeline."""
     after = prod(getattr(plan, axis) for axis in AXES[AXES.index("pp") + 1 :])
     return [rank // after % plan.pp for rank in range(plan.ranks)]
 
 
-_FEWEST = 10  # steps of which a spread says something
+_FEWEST = 10  # minimum number of steps for a meaningful spread
 
 
 def step_time_sigma(run: Run) -> float:
-    """Standard deviation of a rank's compute time between steps, relative to its mean.
+    """Return the standard deviation of a rank's step compute times, relative to its mean.
 
-    The root mean square over the ranks, the first steps left out. Compute is timed before ranks wait for each other, so
-    it has no other rank's delay in it.
+    The result is the root mean square over the ranks, without the first steps. Compute is timed before ranks wait for
+    each other, so delays of other ranks are not included.
 
     Raises:
         RunError: no rank has enough steps.
@@ -134,7 +136,7 @@ def step_time_sigma(run: Run) -> float:
 
 
 def step_time_ratios(run: Run) -> list[list[float]]:
-    """Compute times of each rank's steps after the first ones, relative to their mean.
+    """Return the compute times of each rank's later steps, relative to their mean.
 
     Raises:
         RunError: no rank has enough steps.

@@ -1,8 +1,8 @@
 """Shares of the global batch that follow the measured speeds of the replicas (`balance=` of the plan).
 
-`Balancing` acts in the loop. `Balance`, `FixedCost` and `BusyBlocks` decide: pure functions of the shares and busy
-times of past steps. All ranks know these numbers, so all reach the same decision without communication. No clock is
-read, and no sum depends on the processor (numpy's may).
+`Balancing` is the part in the loop. `Balance`, `FixedCost` and `BusyBlocks` decide with pure functions of the shares
+and busy times of past steps. All ranks know these numbers, so all reach the same decision without communication. The
+functions read no clock, and their sums do not depend on the processor (numpy's may).
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from paceline.planning.limits import no_automatic_balance, no_balance
 from paceline.planning.plan import Plan
 from paceline.run.record.recorder import Events, StepInfo
 
-Floats = NDArray[np.float64]  # one for each of those that are compared
+Floats = NDArray[np.float64]  # one value for each compared item
 
-WARM_UP = 5  # steps left out at the start: allocators and caches are slow there
-BLOCK, BLOCK_S = 5, 0.5  # steps of a block, and of work
-APART_S = 0.01  # of work between two steps that are looked at, so that short steps cost nothing
-BLOCKS = 3  # in a row, in each of which a change has to be worth it
+WARM_UP = 5  # skipped steps at the start, because allocators and caches are slow
+BLOCK, BLOCK_S = 5, 0.5  # minimum steps and seconds of work in a block
+APART_S = 0.01  # seconds of work between two examined steps, so that short steps have no overhead
+BLOCKS = 3  # number of consecutive blocks in each of which a change must be worthwhile
 
-SETTLE = 2  # steps left out after each change
-LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # of a step's time: less is noise
-FURTHER = 0.25  # of that is enough once shares have moved, and to go back to those of equal speeds
-BACK_BLOCKS = 2  # are enough to go back
-EACH = (1, 2, 4)  # blocks of a part, of which all must agree: in more of them noise hides smaller gains no longer
+SETTLE = 2  # skipped steps after each change
+LEAST_GAIN, LEAST_GAIN_S = 0.04, 0.002  # minimum gain as a fraction of a step's time, and in seconds: less is noise
+FURTHER = 0.25  # fraction of `LEAST_GAIN` that is enough for further changes, and for a return to equal shares
+BACK_BLOCKS = 2  # number of blocks that are enough for a return to equal shares
+# number of blocks in a group, all of which must show the gain; larger groups find smaller gains in the noise
+EACH = (1, 2, 4)
 KEPT = BLOCKS * max(EACH)
-EVEN = 0.04  # of the least time: shares of equal speeds that take no more than this longer are as good
-MOST = 2  # times the share of equal speeds: memory was planned for that one
-SLOW = 0.9  # of the usual speed
-POSSIBLE = 9  # fixed costs that are tried
+EVEN = 0.04  # fraction of the least time: equal shares are preferred if they cost at most this much more
+MOST = 2  # limit as a multiple of the equal share, for which memory was planned
+SLOW = 0.9  # fraction of the usual speed below which a replica is slow
+POSSIBLE = 9  # number of candidate fixed costs
 
-# of the fit of the fixed cost
-CHANGES = 8  # the newest ones count
-CANDIDATES = 65  # from none to the samples of an even share
-LEAST_ERROR = 0.01  # of a time, beside what its scatter tells
-SURPRISE = 9.0  # squared errors: a replica that is off by more has changed its speed
-BELIEVED = 0.5  # of an even share: fixed costs beyond it need evidence
-LIKELY = 4.0  # squared errors beyond the best, up to which a fixed cost is possible
+# Fit of the fixed cost
+CHANGES = 8  # number of newest changes that count
+CANDIDATES = 65  # candidates from zero to the number of samples of an even share
+LEAST_ERROR = 0.01  # minimum relative error of a time, in addition to its measured scatter
+SURPRISE = 9.0  # squared errors: a replica with a larger deviation has changed its speed
+BELIEVED = 0.5  # fraction of an even share: larger fixed costs need evidence
+LIKELY = 4.0  # squared errors above the best fit, up to which a fixed cost is possible
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class Move:
 
     Attributes:
         shares: samples of each data-parallel rank in a full batch.
-        speeds: of each replica, relative to the usual one.
-        slow: the slow replicas, and since which step.
-        gain: expected, as a part of the step's busy time.
+        speeds: speed of each replica, relative to the usual speed.
+        slow: the slow replicas, and the first slow step of each.
+        gain: expected gain, as a fraction of the step's busy time.
     """
 
     shares: Shares
@@ -70,16 +71,16 @@ class Move:
 
 
 class Balance:
-    """Decides on the shares of the data-parallel ranks.
+    """Decisions about the shares of the data-parallel ranks.
 
-    A rank with n samples is busy for cost × (fixed + n) seconds; the cost is its replica's, and `fixed`, what a step
-    costs apart from samples, is the same for all, and learned from what changes of shares did. Where a fixed cost that
-    is possible by what was learned explains all differences, the replicas are equally fast.
+    A rank with n samples is busy for cost × (fixed + n) seconds. Each replica has its own cost. `fixed`, the cost of a
+    step without samples, is the same for all replicas and is learned from the effect of earlier changes. If a possible
+    fixed cost explains all differences, the replicas are considered equally fast.
 
     Args:
-        base: shares of each data-parallel rank while all are equally fast; those of a replica are neighbours.
-        replicas: their number, which divides the data-parallel ranks.
-        least: samples that every data-parallel rank keeps.
+        base: shares of each data-parallel rank if all are equally fast; ranks of a replica are adjacent.
+        replicas: number of replicas, which divides the number of data-parallel ranks.
+        least: minimum number of samples of every data-parallel rank.
     """
 
     def __init__(self, base: Shares, replicas: int, least: int = 1) -> None:
@@ -93,15 +94,15 @@ class Balance:
         self.forget()
 
     def forget(self) -> None:
-        """Measure anew, as after a pause or where other replicas take part."""
+        """Restart the measurement, as after a pause or with other replicas."""
         self._blocks, self._before = BusyBlocks(enough=BACK_BLOCKS, kept=KEPT), None
 
     def step(self, step: int, shares: Shares, busy_s: Sequence[float]) -> Move | None:
-        """Take in a step with a full batch; returns a change that is worth it.
+        """Add a step with a full batch; return a change that is worthwhile.
 
         Args:
-            shares: those of this step.
-            busy_s: of the slowest rank of each replica.
+            shares: shares of this step.
+            busy_s: busy seconds of the slowest rank of each replica.
         """
         if shares != self._shares:
             self._changed(shares)
@@ -125,12 +126,12 @@ class Balance:
         return Times(self._samples(self._shares), times, errors(rows, times))
 
     def _samples(self, shares: Shares) -> Floats:
-        """Samples of each replica's rank with the most, for which the others wait."""
+        """Return the samples of each replica's fullest rank, for which the others wait."""
         most: Floats = np.asarray(shares, np.float64).reshape(-1, self._ranks).max(axis=1)
         return most
 
     def _back(self) -> Move | None:
-        """To the shares of equal speeds, where the newest blocks say so."""
+        """Return to equal shares if the newest blocks show that they are as good."""
         if self._shares == self.base:
             return None
         rows = self._blocks.newest(BACK_BLOCKS)
@@ -146,12 +147,12 @@ class Balance:
         return self._move(self.base, times, (BACK_BLOCKS, 1), least, fixed)
 
     def _further(self, each: int) -> Move | None:
-        """To shares that are faster by more than noise, in groups of `each` blocks."""
+        """Return shares that are faster by more than noise, in groups of `each` blocks."""
         rows, fixed, moved = self._blocks.newest(BLOCKS * each), self._fixed.best, self._shares != self.base
         times = medians(rows)
         part = FURTHER if moved else 1.0
         needed = max(part * LEAST_GAIN, 2 * error_of_slowest(rows, times)), part * LEAST_GAIN_S
-        # if samples could be divided: most often there is nothing to gain
+        # upper bound with divisible samples: usually there is nothing to gain
         if 1 - self._ideal_s(times, fixed) / times.max() < needed[0]:
             return None
         costs = self._costs(times, fixed).repeat(self._ranks).tolist()
@@ -161,7 +162,7 @@ class Balance:
     def _move(
         self, shares: Shares, times: Floats, window: tuple[int, int], needed: tuple[float, float], fixed: float
     ) -> Move | None:
-        """A change of shares that each part of the newest times finds worth it.
+        """Return a change of shares that is worthwhile in each part of the newest times.
 
         Args:
             window: number of parts, and blocks of each.
@@ -183,7 +184,7 @@ class Balance:
         return float((self._costs(times, fixed) * (fixed + self._samples(shares))).max())
 
     def _gain(self, times: Floats, shares: Shares, fixed: float) -> tuple[float, float]:
-        """Part of the slowest replica's time, and seconds, that other shares would save."""
+        """Return the possible gain: fraction of the slowest replica's time, and seconds."""
         slowest_s = float(times.max())
         saved_s = slowest_s - self._busy_s(times, shares, fixed)
         return saved_s / slowest_s, saved_s
@@ -196,12 +197,12 @@ class Balance:
 
 
 def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: int, fixed: float) -> Shares:
-    """Shares of `total` samples with the least time of the slowest.
+    """Return shares of `total` samples that minimize the time of the slowest rank.
 
     A rank takes cost × (fixed + n) for n samples.
 
     Args:
-        bounds: fewest and most samples of each.
+        bounds: minimum and maximum number of samples of each rank.
     """
 
     def shares_in(time: float) -> list[int]:
@@ -215,7 +216,7 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shares_in(middle)) <= total else (low, middle)
     shares = shares_in(low)
-    # what is left goes one by one to whoever would be ready first
+    # each remaining sample goes to the rank that would finish first
     ready = [
         (cost * (fixed + n + 1), i)
         for i, (cost, n, (_, most)) in enumerate(zip(costs, shares, bounds, strict=True))
@@ -231,13 +232,13 @@ def fastest(costs: Sequence[float], bounds: Sequence[tuple[int, int]], total: in
 
 
 class Balancing:
-    """Deals the global batches by the measured speeds of the replicas (`balance=` of the plan).
+    """Distribution of global batches by the measured speeds of the replicas (`balance=` of the plan).
 
-    All ranks know the busy times of all, so they decide alike and exchange nothing. The global batches stay as they
-    are, and gradients are weighed by samples.
+    All ranks know all busy times, so they make the same decision without communication. The global batches do not
+    change, and gradients are weighted by samples.
 
     Attributes:
-        off: why shares stay as they are; "" where they follow the speeds.
+        off: why shares do not change; "" if they follow the speeds.
     """
 
     def __init__(self, engine: RankEngine, job: Job, events: Events, epoch_steps: int) -> None:
@@ -253,7 +254,7 @@ class Balancing:
         self._slow: list[int] = []  # replicas
 
     def after_step(self, info: StepInfo) -> None:
-        """Decide on the shares of coming steps."""
+        """Decide about the shares of coming steps."""
         step = info.result.step
         if self.off or len(info.busy_s) != self._ranks * self.replicas:
             return
@@ -267,7 +268,7 @@ class Balancing:
             self._move(move)
 
     def at_even_shares(self, info: StepInfo) -> Sequence[float]:
-        """Busy seconds of every rank, as they would be if shares had not been moved."""
+        """Return busy seconds of every rank, scaled to even shares."""
         shares = self._in_force(info.result.step)
         if shares == self.base or not info.busy_s:
             return info.busy_s
@@ -278,7 +279,10 @@ class Balancing:
         return self.partition.changes.at(divmod(step - 1, self.epoch_steps)) or self.base
 
     def _by_replica(self, busy_s: Sequence[float]) -> list[float]:
-        """The slowest rank's of each replica, whose ranks are neighbours."""
+        """Return the time of the slowest rank of each replica.
+
+        Ranks of a replica are adjacent.
+        """
         return [max(busy_s[i : i + self._ranks]) for i in range(0, len(busy_s), self._ranks)]
 
     def _sums(self, shares: Shares) -> list[int]:
@@ -314,7 +318,7 @@ class Balancing:
 
 
 def why_off(plan: Plan, job: Job) -> str:
-    """Reason why shares stay as they are; "" if they follow the speeds."""
+    """Return the reason why shares do not change; "" if they follow the speeds."""
     if plan.balance == "off":
         return "the plan says balance=off."
     weighted = job.partition.weights is not None
@@ -325,9 +329,9 @@ def why_off(plan: Plan, job: Job) -> str:
 
 
 def _least(shares: Shares, microbatches: int) -> int:
-    """Samples that a data-parallel rank keeps.
+    """Return the minimum number of samples of a data-parallel rank.
 
-    Two for each microbatch where it had them, as batch norm needs.
+    It is two for each microbatch if there were two, because batch norm needs them.
     """
     return microbatches * (2 if min(shares) >= 2 * microbatches else 1)
 
@@ -344,18 +348,18 @@ class Times:
 class FixedCost:
     """Cost of a step apart from samples, learned from changes of the shares.
 
-    A replica with n samples takes cost × (fixed + n). Around one change the cost of a replica is taken to be the same,
-    so its two times tell `fixed`; but a replica may have changed its speed as well, and small changes drown in noise.
-    So all changes count, each replica's by its error, and none of them for more than a limit.
+    A replica with n samples takes cost × (fixed + n). If a replica's cost does not change with its share, two times
+    give `fixed`. But the replica may have changed its speed as well, and noise can hide small changes. So all changes
+    count, each weighted by its error, and the influence of each is limited.
 
-    It is counted in samples.
+    The unit is samples.
 
     Args:
-        most: the largest one to expect, as an even share has samples.
+        most: largest fixed cost to expect: the samples of an even share.
 
     Attributes:
-        best: what fits best; 0 before a change tells more.
-        low, high: the range of what fits nearly as well.
+        best: the best fit; 0 before the first change.
+        low, high: the range that fits nearly as well.
     """
 
     def __init__(self, most: float) -> None:
@@ -364,12 +368,12 @@ class FixedCost:
         self._fit()
 
     def learn(self, before: Times, after: Times) -> None:
-        """Take in a change of shares."""
+        """Learn from a change of shares."""
         self._changes.append((before, after))
         self._fit()
 
     def possible(self, count: int) -> list[float]:
-        """Evenly spaced fixed costs from `low` to `high`."""
+        """Return evenly spaced fixed costs from `low` to `high`."""
         return [self.low + (self.high - self.low) * i / (count - 1) for i in range(count)]
 
     def _fit(self) -> None:
@@ -379,9 +383,9 @@ class FixedCost:
         self.best, self.low, self.high = self._candidates[errors.index(least)], near[0], near[-1]
 
     def _error(self, i: int) -> float:
-        """Squared errors of a candidate.
+        """Return the squared errors of a candidate.
 
-        They tell how far the times after the changes are from what it expects.
+        They measure the difference between predicted and measured times after the changes.
         """
         fixed, most = self._candidates[i], self._candidates[-1]
         found = [(fixed / (BELIEVED * most)) ** 2]
@@ -390,19 +394,19 @@ class FixedCost:
             variance = before.error**2 + after.error**2 + 2 * LEAST_ERROR**2
             squares = (after.busy_s / expected - 1) ** 2 / variance
             found += np.minimum(squares, SURPRISE).tolist()
-        return math.fsum(found)  # which is alike on all processors; numpy's sum may differ
+        return math.fsum(found)  # which is equal on all processors; numpy's sum may differ
 
 
 class BusyBlocks:
-    """The newest blocks of steps, each with the busy times of all that are compared.
+    """The newest blocks of steps, each with the busy times of all compared items.
 
-    Decisions need several blocks in a row: on a shared machine ranks are slow in turn for a moment, so what is true of
-    one block only is noise.
+    Decisions need several consecutive blocks. On a shared machine each rank is sometimes slow for a moment, so a single
+    block may be noise.
 
     Args:
         left_out: steps before the first one that counts.
-        enough: blocks that a decision needs at least.
-        kept: newest blocks that are kept.
+        enough: minimum number of blocks for a decision.
+        kept: number of newest blocks to keep.
     """
 
     def __init__(self, left_out: int = WARM_UP, enough: int = BLOCKS, kept: int = BLOCKS) -> None:
@@ -412,7 +416,7 @@ class BusyBlocks:
         self._first, self._worked_s, self._apart_s, self._left_out = 0, 0.0, 0.0, left_out
 
     def add(self, step: int, busy_s: Sequence[float]) -> bool:
-        """Take in a step; True if it ends a block, and there are enough."""
+        """Add a step; return True if it ends a block and there are enough blocks."""
         if self._left_out > 0:
             self._left_out -= 1
             return False
@@ -448,18 +452,18 @@ class BusyBlocks:
 
 
 def medians(rows: Sequence[Floats]) -> Floats:
-    """The median times over steps."""
+    """Return the median times over steps."""
     found: Floats = np.median(rows, axis=0)
     return found
 
 
 def errors(rows: Sequence[Floats], times: Floats) -> Floats:
-    """Standard errors of the medians, relative to them; `times` are the medians."""
-    # 1.4826: of a standard deviation from a median one; 1.2533: of a median from a mean
+    """Return the standard errors of the medians, relative to them; `times` are the medians."""
+    # 1.4826: standard deviation per median absolute deviation; 1.2533: error of a median per error of a mean
     found: Floats = 1.4826 * 1.2533 * medians([abs(row - times) for row in rows]) / times / math.sqrt(len(rows))
     return found
 
 
 def error_of_slowest(rows: Sequence[Floats], times: Floats) -> float:
-    """Standard error of the slowest one's median, relative to it; `times` are the medians."""
+    """Return the relative standard error of the slowest item's median; `times` are the medians."""
     return float(errors(rows, times)[int(times.argmax())])

@@ -1,4 +1,4 @@
-"""State that a process keeps between generations, choice of the newest state, and its handover."""
+"""State that a process keeps between generations, and its handover."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Tell = Callable[[str, dict[str, Any]], None]
 class Kept:
     """State of one rank between two generations.
 
-    `KeptModel` keeps a whole model, `KeptPart` a part of a divided one. `Mirror` also keeps copies of other ranks'
-    parts, for plans in which no other replica has them.
+    `KeptModel` keeps a whole model, `KeptPart` a part of a divided model. `Mirror` also keeps copies of other ranks'
+    parts, for plans in which no other replica holds them.
 
     Attributes:
-        undo: undoes a step that was broken off.
-        ready: True if the next step can be taken without other ranks (see `StepBoundary.ready`).
+        undo: undoes an interrupted step.
+        ready: True if the next step can complete without other ranks (see `StepBoundary.ready`).
         needs_all: True if the states of the other ranks are useless without the state of a lost rank.
     """
 
@@ -54,18 +54,18 @@ class Kept:
         return None
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """Give the engine the state that the ranks go on from. All ranks of the group call this."""
+        """Give the engine the state from which the ranks continue; all ranks call this."""
         raise NotImplementedError
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
-        """Begin a generation, once the engine has the state. `tell` writes an event of the run."""
+        """Begin a generation, once the engine has the state; `tell` writes an event."""
 
     def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
         """Remember the state between two steps."""
         self.undo.remember(engine.step_count)
 
     def broken_off(self, engine: RankEngine) -> None:
-        """Note that a step was broken off, before anything of its groups is closed."""
+        """Record that a step was interrupted, before anything of its groups is closed."""
 
     def keep(self, engine: RankEngine) -> None:
         """Keep the engine's state at the newest step boundary."""
@@ -76,16 +76,16 @@ class Kept:
 
 
 class KeptModel(Kept):
-    """Model and optimizer of a rank that holds all of the model. They stay as they are."""
+    """Model and optimizer of a rank that holds the whole model; they keep their memory."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        # outer state of replicas that take steps of their own
+        # outer state of replicas that take local steps
         self._outer: dict[str, Tensor] = {}
 
     def build(self, job: Job, plan: Plan) -> nn.Module:
-        """Build the model now: of a rank that nobody waits for yet."""
+        """Build the model now, on a rank that no other rank waits for yet."""
         self._model = model = cast("nn.Module", built(job, plan))
         self.undo = StepUndo(model)
         return model
@@ -94,7 +94,7 @@ class KeptModel(Kept):
         if self._model is None and begins:
             engine = begin_engine(job, plan, data, group, lambda: self.build(job, plan))
         else:
-            # a module may be false: one with a length is, while that is 0
+            # a module may be falsy: one with `__len__` is, if its length is 0
             model = self.build(job, plan) if self._model is None else self._model
             optimizer = None if begins else self.optimizer
             engine = build_engine(job, plan, model, data, group, optimizer, goes_on=not begins)
@@ -102,7 +102,7 @@ class KeptModel(Kept):
         return engine
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """See `Kept.restore`. Replicas under a local rule keep their own parameters, and have one outer state."""
+        """See `Kept.restore`. Replicas with a local rule keep their own parameters and share one outer state."""
         source = start.holders_of_part(group.rank, group.size)[0]
         if isinstance(engine.rule, LocalRule):
             engine.rule.go_on(self._outer)
@@ -121,9 +121,9 @@ class KeptModel(Kept):
 
 @dataclass
 class _Agreed:
-    """Step that was broken off when its gradients were known.
+    """Step that was interrupted when its gradients were known.
 
-    They, and the state after its forward pass.
+    It holds the gradients and the state after the forward pass.
     """
 
     gradients: dict[str, Tensor]
@@ -132,10 +132,10 @@ class _Agreed:
 
 
 class KeptPart(Kept):
-    """State of a rank that holds a part of the model. It is copied, and the model divided anew in each generation.
+    """State of a rank that holds a part of the model.
 
-    What divides a model (FSDP2's units, meshes, the schedules of pipelines) holds on to the groups that it was made
-    for. Models are built without memory, and only the part of this rank gets some.
+    The state is copied, and the model is divided again in each generation, because FSDP2's units, meshes and pipeline
+    schedules keep references to their groups. Models are built without memory, and only this rank's part is allocated.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class KeptPart(Kept):
         return engine
 
     def restore(self, engine: RankEngine, group: Group, start: Start) -> None:
-        """See `Kept.restore`. Each part comes from a rank that has the same one."""
+        """See `Kept.restore`. Each part comes from a rank that holds the same part."""
         assert engine.split is not None
         if group.rank in start.ready:
             self._finish(engine, start.boundary)
@@ -167,7 +167,7 @@ class KeptPart(Kept):
             source = start.holders_of_part(group.rank, group.size)[0]
             hand_over(engine, engine.split.mesh.group("dp"), source, behind)
         if group.rank // start.replica_size in {rank // start.replica_size for rank in start.behind}:
-            # ranks that compute the same samples draw the same random numbers
+            # ranks that compute the same samples use the same random numbers
             draw_anew(engine)
         self.state = self._agreed = None
 
@@ -188,7 +188,7 @@ class KeptPart(Kept):
         assert self._agreed is not None
         assert boundary.outcome is not None
         outcome, agreed = Outcome(**boundary.outcome), self._agreed
-        if not outcome.updated:  # then buffers are those before the forward pass
+        if not outcome.updated:  # otherwise buffers are those before the forward pass
             buffers = {name: value for name, value in self.state.tensors.items() if name.startswith("buffer/")}
             agreed.state.tensors |= buffers
         _put(agreed.state, engine)
@@ -200,7 +200,7 @@ class KeptPart(Kept):
 def _put(state: RankState, engine: RankEngine) -> None:
     """Restore the state of an engine that had other replicas.
 
-    Shares of the batch and the rule's state begin anew.
+    Shares of the batch and the rule's state start again.
     """
     state.values |= {"loader": engine.loader.state_dict(), "rule": {}}
     for name in [name for name in state.tensors if name.startswith("sync/")]:
@@ -209,22 +209,22 @@ def _put(state: RankState, engine: RankEngine) -> None:
 
 
 def agree_on_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
-    """Start that all ranks of the group agree on.
+    """Choose the start for all ranks of the group.
 
-    A rank may have taken the step that others broke off: then they take over its result, and no step is taken twice.
-    Links between hosts that were measured in a generation before are not measured again.
+    A rank may have completed a step that was interrupted on others. They then take over its result, so no step is taken
+    twice. Links between hosts that an earlier generation measured are not measured again.
     """
     told = group.gather_json([asdict(own), group.links and asdict(group.links)])
-    # who joins has not measured any: all choose their algorithms by the same numbers
+    # a new rank has no measurements: all ranks choose their algorithms by the same numbers
     links = next((links for _, links in told if links), None)
     group.links = links and replace(msgspec.convert(links, GroupLinks), hosts=group.hosts)
     return newest_of([StepBoundary(**boundary) for boundary, _ in told], replica_size)
 
 
 def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[int]) -> None:
-    """Give the state of rank `source` to the ranks that are behind. All ranks of the group call this.
+    """Send the state of rank `source` to ranks behind it; all ranks call this.
 
-    These then draw random numbers of their own.
+    The receivers then seed their own random numbers.
     """
     state = RankState.of(engine).copied() if group.rank == source else None
     header = group.gather_json(None if state is None else state.header)[source]
@@ -237,27 +237,27 @@ def hand_over(engine: RankEngine, group: Group, source: int, behind: Collection[
 
 
 def draw_anew(engine: RankEngine) -> None:
-    """Seed random numbers by this rank's place in the data and the step."""
+    """Seed random numbers by this rank's position in the data and the step."""
     seed_all(engine.settings.seed * 1_000_003 + 1 + engine.data_group.rank + 7919 * (engine.step_count + 1))
 
 
-_NONE = -2  # no step: none comes after it
+_NONE = -2  # not a step number: no step follows it
 
 
 class StepUndo:
-    """Remembers, before each step, the state that forward passes change. On CPUs.
+    """Copy of the state that forward passes change, taken before each step on CPUs.
 
-    This state is buffers, random states, and untrained parameters that a step writes, such as those of a momentum
-    encoder. Which parameters a step writes is known after the first step; from then on they are copied, too.
+    The state consists of buffers, random states, and untrained parameters that a step writes, such as those of a
+    momentum encoder. The first step shows which parameters are written; from then on they are copied, too.
 
     Attributes:
         written: the untrained parameters that a step writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # forward may write them in place, or put others there
+        # forward may write them in place, or replace them
         self._places = [(m._buffers, name) for m in model.modules() for name in m._buffers]
-        # rows of embeddings with `max_norm` are shortened alike when the step is repeated
+        # rows of embeddings with `max_norm` are renormalized equally when the step is repeated
         tables = {module.weight for module in model.modules() if has_max_norm(module)}
         self._parameters = {name: p for name, p in model.named_parameters() if p not in tables}
         self.written: dict[str, Tensor] = {}
@@ -269,7 +269,7 @@ class StepUndo:
         self._random: tuple[Tensor, Any, Any]
 
     def remember(self, step: int) -> None:
-        """Note the state of this moment after `step`, before the next batch is read."""
+        """Record the state after `step`, before the next batch is read."""
         if step == self._step + 1:
             changed = self._changed()
             self.written |= {name: p for name, p in changed.items() if not p.requires_grad}
@@ -284,10 +284,10 @@ class StepUndo:
         self._random = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def undo(self, step: int) -> None:
-        """Go back to the state after `step`, from the next one that was broken off.
+        """Restore the state after `step`, after an interrupted next step.
 
         Raises:
-            JobError: that one has written a parameter of which there is no copy.
+            JobError: the interrupted step has written a parameter without a copy.
         """
         if self._step != step:
             return

@@ -26,12 +26,12 @@ from paceline.run.record.recorder import StepInfo
 from paceline.run.recovery.kept import KeptPart, Tell
 from paceline.state.rank_state import RankState, state_bytes
 
-Moment = tuple[int, int]  # optimizer steps taken, and how often pipelines were cut anew
+Moment = tuple[int, int]  # number of optimizer steps taken, and number of new pipeline cuts
 
 
 @dataclass
 class Copy:
-    """State of one rank at a step boundary, in one piece of memory.
+    """State of one rank at a step boundary, in one contiguous memory block.
 
     `boundary` is a `StepBoundary` as JSON.
     """
@@ -42,36 +42,36 @@ class Copy:
 
     @property
     def header(self) -> dict[str, Any]:
-        """All but the memory, as JSON."""
+        """Return everything except the memory, as JSON."""
         return {"rank": self.rank, "boundary": self.boundary, "state": self.state.header}
 
     @classmethod
     def to_receive(cls, header: dict[str, Any], reuse: Copy | None) -> Copy:
-        """Make room for the copy that a header describes."""
+        """Allocate memory for the copy that a header describes."""
         memory = None if reuse is None else reuse.memory
         return cls(header["rank"], header["boundary"], RankState.empty(header["state"], memory))
 
     @property
     def memory(self) -> Tensor:
-        """The memory in which the state lies."""
+        """Return the memory of the state."""
         assert self.state.memory is not None
         return self.state.memory
 
     @property
     def moment(self) -> Moment:
-        """Steps and cuts of the run before it was taken."""
+        """Return the numbers of steps and cuts of the run before the copy was taken."""
         return _moment(self.boundary)
 
 
 class Mirror(KeptPart):
-    """Keeps a copy of this rank's state, and one of another rank's.
+    """Copies of this rank's state and of another rank's state.
 
-    All ranks copy their states at the same step boundaries, and they travel while the next steps are trained. Two
-    versions are kept, so one is whole whenever a rank is lost; the memory is that of four states. Where a machine has
-    too little free, no rank keeps copies.
+    All ranks copy their states at the same step boundaries and send them during the next steps. Two versions are kept,
+    so one is always whole when a rank is lost; together they take the memory of four states. If a machine has too
+    little free memory, no rank keeps copies.
 
     Args:
-        every_steps: steps between two copies; None: chosen so that they cost no more than `STATE_SHARE` of the time.
+        every_steps: steps between two copies; None limits their cost to `STATE_SHARE` of the time.
     """
 
     needs_all = True
@@ -129,14 +129,14 @@ class Mirror(KeptPart):
         self._to, self._from = partners(group.rank, group.hosts, group.size)
 
     def at_boundary(self, engine: RankEngine, boundary: Callable[[], StepBoundary]) -> None:
-        """Copy the state between two steps, where that is due."""
+        """Copy the state between two steps, if due."""
         step = engine.step_count
-        if self._newest < 0:  # not before a step was taken: what that takes of the memory is known then
+        if self._newest < 0:  # not before the first step, whose memory use must be known
             self._newest, self._next, self._ended = step, step + 1, time.perf_counter()
         if self._off or self._newest <= step < self._next:
             return
         now = boundary()
-        if now.acted < step:  # a checkpoint or an evaluation is yet to come
+        if now.acted < step:  # a checkpoint or an evaluation follows
             return
         engine.on_phase("checkpoint", step)
         self._take(step, now)
@@ -148,11 +148,11 @@ class Mirror(KeptPart):
         began = time.perf_counter()
         step_s = (began - self._ended) / max(step - self._newest, 1)
         self._settle()
-        if step < self._newest:  # after a rewind, older copies may have what made it necessary
+        if step < self._newest:  # after a rewind, older copies may contain the cause of the rewind
             self._own, self._held = [], []
         if math.isinf(self._cost_s) and self._finds_no_room(self._group):
             return
-        # no rank needs the older version any more, since all have the newer one
+        # all ranks have the newer version, so no rank needs the older one
         cost = max(self._group.gather_json(COPY_TRAFFIC * self._cost_s / max(step_s, 1e-6)))
         reuse = self._own.pop(0).state if len(self._own) > 1 else None
         state = RankState.of(self._engine).copied(reuse, in_one_piece=True)
@@ -163,9 +163,9 @@ class Mirror(KeptPart):
         self._cost_s = self._ended - began
 
     def _finds_no_room(self, group: Group) -> bool:
-        """Let go of all copies if a machine has too little memory for them.
+        """Release all copies if a machine has too little memory for them.
 
-        Every rank does, or none.
+        Either all ranks do, or none.
         """
         taken = sum(len(copy.memory) for copy in (*self._own, *self._held))
         found = lack(group, max(STATE_COPIES * state_bytes(self._engine) - taken, 0))
@@ -177,7 +177,7 @@ class Mirror(KeptPart):
     def broken_off(self, engine: RankEngine) -> None:
         self._reached = max(self._reached, engine.step_count)
         if self._coming is not None and all(work.is_completed() for work in self._coming[0].works):
-            with suppress(Exception):  # it ended since its sender is gone
+            with suppress(Exception):  # the transfer ended because its sender is gone
                 self._coming[0].wait()
                 self._held.append(self._coming[2])
         self._coming = None
@@ -214,10 +214,10 @@ def _moment(boundary: Mapping[str, Any]) -> Moment:
 
 
 def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
-    """Ranks that get a rank's copy, and give it theirs.
+    """Return the rank that gets a rank's copy, and the rank that sends it one.
 
-    They are on other hosts as far as possible: in the order of hosts, so is a rank as far away as the largest host has
-    ranks.
+    The partners are on other hosts if possible: in host order, their distance is the number of ranks on the largest
+    host.
     """
     of = hosts if len(hosts) == size else [0] * size
     order, most = sorted(range(size), key=lambda r: (of[r], r)), max(of.count(host) for host in of)
@@ -225,22 +225,21 @@ def partners(rank: int, hosts: Sequence[int], size: int) -> tuple[int, int]:
     return order[(place + apart) % size], order[place - apart]
 
 
-FEWEST, MOST = 10, 1000  # steps between two states
+FEWEST, MOST = 10, 1000  # maximum number of steps between two states
 
 
 def steps_between(cost: float, fewest: int = FEWEST) -> int:
-    """Steps between states, so that states costing `cost` steps each take at most `STATE_SHARE`."""
+    """Return the steps between states of `cost` steps each, to take at most `STATE_SHARE`."""
     return min(max(math.ceil(cost / STATE_SHARE), fewest), MOST)
 
 
 class LastGood:
-    """Keeps the newest good state of this rank, and goes back to it.
+    """Newest good state of this rank, and the return to it.
 
-    All ranks take states after the same steps. Their distance follows from the cost of the last state on the slowest
-    rank.
+    All ranks take states after the same steps. The interval depends on the cost of the last state on the slowest rank.
 
     Args:
-        every_steps: steps between two states; None: chosen so that they cost no more than `STATE_SHARE`.
+        every_steps: steps between two states; None limits their cost to `STATE_SHARE`.
     """
 
     def __init__(self, engine: RankEngine, group: Group, every_steps: int | None) -> None:
@@ -248,10 +247,10 @@ class LastGood:
         self.state: RankState | None = None
         self._next = 0
         self._step_s: list[float] = []
-        self._untried = False  # no step since the newest rewind was good
+        self._untried = False  # there was no good step since the newest rewind
 
     def after_step(self, info: StepInfo, values: Callable[[], dict[str, Any]]) -> bool:
-        """Note a step, and take a state where one is due; True if so."""
+        """Record a step, and take a state if due; return True if it did."""
         if info.result.problem is not None:
             return False
         self._untried = False
@@ -270,22 +269,22 @@ class LastGood:
         self._step_s.clear()
 
     def newest(self, since: int) -> RankState | None:
-        """The state to go back to: of step `since` or later.
+        """Return the state to go back to: of step `since` or later.
 
-        One from which the very next step failed again is not good, and dropped.
+        A state from which the very next step failed again is not good and is dropped.
         """
         if self._untried:
             self.state, self._next = None, 0
         return self.state if self.state is not None and self.state.step >= since else None
 
     def restore(self, state: RankState) -> dict[str, Any]:
-        """Go back to a state; returns the loop's values."""
+        """Restore a state; return the loop's values."""
         self._untried = True
         self._step_s.clear()
         return state.restore(self.engine)
 
     def _worth_it(self, copy_s: float) -> int:
-        """Steps after which another state costs little, equal on all ranks."""
+        """Return the steps after which another state is affordable, equal on all ranks."""
         step_s = statistics.median(self._step_s) if self._step_s else math.inf
         cost: float = max(copy / max(step, 1e-6) for copy, step in self.group.gather_json([copy_s, step_s]))
         return steps_between(cost)
@@ -293,14 +292,14 @@ class LastGood:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that a rank wants, and what it sees of its machine's.
+    """Memory that a rank needs, and the memory of its machine.
 
     Attributes:
         machine: the same for all ranks of one machine, also on emulated hosts and in containers.
-        wanted_bytes: beside what it has taken at the most until now.
-        own_bytes: what it has taken, shared memory excluded.
-        free_bytes: of the machine.
-        limit_bytes: that its control group may take; None without a limit.
+        wanted_bytes: bytes needed in addition to the rank's peak so far.
+        own_bytes: bytes in use by the rank, without shared memory.
+        free_bytes: free bytes of the machine.
+        limit_bytes: limit of the rank's control group; None without a limit.
     """
 
     machine: str
@@ -311,7 +310,10 @@ class Need:
 
     @classmethod
     def of_this_rank(cls, wanted_bytes: int) -> Need:
-        """The need of this rank. Memory that it will take again, in its next step, is not free."""
+        """Return the need of this rank.
+
+        Memory that the rank will use again in its next step is not free.
+        """
         memory, most_bytes = psutil.Process().memory_info(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         machine = ""
         with suppress(OSError):
@@ -326,9 +328,9 @@ class Need:
 
 
 def lack(group: Group, wanted_bytes: int) -> tuple[int, int] | None:
-    """Bytes that the ranks of a machine want, and those that it has free.
+    """Return the bytes that the ranks of a machine need, and its free bytes.
 
-    None where all machines have enough. All ranks of the group call this.
+    Return None if all machines have enough. All ranks of the group call this.
     """
     return lack_of([Need(**told) for told in group.gather_json(asdict(Need.of_this_rank(wanted_bytes)))])
 

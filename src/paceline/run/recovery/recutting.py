@@ -1,4 +1,4 @@
-"""Re-cuts of a run's pipelines where their stages differ in time."""
+"""New cuts of a run's pipelines whose stages differ in time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from paceline.run.recovery.balance import BusyBlocks, Floats, error_of_slowest, 
 
 
 class Recutting:
-    """Moves the stages of a pipeline where that gains more than it costs (`balance=auto`).
+    """Moves of pipeline stages that gain more than they cost (`balance=auto`).
 
-    All ranks know the times of all, so they decide alike. When a cut is worth it, a checkpoint is asked for. Once that
-    is whole the loop ends, and another one begins with the new cut, from that checkpoint.
+    All ranks know all times, so they make the same decision. If a cut is worthwhile, a checkpoint is requested. Once
+    the checkpoint is whole, the loop ends, and another one begins from it with the new cut.
 
     Attributes:
-        on: whether stages follow the measured times; set by who can begin another loop.
-        cut: what the run is to go on with, as `Plan.cut`; "" before that is decided.
-        recuts: how many there were before.
-        built_s: seconds that the engine took to build.
+        on: whether stages follow the measured times; set by callers that can begin another loop.
+        cut: cut with which the run will continue, as `Plan.cut`; "" before the decision.
+        recuts: number of earlier changes.
+        built_s: seconds that it took to build the engine.
     """
 
     def __init__(self, engine: RankEngine, checkpoints: Checkpoints, events: Events, total_steps: int | None) -> None:
@@ -44,7 +44,7 @@ class Recutting:
             self.stages = Stages(Pipe(plan.pp, pipeline.stage_ranks, plan.schedule, plan.microbatches))
 
     def after_step(self, info: StepInfo) -> None:
-        """Decide on other cuts, after a step and its checkpoint."""
+        """Decide about other cuts, after a step and its checkpoint."""
         if not self.on or len(info.busy_s) != len(self._places):
             return
         step = info.result.step
@@ -57,16 +57,16 @@ class Recutting:
             self._end(self._wanted, step)
 
     def _by_place(self, busy_s: Sequence[float]) -> list[float]:
-        """The slowest rank's at each place in the pipelines."""
+        """Return the time of the slowest rank at each position in the pipelines."""
         return [
             max(s for s, place in zip(busy_s, self._places, strict=True) if place == wanted)
             for wanted in range(self.engine.plan.pp)
         ]
 
     def _better(self, step: int) -> Recut | None:
-        """A cut that is worth what it costs. All ranks call this in the same step."""
+        """Return a cut whose gain exceeds its cost; all ranks call this together."""
         if self._segments is None:
-            self.engine.on_phase("checkpoint", step)  # which may take longer than the parts of a step
+            self.engine.on_phase("checkpoint", step)  # the search may take longer than the parts of a step
             self._segments = self.pipeline.segments()
             self.engine.meter.restart()
         names, costs = self._segments
@@ -78,7 +78,7 @@ class Recutting:
         return found if worth(found.gain_s, step, self.total_steps, cost_s, self.recuts) else None
 
     def _end(self, recut: Recut, step: int) -> None:
-        """End the loop where this step has a whole checkpoint; else ask for one."""
+        """End the loop if this step has a whole checkpoint; otherwise request one."""
         saving, group = self.checkpoints.saving, self.engine.group
         if saving.at != step:
             if group.rank == 0:
@@ -88,7 +88,7 @@ class Recutting:
         saving.settle()
         self.engine.meter.mark(CHECKPOINT)
         if not all(group.gather_json(self.checkpoints.writer.completed == step)):
-            self._wanted = None  # until a later block: it could not be written
+            self._wanted = None  # until a later block, because it could not be written
             return
         assert self._segments is not None
         names, _ = self._segments
@@ -111,10 +111,10 @@ class Recutting:
 
 
 def follows_times(plan: Plan) -> bool:
-    """True if a plan's stages follow their measured times.
+    """Return True if a plan's stages follow their measured times.
 
-    Not where the plan names them, where code is compiled for them, and where ranks have state of their own, which does
-    not move.
+    Stages are fixed if the plan names them, if code is compiled for them, or if ranks have their own state, which
+    cannot move.
     """
     follows = plan.balance == "auto" and not plan.cut and plan.compile == "off"
     return plan.pp > 1 and follows and not plan.inexact
@@ -127,16 +127,16 @@ def _lengths(names: Sequence[str], cut: Sequence[str]) -> tuple[int, ...] | None
     return tuple(last - first for first, last in pairwise(ends))
 
 
-UNEVEN = 1.1  # times the mean of the stages: less is not looked at
-LEAST_GAIN = 0.05  # of a step's time
-MOST = 2  # times an even part of the model: memory was planned for that one
+UNEVEN = 1.1  # multiple of the mean of the stages; smaller differences are ignored
+LEAST_GAIN = 0.05  # minimum gain as a fraction of a step's time
+MOST = 2  # limit as a multiple of an even part of the model, for which memory was planned
 
 Lengths = tuple[int, ...]  # segments of each stage
 
 
 @dataclass(frozen=True)
 class Pipe:
-    """A pipeline of `ranks` ranks: the schedule, and which of them computes each stage."""
+    """A pipeline of `ranks` ranks: the schedule, and the rank of each stage."""
 
     ranks: int
     stage_ranks: Sequence[int]
@@ -144,19 +144,19 @@ class Pipe:
     microbatches: int
 
     def per_rank(self, costs: Sequence[float], lengths: Lengths) -> Floats:
-        """Cost of the segments of each rank."""
+        """Return the total cost of the segments of each rank."""
         found = np.zeros(self.ranks)
         for rank, cost in zip(self.stage_ranks, self.per_stage(costs, lengths), strict=True):
             found[rank] += cost
         return found
 
     def per_stage(self, costs: Sequence[float], lengths: Lengths) -> list[float]:
-        """Cost of the segments of each stage."""
+        """Return the total cost of the segments of each stage."""
         ends = [0, *itertools.accumulate(lengths)]
         return [sum(costs[first:last]) for first, last in itertools.pairwise(ends)]
 
     def step_s(self, busy_s: Floats) -> float:
-        """Time of a step: the slowest rank's, and filling and draining the pipeline."""
+        """Return the time of a step: the slowest rank's, plus filling and draining the pipeline."""
         chunks = self.microbatches * len(self.stage_ranks) // self.ranks
         return float(busy_s.max() + (busy_s.sum() - busy_s.max()) / chunks)
 
@@ -167,8 +167,8 @@ class Recut:
 
     Attributes:
         lengths: segments of each stage.
-        gain_s: expected seconds less of each step; `gain`: as a part of the step.
-        slow: the rank of the pipeline that takes longest, since which step, and its share of the time of all.
+        gain_s: expected seconds saved per step; `gain`: the same as a fraction of the step.
+        slow: the slowest rank of the pipeline, its first slow step, and its share of the total time.
     """
 
     lengths: Lengths
@@ -180,22 +180,22 @@ class Recut:
 
 
 class Stages:
-    """Watches the compute times of a pipeline's ranks, and finds better cuts."""
+    """Compute times of a pipeline's ranks, and better cuts."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.pipe = pipe
-        self._since: tuple[int, int] | None = None  # the slowest rank, since which step
+        self._since: tuple[int, int] | None = None  # the slowest rank, and its first slow step
         self.forget()
 
     def forget(self) -> None:
-        """Measure anew, as after a pause."""
+        """Restart the measurement, as after a pause."""
         self._blocks = BusyBlocks()
 
     def step(self, step: int, busy_s: Sequence[float]) -> bool:
-        """Take in a step; True if it ends a block, all of them uneven.
+        """Add a step; return True if it ends a block and all blocks are uneven.
 
         Args:
-            busy_s: of each rank of the pipeline; where there are several of a stage, the slowest.
+            busy_s: busy seconds of each rank of the pipeline; for several ranks of a stage, the slowest.
         """
         if not self._blocks.add(step, busy_s):
             return False
@@ -209,12 +209,12 @@ class Stages:
         return True
 
     def better(self, costs: Sequence[float], lengths: Lengths) -> Recut | None:
-        """A cut that is better by more than noise, if there is one.
+        """Return a cut that is better by more than noise, if there is one.
 
-        A rank is expected to take as long for other segments as it takes now, in proportion to their costs.
+        The prediction assumes that a rank's time is proportional to the cost of its segments.
 
         Args:
-            costs: of the segments in order, between which the model can be cut.
+            costs: cost of the segments in order; the model can be cut between them.
             lengths: segments of each stage now.
         """
         assert self._since is not None, "the stages were uneven"
@@ -236,9 +236,9 @@ class Stages:
 
 
 def proposed(pipe: Pipe, costs: Sequence[float], lengths: Lengths, times: Floats) -> Lengths:
-    """Cut with the fastest slowest stage, by the ranks' times under the present cut.
+    """Return the cut that minimizes the slowest stage, by the ranks' current times.
 
-    No stage gets more than `MOST` times an even part, unless it has that already; else the cut stays.
+    No stage gets more than `MOST` times an even part, unless it already has it; otherwise the cut stays.
     """
     speeds = pipe.per_rank(costs, lengths) / times
     found = contiguous(costs, len(lengths), [float(speeds[rank]) for rank in pipe.stage_ranks])
@@ -249,10 +249,10 @@ def proposed(pipe: Pipe, costs: Sequence[float], lengths: Lengths, times: Floats
 
 
 def worth(gain_s: float, step: int, total_steps: int | None, cost_s: float, recuts: int) -> bool:
-    """True if a cut gains more than it costs in the steps that are left.
+    """Return True if a cut gains more than it costs in the remaining steps.
 
-    Where their number is not known, as many are expected as there were. Each further cut has to be worth twice as much
-    as the one before, so that cuts which do not bring what was expected cost little.
+    If their number is unknown, it is assumed to equal the number of past steps. Each further cut must be worth twice as
+    much as the previous one, so that repeated cuts without the expected gain cost little.
     """
     left = step if total_steps is None else total_steps - step
     return gain_s * left > cost_s * 2.0**recuts

@@ -46,7 +46,7 @@ def run_rank(arguments: list[str]) -> None:
     run = Run(arguments[0])
     member = Member.of_this_rank()
     trainee = Trainee(run, member)
-    gc.freeze()  # modules, model and data are never garbage: between two generations they are not looked through
+    gc.freeze()  # modules, model and data are never garbage, so the collector need not scan them between generations
     with watch_generation(member.is_over), stop_signals(trainee.note_signal), closing(trainee.board):
         ended = was_frozen = False
         while not ended:
@@ -62,7 +62,7 @@ def run_rank(arguments: list[str]) -> None:
             gc.collect()  # frees the ended generation's engine, whose parts refer to each other
             if not was_frozen:
                 was_frozen = True
-                gc.freeze()  # what was imported since
+                gc.freeze()  # modules imported since then
 
 
 class Trainee:
@@ -90,7 +90,7 @@ class Trainee:
         self.board = Board(run.path)
 
     def train(self, group: Group) -> bool:
-        """Train as one rank of a generation's group; True if the run has ended."""
+        """Train as one rank of a generation's group; return True if the run has ended."""
         check_device(self.run, group)
         group.links = self.links
         start = agree_on_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
@@ -105,13 +105,13 @@ class Trainee:
         return ended
 
     def _train(self, group: Group, start: Start, *, saved: bool = False) -> tuple[bool, str]:
-        """Train with one cut of the model, from a checkpoint where the state is `saved`.
+        """Train with one cut of the model, from a checkpoint if the state is `saved`.
 
         Returns:
-            Whether the run has ended; and the cut with which it is to go on in this generation, or "".
+            Whether the run has ended, and the cut with which it continues in this generation, or "".
         """
         run, begun = self.run, time.monotonic()
-        # as many microbatches as before, or batch norms would see other parts of the global batch
+        # the same number of microbatches as before, or batch norm would see other parts of the global batch
         plan = replace(run.plan, dp=group.size // start.replica_size, cut=start.boundary.cut or run.plan.cut)
         engine = self.kept.engine(run.job, plan, self.data, group, begins=start.begins)
         self.links = group.links
@@ -134,7 +134,7 @@ class Trainee:
                     step=start.boundary.step,
                 )
             boundary = None if start.begins or not resumed else start.boundary
-            # from here on nothing goes back to the cut before
+            # from here on nothing returns to the previous cut
             self.boundary, has_state = boundary or StepBoundary(), boundary is not None
             self.kept.begin(engine, group, loop.events)
             ended = loop.run(boundary, recut=saved, has_position=bool(start.holders))
@@ -143,7 +143,7 @@ class Trainee:
                 raise
             broken = True
             self.kept.broken_off(engine)
-            # at once: groups that are closed wait for what peers have not acknowledged
+            # at once, because closing a group waits for data that peers have not acknowledged
             abort_all(0.0)
             if loop is not None:
                 loop.checkpoints.writer.abandon()
@@ -153,7 +153,7 @@ class Trainee:
             self.kept.keep(engine)
         if broken and self.kept.needs_all:
             self.boundary = StepBoundary()
-        with suppress(Exception):  # its ranks may be gone
+        with suppress(Exception):  # the ranks of the group may be gone
             self.kept.end()
         with suppress(Exception):
             engine.close()
@@ -186,5 +186,5 @@ class Trainee:
         return replace(boundary, ready=generation if self.kept.ready else -1)
 
     def note_signal(self, name: str) -> None:
-        """Have a signal between two generations stop the run in the next."""
+        """Make a signal between two generations stop the run in the next one."""
         self.signal = name

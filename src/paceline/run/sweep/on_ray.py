@@ -1,4 +1,4 @@
-"""A sweep's runs on Ray Tune, which may stop bad ones early.
+"""Run a sweep on Ray Tune, which may stop bad runs early.
 
 Ray Tune starts the runs on the hosts of its cluster. Each trial is the command `paceline train` in a process of its
 own, watched through its run directory. The directory of the sweep must therefore be at the same path on every host.
@@ -32,12 +32,12 @@ from paceline.run.record.run import read_lines
 from paceline.run.sweep.results import SweepRun
 from paceline.run.sweep.sweep import Sweep
 
-_STEP_S, _LOOK_S = 1.0, 0.1  # how often a trial reports, and looks at its process
-_STOP_S = 120  # from SIGTERM on, for the last step and a checkpoint
-_MOST_EVALUATIONS = 10**6  # ASHA would stop a run that has more
+_STEP_S, _LOOK_S = 1.0, 0.1  # seconds between reports of a trial, and between checks of its process
+_STOP_S = 120  # seconds after SIGTERM for the last step and a checkpoint
+_MOST_EVALUATIONS = 10**6  # ASHA would stop a run with more evaluations
 _ERROR_LINES = 20
 _SETTINGS = {
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # a signal stops the trials by `_Stopper`, so that they save
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `_Stopper` stops the trials after a signal, so that they save
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_FORCE_TRIAL_CLEANUP_S": str(2 * _STOP_S),
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -48,9 +48,9 @@ _SETTINGS = {
 def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
     """Make the missing runs of a sweep on Ray.
 
-    The Ray cluster is the one of RAY_ADDRESS, or else started on this machine. A trial gets all
-    devices of a host without accelerators, since runs that share cores would disturb each other; else as many
-    accelerators as its plan has ranks.
+    RAY_ADDRESS names the Ray cluster; without it, one is started on this machine. A trial gets one accelerator for each
+    rank of its plan. On a host without accelerators it gets the whole host, because runs that share cores would slow
+    each other down.
 
     Args:
         scheduler: `asha` stops runs whose metric at an evaluation is worse than that of most others (Li et al., 2020,
@@ -66,7 +66,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
         local = {} if os.environ.get("RAY_ADDRESS") else {"include_dashboard": False, "num_cpus": sweep.cluster.devices}
         ray.init(log_to_driver=False, logging_level="ERROR", **local)
         try:
-            with StopSignals() as signals:  # after `init`, which takes SIGTERM for Ray
+            with StopSignals() as signals:  # after `init`, which handles SIGTERM for Ray
                 tune.Tuner(
                     tune.with_resources(Trial, _resources(sweep)),
                     param_space=tune.grid_search([asdict(trial) for trial in trials]),
@@ -90,7 +90,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
             shutil.rmtree(sweep.path / artifacts, ignore_errors=True)
         lock.check()
         for run in sweep.missing:
-            if run.state != "failed" and (sweep.path / run.run / "job.yaml").is_file():  # it was stopped
+            if run.state != "failed" and (sweep.path / run.run / "job.yaml").is_file():  # the trial was stopped
                 sweep.take(run)
         if not signals.first:
             for run in (run for run in sweep.runs if run.state == "interrupted"):
@@ -101,7 +101,7 @@ def run_on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """What a trial needs to know. `position`: of its run in the sweep."""
+    """Settings of a trial; `position` is the position of its run in the sweep."""
 
     position: int
     command: list[str]
@@ -113,7 +113,7 @@ class TrialConfig:
 
 
 def _trial_of(sweep: Sweep, run: SweepRun) -> TrialConfig:
-    """Write a run's job to a file, and describe the command that trains it."""
+    """Write a run's job to a file, and return the command that trains it."""
     path = sweep.path.resolve()
     job, directory = path / "jobs" / f"{Path(run.run).name}.yaml", path / run.run
     job.parent.mkdir(exist_ok=True)
@@ -139,7 +139,10 @@ def _resources(sweep: Sweep) -> dict[str, float]:
 
 
 class Trial(tune.Trainable):
-    """One run as Ray Tune sees it. A step lasts a second, or until the run has ended."""
+    """One run as a Ray Tune trial.
+
+    A step lasts a second, or until the run has ended.
+    """
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the command of the run.
@@ -179,7 +182,7 @@ class Trial(tune.Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Keep nothing: the run has checkpoints of its own."""
+        """Save nothing: the run has its own checkpoints."""
         return {}
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
@@ -196,34 +199,34 @@ class Trial(tune.Trainable):
 
 
 class _Stopper(tune.Stopper):
-    """Stops all trials once a signal has come."""
+    """Stopper of all trials after a signal."""
 
     def __init__(self, signals: StopSignals) -> None:
         self._signals = signals
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Stop no single trial."""
+        """Return False: no trial is stopped individually."""
         return False
 
     def stop_all(self) -> bool:
-        """Stop all trials after a signal."""
+        """Return True after a signal, to stop all trials."""
         return self._signals.first is not None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps a copy on the disk, which nothing reads: the sweep goes on from its own file
+        return {}  # Tune keeps a copy on disk, which is never read: the sweep continues from its own file
 
 
 class _Recorder(tune.Callback):
-    """Records each run when its trial ends."""
+    """Callback that records each run when its trial ends."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # as `_Stopper`
+        return {}  # like `_Stopper`
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Record a run that ended by itself; a stopped one is still saving."""
+        """Record a run that ended by itself; a stopped run is still saving."""
         run, result = self._sweep.runs[trial.config["position"]], trial.last_result
         if result.get("error"):
             self._failed(run, result["error"])

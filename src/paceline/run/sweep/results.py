@@ -19,13 +19,14 @@ class SweepRun:
     """One run of a sweep, as `sweep.json` keeps it.
 
     Attributes:
-        number: of the run's combination, from 1 on.
-        run: the run's directory, under the sweep's.
-        state: `stopped early` is a run that Ray's scheduler ended; `interrupted` goes on with the sweep.
+        number: number of the run's combination, from 1.
+        run: the run's directory, relative to the sweep's.
+        state: state of the run: Ray's scheduler ended a `stopped early` run; an `interrupted` run continues with the
+            sweep.
         metric: final value of the compared metric; None if it was not measured or is not finite.
         loss: final validation loss; without a validation set, the mean training loss of the last 10 steps.
         time_s: seconds from the first step to the end.
-        error: of a failed run, in words.
+        error: message of a failed run.
     """
 
     number: int
@@ -43,7 +44,7 @@ class SweepRun:
 
     @property
     def is_over(self) -> bool:
-        """True if the run is not repeated when the sweep goes on. A failed one is tried again."""
+        """True if the run is not repeated when the sweep continues; failed runs are repeated."""
         return self.state in ("finished", "stopped early")
 
 
@@ -57,7 +58,7 @@ class Combination:
 
     @property
     def values(self) -> list[float]:
-        """The metric of each finished run."""
+        """Metric of each finished run."""
         return [run.metric for run in self.runs if run.state == "finished" and run.metric is not None]
 
     @property
@@ -94,11 +95,11 @@ class Combination:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The best combination, as far as the runs tell.
+    """The best combination, as far as the runs show.
 
     Attributes:
-        best: numbers of the combinations that no other one is better than; the one with the best median is first.
-        is_clear: True if that is one combination, and its interval overlaps no other one's.
+        best: numbers of the combinations that no other one beats; the one with the best median is first.
+        is_clear: True if there is one best combination, and its interval overlaps no other interval.
         text: the verdict in a sentence or two.
     """
 
@@ -108,7 +109,7 @@ class Verdict:
 
 
 def combinations_of(runs: Sequence[SweepRun]) -> list[Combination]:
-    """The runs by their combinations, in order."""
+    """Group the runs by their combinations, in order."""
     found: dict[int, Combination] = {}
     for run in runs:
         found.setdefault(run.number, Combination(run.number, run.parameters)).runs.append(run)
@@ -118,8 +119,8 @@ def combinations_of(runs: Sequence[SweepRun]) -> list[Combination]:
 def verdict(combinations: Sequence[Combination], metric: str, *, higher_is_better: bool) -> Verdict:
     """Find the best combination.
 
-    With three or more seeds each, a combination is better than another one if their 95 % intervals do not overlap.
-    With fewer seeds nothing is claimed: the best value is named, and so is what could confirm it.
+    With three or more seeds each, a combination is better than another one if their 95 % intervals do not overlap. With
+    fewer seeds the verdict is open: it names the best value and the runs that could confirm it.
     """
     known = [c for c in combinations if c.metric is not None]
     if not known:

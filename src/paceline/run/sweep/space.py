@@ -17,8 +17,8 @@ from paceline.yaml_file import parse_value
 
 _RANGE = re.compile(r"([A-Za-z_]+)\(([^()]*)\)")
 _EXAMPLE = "e.g. --grid optimizer.lr=1e-4,1e-3, or --grid 'optimizer.lr=loguniform(1e-5,1e-2)' with --random"
-_MOST = 10_000  # combinations
-_TRIES = 100  # for each draw of a new combination
+_MOST = 10_000  # largest number of combinations in a grid
+_TRIES = 100  # attempts for each draw of a new combination
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Range:
     high: float
 
     def draw(self, rng: random.Random) -> float | int:
-        """Draw a value, with four digits after those that the ends share."""
+        """Draw a value, with four digits after those that both bounds share."""
         if self.kind == "int":
             return rng.randint(int(self.low), int(self.high))
         if self.kind == "uniform":
@@ -136,7 +136,7 @@ def combinations(space: Mapping[str, Values], draws: int | None = None, seed: in
 
     Args:
         draws: number of different random combinations; None is the whole grid.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         JobError: a grid has a range or too many combinations, or there are fewer combinations than draws.
@@ -191,7 +191,7 @@ def _finite(space: Mapping[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """A parameter's value as text for tables: `0.0003`, `[accuracy, f1]`."""
+    """Format a parameter's value for tables: `0.0003`, `[accuracy, f1]`."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
@@ -202,12 +202,12 @@ def shown(value: Any) -> str:
 
 
 def titled(parameters: Mapping[str, Any]) -> str:
-    """A combination as text: `optimizer.lr=0.0003, seed=1`."""
+    """Format a combination: `optimizer.lr=0.0003, seed=1`."""
     return ", ".join(f"{key}={shown(value)}" for key, value in parameters.items())
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The shortest endings that tell the keys apart: `lr` for `optimizer.lr`."""
+    """Return the shortest unique suffixes of the keys: `lr` for `optimizer.lr`."""
 
     def ending(key: str, parts: int) -> str:
         return ".".join(key.split(".")[-parts:])

@@ -1,4 +1,4 @@
-"""A sweep in its directory: all jobs are checked, then run one after another."""
+"""A sweep and its directory: all jobs are checked, then run one after another."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from paceline.run.train import train
 from paceline.text import nearest
 from paceline.units import clock, count
 
-SWEEPS = Path("sweeps")  # under the current directory, where no other is named
+SWEEPS = Path("sweeps")  # default folder, in the current directory
 FILE = "sweep.json"
-FINAL_STEPS = 10  # whose mean is the final training loss: that of a single batch says little
-_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}  # by the exit code of a run that one has ended
-_MOST_ERRORS = 10  # that are listed before the first run
+FINAL_STEPS = 10  # number of steps averaged for the final training loss, because a single batch is too noisy
+_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}  # signals by the exit code of a run that they ended
+_MOST_ERRORS = 10  # maximum number of errors listed before the first run
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What to sweep over, and how runs are compared.
+    """Parameters of a sweep, and the comparison of its runs.
 
     Attributes:
         job: YAML file of the job, or its URL.
         grid: `KEY=V1,V2` and `KEY=loguniform(LOW,HIGH)` texts.
         set: `KEY=VALUE` texts that hold for every run.
         draws: number of random combinations; None is the whole grid.
-        seed: of the draws.
-        repeat: runs of every combination, each with a seed of its own: the job's, and those that follow.
+        seed: seed of the draws.
+        repeat: number of runs of every combination, with consecutive seeds from the job's seed.
         metric: name of the metric to compare; None is the job's first metric, else its loss.
         mode: `min` or `max`; None asks the metric.
-        plan: of every run.
+        plan: plan of every run.
         command: the command line, for the page.
     """
 
@@ -75,9 +75,9 @@ class SweepRequest:
 
 
 class Sweep:
-    """A sweep and its directory; continues what was begun there by the same request.
+    """A sweep and its directory; continues an earlier sweep of the same request.
 
-    The directory has `sweep.json`, which is written again after every run, and the directories of the runs.
+    The directory has `sweep.json`, which is rewritten after every run, and the directories of the runs.
 
     Args:
         cluster: where to train; None is this machine.
@@ -121,7 +121,7 @@ class Sweep:
     # Before the first run
 
     def _checked_jobs(self) -> list[Job]:
-        """The job of every combination; all problems of all combinations are told in one error."""
+        """Make the job of every combination; one error lists the problems of all combinations."""
         if self.request.repeat > 1 and any("seed" in each for each in self.parameters):
             raise JobError(
                 "sweep.seed_and_repeat",
@@ -155,7 +155,7 @@ class Sweep:
         job.model.must_be_at_hand()
         check_trackers(job)
         job.fetch()
-        model_info(job.model)  # builds it, without memory for its weights if its code allows that
+        model_info(job.model)  # builds the model, without memory for its weights if its code allows it
         job.loss.build()
         build_metrics(job.metrics)
         if self.request.plan == "auto":
@@ -172,12 +172,13 @@ class Sweep:
                 job.seed + repeat,
                 f"runs/{number:0{digits}}" + (f"-seed{job.seed + repeat}" if self.request.repeat > 1 else ""),
             )
-            for repeat in range(self.request.repeat)  # round by round, so that a shorter sweep has compared all
+            # round by round, so that an interrupted sweep has compared all combinations
+            for repeat in range(self.request.repeat)
             for number, (parameters, job) in enumerate(zip(self.parameters, self.jobs, strict=True), 1)
         ]
 
     def _description(self) -> dict[str, Any]:
-        """What must be the same for a sweep to go on."""
+        """Return the facts that must not change for a sweep to continue."""
         described = {
             "job": self.job.model_dump(mode="json"),
             "combinations": self.parameters,
@@ -210,7 +211,8 @@ class Sweep:
                     path=self.path,
                     differences="; ".join(found),
                 )
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # msgspec's is a ValueError
+        # msgspec's error is a ValueError
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunError(
                 "sweep.unreadable",
                 "{file} cannot be read: {error}. Name another directory with --out.",
@@ -220,16 +222,16 @@ class Sweep:
         known = {run.run: run for run in before}
         self.runs = [known.get(run.run, run) for run in self.runs]
 
-    # The runs
+    # Runs
 
     @property
     def missing(self) -> list[SweepRun]:
-        """The runs that are still to be made, in order."""
+        """Runs that are still missing, in order."""
         return [run for run in self.runs if not run.is_over]
 
     @property
     def combinations(self) -> list[Combination]:
-        """The runs by their combinations."""
+        """Runs grouped by combination."""
         return combinations_of(self.runs)
 
     @property
@@ -241,7 +243,7 @@ class Sweep:
         """Make the missing runs, one after another.
 
         A run that fails is recorded with its error, and the sweep goes on. A signal ends the sweep; the same request
-        continues it, and an interrupted run goes on from its checkpoint.
+        continues it, and an interrupted run continues from its checkpoint.
         """
         with self.held() as lock, StopSignals() as signals:
             for position, run in enumerate(missing := self.missing):
@@ -259,7 +261,7 @@ class Sweep:
 
     @contextmanager
     def held(self) -> Iterator[RunLock]:
-        """Hold the directory, so that no other process sweeps in it; `sweep.json` is there within."""
+        """Lock the directory against other processes; `sweep.json` exists within this context."""
         try:
             private_folder(self.path)
             (self.path / "runs").mkdir(exist_ok=True)
@@ -278,7 +280,7 @@ class Sweep:
             yield lock
 
     def job_of(self, run: SweepRun) -> Job:
-        """The job of a run, with the run's seed."""
+        """Return the job of a run, with the run's seed."""
         return self.jobs[run.number - 1].replace({"seed": run.seed})
 
     def _make(self, run: SweepRun) -> None:
@@ -307,7 +309,7 @@ class Sweep:
             run.state = "interrupted"
 
     def take(self, run: SweepRun) -> None:
-        """Read what a run's directory says about its end."""
+        """Read the result of a run from its directory."""
         record = Run(self.path / run.run)
         end: dict[str, Any] = next(
             (e for e in reversed(record.events()) if e["event"] in ("start", "resume", "end")), {}
@@ -325,7 +327,7 @@ class Sweep:
             self.stopped_by = self.stopped_by or end.get("reason")
 
     def content(self) -> dict[str, Any]:
-        """The content of `sweep.json`."""
+        """Return the content of `sweep.json`."""
         found = self.verdict
         return {
             "sweep": self._description(),
@@ -353,7 +355,7 @@ class Sweep:
                 reason=error.strerror or error,
             ) from error
 
-    # The screen
+    # Output
 
     def tell(self, run: SweepRun, more: str = "") -> None:
         """Show one line about a run that has ended."""

@@ -1,7 +1,7 @@
-"""Trackers, which log a training's numbers to other services beside its record.
+"""Trackers, which log the numbers of a training to other services.
 
-`services.py` has the trackers of the package. `follow.py` is the process of a tracker in `paceline train`. In loops of
-users' own, `tracker` makes a callback for `engine.on_step` that logs every step:
+`services.py` has the trackers of the package. `follow.py` is the process of a tracker in `paceline train`. In users'
+own loops, `tracker` makes a callback for `engine.on_step` that logs every step:
 
     log = trackers.tracker("tensorboard", folder="logs")
     engine = paceline.setup(model, optimizer, loss=loss, loader=loader, on_step=[log])
@@ -38,14 +38,16 @@ Status = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Facts of a run for a tracker. In a loop of a user's own all but the environment are empty.
+    """Facts of a run for a tracker.
+
+    In a user's own loop, all fields except the environment are empty.
 
     Attributes:
-        name: the run's.
-        project: the name of its job.
+        name: name of the run.
+        project: name of the job.
         config: JSON values: `job`, `plan` and `environment`, see `told_of`.
-        folder: for files that the tracker keeps here.
-        id: the tracker's own `id` of this run, where the run goes on after a restart; "" at its first start.
+        folder: folder for local files of the tracker.
+        id: the tracker's own `id` of this run if the run continues after a restart; "" at its first start.
     """
 
     name: str = ""
@@ -66,29 +68,32 @@ def told_of(environment: Mapping[str, Any]) -> dict[str, Any]:
 class Tracker(Protocol):
     """A tracker of one run.
 
-    Its calls come from one thread or process of its own, never from a training step.
+    It is called from its own thread or process, never from a training step.
 
     Attributes:
-        id: identity of its run there, by which it goes on after a restart; "" if there is none.
+        id: the service's identifier of the run, used to continue after a restart; "" if there is none.
     """
 
     id: str
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of a step. Names have a group: `train/loss`, `val/accuracy`, `speed/samples_per_s`."""
+        """Log numbers of a step.
+
+        Names have a group: `train/loss`, `val/accuracy`, `speed/samples_per_s`.
+        """
 
     def close(self, status: Status) -> None:
-        """Take the end of the run; everything is to be stored when this returns."""
+        """Finish the run; all numbers are stored when this returns."""
 
 
 @dataclass(frozen=True)
 class TrackerInfo:
-    """Description of a tracker, readable without what it logs to.
+    """Description of a tracker, readable without importing its service.
 
     Attributes:
         tracker: import path of a class or function that takes a `TrackedRun` and the tracker's settings, and returns a
             `Tracker`. It is called for the first rank only.
-        package: the module that it imports, for the message where that is not installed; "" for none.
+        package: module that the tracker imports, for the message if it is not installed; "" for none.
     """
 
     tracker: str
@@ -111,10 +116,10 @@ TRACKERS = ExtensionPoint(
 
 
 def check(name: str) -> None:
-    """Check that a tracker can be made, without importing what it logs to.
+    """Check that a tracker can be made, without importing its service.
 
     Raises:
-        JobError: no such tracker, or its package is not installed.
+        JobError: the tracker does not exist, or its package is not installed.
     """
     info = TRACKERS[name]
     if info.package and not _is_installed(info.package):
@@ -127,10 +132,10 @@ def check(name: str) -> None:
 
 
 def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
-    """The tracker of a name.
+    """Make a tracker by its name.
 
     Raises:
-        JobError: as `check`, or it does not take the settings.
+        JobError: as `check`, or the tracker rejects the settings.
     """
     check(name)
     made: Callable[..., Tracker] = load_object(TRACKERS[name].tracker)
@@ -156,8 +161,8 @@ def _pip_name(info: TrackerInfo) -> str:
 
 
 OnStep = Callable[["StepResult"], object]
-_LONGEST_QUEUE = 10_000  # steps that a tracker may be behind
-CLOSE_S = 30.0  # for a tracker to store what it has, at the end
+_LONGEST_QUEUE = 10_000  # maximum number of steps that a tracker may be behind
+CLOSE_S = 30.0  # seconds for a tracker to store its data at the end
 
 
 def tracker(name: str, **settings: Any) -> LoopTracker:
@@ -170,7 +175,7 @@ def tracker(name: str, **settings: Any) -> LoopTracker:
         settings: the tracker's own settings, such as `folder` of `tensorboard` or those of `wandb.init`.
 
     Raises:
-        JobError: there is no such tracker, its package is missing, or it does not take the settings.
+        JobError: there is no such tracker, its package is missing, or the tracker rejects the settings.
 
     Example:
         >>> log = paceline.tracker("tensorboard", folder="logs")
@@ -198,15 +203,16 @@ def mlflow(**settings: Any) -> LoopTracker:
 
 
 def scalars(result: StepResult) -> dict[str, float]:
-    """Numbers of a step that trackers log."""
+    """Return the numbers of a step that trackers log."""
     return {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
 
 
 class LoopTracker:
-    """Callback that hands steps to a tracker, which works in a thread of its own.
+    """Callback that hands steps to a tracker in its own thread.
 
-    A step only puts its numbers into a queue. What the tracker raises is said once, and training goes on without it. It
-    is closed at the end of the process, as failed where that ends by an exception; or before by `close`.
+    A step only puts its numbers into a queue. An error of the tracker is reported once, and training continues without
+    it. The tracker is closed at the end of the process, or earlier by `close`. If an exception ends the process, the
+    run is logged as failed.
 
     Args:
         tracker: None on ranks that do not log.
@@ -233,7 +239,7 @@ class LoopTracker:
             self._say(f"is more than {_LONGEST_QUEUE:,} steps behind, and gets fewer of them")
 
     def close(self, status: Status = "finished") -> None:
-        """End the tracker, once it has stored what it was given."""
+        """Close the tracker after it has stored all steps."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -244,7 +250,7 @@ class LoopTracker:
             self._say(f"has not stored everything after {CLOSE_S:g} s, and is not waited for")
 
     def _close_at_exit(self) -> None:
-        error = getattr(sys, "last_value", None)  # of the exception that ended the script
+        error = getattr(sys, "last_value", None)  # the exception that ended the script
         stopped = isinstance(error, KeyboardInterrupt)
         self.close("interrupted" if stopped else "finished" if error is None else "failed")
 

@@ -1,7 +1,7 @@
-"""Processes of a run's trackers, each of which follows the record of the run.
+"""Processes of a run's trackers, each of which follows the run's record.
 
-`RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each; NUMBER is the tracker's place in the
-job. A line on stdin says how the run has ended. If stdin ends without a line, the launcher is gone.
+`RunTrackers` starts `python -m paceline.run.trackers.follow RUN NUMBER` for each; NUMBER is the tracker's index in the
+job. A line on stdin reports how the run has ended. If stdin ends without a line, the launcher is gone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.run.record.run import JsonLines, Run
 from paceline.run.trackers import CLOSE_S, Status, TrackedRun, check, make, told_of
 from paceline.text import printable
 
-EVERY_S = 1.0  # of the steps of this time the newest is logged
-_NICE = 10  # training goes first where cores are few
-_LONGEST_CLOSE_S = 300  # for a tracker to store what it has; then this process ends
+EVERY_S = 1.0  # seconds; only the newest step of each interval is logged
+_NICE = 10  # training has priority if cores are scarce
+_LONGEST_CLOSE_S = 300  # seconds for a tracker to store its data; then this process ends
 
 
 def main() -> None:
     """Follow a run to its end."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the run's process tells when it is over
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the run's process reports the end of the run
         signal.signal(stop, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICE)
@@ -52,12 +52,12 @@ def main() -> None:
 
 
 class Follower:
-    """Logs the steps and evaluations of a run that were not logged before.
+    """Logger of steps and evaluations of a run that are not logged yet.
 
     Attributes:
-        logged: the newest step that the tracker has; steps that are trained again after a restart are left out.
-        evaluated: step of the newest evaluation that it has.
-        tested: step of the newest measurement of the test set that it has.
+        logged: newest logged step; steps that are trained again after a restart are skipped.
+        evaluated: step of the newest logged evaluation.
+        tested: step of the newest logged test-set evaluation.
     """
 
     def __init__(self, run: Run, number: int) -> None:
@@ -108,15 +108,15 @@ class Follower:
         self._keep()
 
     def _keep(self) -> None:
-        with suppress(OSError):  # a full disk; what is lost is that a run is one there after a restart
+        with suppress(OSError):  # the disk is full; after a restart, the service will show a separate run
             state = {"id": self.tracker.id, "step": self.logged, "evaluated": self.evaluated, "tested": self.tested}
             write_whole(self._state_file, json.dumps(state))
 
 
 def values_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a step's line, by the names that trackers get.
+    """Return the numbers of a step's line, by the names that trackers get.
 
-    Those that are not finite are left out.
+    NaN and Inf are omitted.
     """
     values = {"train/loss": line["loss"], "train/lr": line["lr"], "train/grad_norm": line["grad_norm"]}
     values["train/epoch"] = line["epoch"]
@@ -127,21 +127,21 @@ def values_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """Job, plan and environment of a run, as JSON values without environment variables."""
+    """Return job, plan and environment of a run, as JSON values without environment variables."""
     environment = json.loads((run.path / "environment.json").read_text())
     job = run.job.model_dump(mode="json", exclude_defaults=True, exclude={"trackers"})
     return {"job": job, "plan": {"text": str(run.plan), **asdict(run.plan)}, "environment": told_of(environment)}
 
 
 def state_folder(run: Path) -> Path:
-    """The folder in a run where trackers keep files; it is made if needed."""
+    """Return the folder in a run where trackers keep files; create it if needed."""
     folder = run / "trackers"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 class _LastWord(threading.Thread):
-    """Thread that waits for the line on stdin that says how the run has ended."""
+    """Thread that waits for the line on stdin with the reason of the run's end."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -150,7 +150,7 @@ class _LastWord(threading.Thread):
 
     def run(self) -> None:
         word = sys.stdin.readline().strip() or "failed"
-        signal.alarm(_LONGEST_CLOSE_S)  # ends this process, whatever the tracker is at
+        signal.alarm(_LONGEST_CLOSE_S)  # ends this process, whatever the tracker is doing
         self.said.put(cast(Status, word))
 
     def within(self, wait_s: float) -> Status | None:
@@ -161,7 +161,7 @@ class _LastWord(threading.Thread):
 
 
 def check_trackers(job: Job) -> None:
-    """Refuse a job whose trackers are unknown or not installed. Raises JobError."""
+    """Raise JobError if a job's trackers are unknown or not installed."""
     for spec in job.trackers:
         check(spec.name)
 
@@ -169,11 +169,11 @@ def check_trackers(job: Job) -> None:
 class RunTrackers:
     """Processes that follow a run's record, one for each tracker of its job.
 
-    Ranks do nothing for them. A tracker that fails, hangs or dies costs the run nothing but its own log.
+    Ranks are not involved. If a tracker fails, hangs or dies, only its own log is affected.
 
     Args:
         say: shows a line to the user.
-        shows: whether what trackers print goes to the screen; else into files of the run.
+        shows: whether the output of trackers goes to the screen; otherwise it goes to files of the run.
     """
 
     def __init__(self, run: Run, say: Callable[[str], object], *, shows: bool = False) -> None:
@@ -199,7 +199,7 @@ class RunTrackers:
     ) -> None:
         for _, process in self._processes:
             assert process.stdin is not None
-            with suppress(OSError):  # it has ended before
+            with suppress(OSError):  # the process has already ended
                 process.stdin.write("failed\n" if kind else "finished\n")
                 process.stdin.close()
         # The end of a failed rank does not wait for trackers.

@@ -18,7 +18,7 @@ from paceline.run.trackers import Status, TrackedRun
 
 
 class ToTensorBoard:
-    """Writes events into `folder`, or into one of the run."""
+    """Tracker that writes TensorBoard events into `folder`, or into a folder of the run."""
 
     id = ""
 
@@ -33,10 +33,10 @@ class ToTensorBoard:
 
 
 class ToWandb:
-    """Logs to a run of W&B; `settings` are those of `wandb.init`, over what paceline sets.
+    """Tracker that logs to a W&B run.
 
-    Project and run are named as paceline's; the configuration is job, plan and environment. A run that goes on has the
-    same id. Steps are W&B's own.
+    `settings` are those of `wandb.init` and override paceline's. Project and run have paceline's names; the
+    configuration is job, plan and environment. A continued run keeps its id. Steps are W&B's own.
     """
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
@@ -56,7 +56,10 @@ class ToWandb:
         self._run.log(dict(values), step=step)
 
     def close(self, status: Status) -> None:
-        """See `Tracker`. Anything but `finished` is an exit code other than 0, which W&B shows as failed."""
+        """See `Tracker`.
+
+        A reason other than `finished` becomes an exit code other than 0, which W&B shows as failed.
+        """
         self._run.finish(exit_code=0 if status == "finished" else 1)
 
 
@@ -65,15 +68,15 @@ _LONGEST_PARAM, _PARAMS_AT_ONCE = 6000, 100  # limits of MLflow
 
 
 class ToMLflow:
-    """Logs to a run of MLflow, without its global state.
+    """Tracker that logs to an MLflow run, without MLflow's global state.
 
-    The experiment is named as the job, the run as paceline's; parameters are job, plan and environment, flattened:
-    `job.optimizer.lr`. A run that goes on is the same one.
+    The experiment has the job's name, and the run has paceline's. Parameters are job, plan and environment, flattened:
+    `job.optimizer.lr`. A continued run stays the same MLflow run.
 
     Args:
-        tracking_uri: where it is stored; None: MLFLOW_TRACKING_URI, or MLflow's default.
+        tracking_uri: address of the MLflow store; None takes MLFLOW_TRACKING_URI, or MLflow's default.
         experiment: name of the experiment.
-        tags: of the run.
+        tags: tags of the run.
     """
 
     def __init__(
@@ -124,10 +127,11 @@ _LAST_WORD_MS = 10_000
 
 
 class ToOpenTelemetry:
-    """Gauges `paceline.train.loss`, `paceline.step.duration{part=compute}` and the like, exported over OTLP/HTTP.
+    """Tracker that exports gauges over OTLP/HTTP.
 
-    The resource is `service.name=paceline` (`OTEL_SERVICE_NAME` is before it) with `paceline.job` and `paceline.run`.
-    Numbers are exported every `OTEL_METRIC_EXPORT_INTERVAL` ms, and at the end.
+    The gauges are `paceline.train.loss`, `paceline.step.duration{part=compute}` and similar ones. The resource is
+    `service.name=paceline` (unless `OTEL_SERVICE_NAME` is set) with `paceline.job` and `paceline.run`. Numbers are
+    exported every `OTEL_METRIC_EXPORT_INTERVAL` ms, and at the end.
     """
 
     id = ""
@@ -192,7 +196,7 @@ class TensorBoard:
         self._write(time.time(), file_version="brain.Event:2")
 
     def scalars(self, step: int, values: dict[str, float], at: float | None = None) -> None:
-        """Numbers of a step, by tag, of now or of `at` (Unix seconds).
+        """Write numbers of a step, by tag, with the current time or `at` (Unix seconds).
 
         Raises:
             RunError: the disk is full or gone.

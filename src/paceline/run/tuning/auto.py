@@ -1,6 +1,6 @@
-"""`--plan auto`: predict, measure the few best plans if that repays, take the fastest.
+"""`--plan auto`: predict, measure the few best plans if worthwhile, take the fastest.
 
-A plan or setting that fails is left out with its reason; the others are still measured.
+A plan or setting that fails is skipped, and its reason is kept; the others are still measured.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ if TYPE_CHECKING:
 
 
 Say = Callable[[str], None]
-# seconds of calibrating, for which a long run can spend a part of its measuring time
+# duration of a calibration in seconds; a long run can afford it from its measuring time
 CALIBRATION_S = 20.0
-# of a run, for its step time to be compared with the prediction
+# minimum number of steps of a run, for its step time to be compared with the prediction
 _LEAST_STEPS = 30
 
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """The plan that `auto` stands for, and why.
+    """The plan that `auto` selects, and the reason.
 
     Attributes:
-        plan: the fastest that was found, or the one to begin with.
-        lines: the table of trials and the result, for people.
-        tried: the rows of that table: what was predicted or measured of each plan and setting.
-        gain: step time of the plan over that of the plan to begin with, by the measured ratios; 1 if nothing was
-            better.
+        plan: the fastest plan found, or the default plan.
+        lines: the table of trials and the result, as text.
+        tried: the rows of that table, with the predictions or measurements of each plan and setting.
+        gain: step time of the plan divided by that of the default plan, from measured ratios; 1 if nothing was better.
         seconds: duration of measuring now, the start of the ranks included; 0 if nothing was measured.
-        forecast: the plan's prediction; None if there is none, or if knobs were added that no prediction knows.
+        forecast: the plan's prediction; None if there is none, or if settings were added that the prediction does not
+            cover.
     """
 
     plan: Plan
@@ -84,7 +84,7 @@ class AutoChoice:
 def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1) -> AutoChoice:
     """Choose the plan for a job on this machine; `say` gets the lines.
 
-    The result is cached in a file of the user, valid for the same work on the same hardware and torch.
+    The result is cached in a file of the user. It is valid for the same work, hardware and torch version.
 
     Args:
         runs: number of runs that will use the plan.
@@ -117,10 +117,10 @@ class _Search:
         self._rows_told = 0
 
     def choose(self) -> AutoChoice:
-        """Reuse an earlier measurement, or else predict, and measure if that repays."""
+        """Reuse an earlier measurement; otherwise predict, and measure if worthwhile."""
         too_few, known = steps_are_too_few(self.job), self.known
         if known and known.measured and (too_few or kept.enough(known, self.job)):
-            # the screen shows rows once, when they are measured; a report has them all
+            # the screen shows each row once, when it is measured; a report has all rows
             self.lines += [HEADING, *(row.line() for row in known.tried if row.tried)]
             self.tried = known.tried
             self._tell(f"plan auto: {_result(known)}, as measured before ({self.file}; delete it to measure again)")
@@ -128,7 +128,7 @@ class _Search:
         # on GPUs, where models are large, the plan's memory is still checked
         if too_few and not self.cluster.has_accelerators:
             return self._of_few_steps(too_few)
-        wait_for_imports()  # it is looked at how fast the machine is, and whether other work keeps it busy
+        wait_for_imports()  # measures how fast the machine is, and whether other work keeps it busy
         calibration = kept_calibration(self.job, self.cluster)
         if known and (calibration is None or any(forecast.calibrated for forecast in known.forecasts)):
             forecasts = recorrected(known.forecasts, self.job, self.cluster)
@@ -150,9 +150,9 @@ class _Search:
         return self._measured(forecasts, listed, self._run_s(listed))
 
     def _of_few_steps(self, why: str) -> AutoChoice:
-        """The default plan on CPUs, unless an earlier start predicted another one clearly faster.
+        """Return the default plan on CPUs, unless a cached prediction shows a clearly faster one.
 
-        Nothing is predicted now: a prediction takes seconds, more than all steps of a tiny model.
+        No prediction is made now: it would take seconds, more than all steps of a tiny model.
         """
         listed = self._listed(recorrected(self.known.forecasts, self.job, self.cluster)) if self.known else []
         best = certain(listed)
@@ -253,7 +253,7 @@ class _Search:
 
 
 def _predicted_rows(best: Forecast, listed: Sequence[Forecast]) -> list[Trial]:
-    """The plans that were predicted and not measured, the chosen one first."""
+    """Return the predicted plans that were not measured, the chosen one first."""
     found = [Trial(best.plan, "chosen", predicted_s=best.step_s)]
     for forecast in sorted(listed, key=lambda one: one.step_s):
         if forecast is not best:
@@ -279,7 +279,7 @@ def _pair(job: Job, cluster: Cluster, forecast: Forecast, measured_s: float) -> 
 
 
 def kept_calibration(job: Job, cluster: Cluster) -> Calibration | None:
-    """Cached calibration of this machine, if it is still valid."""
+    """Return the cached calibration of this machine, if it is still valid."""
     from paceline.planning.calibrate import cache_file, kept, key_of, reference_time_s
 
     host = discover().hosts[0] if cluster.emulate else cluster.hosts[0]
@@ -299,12 +299,12 @@ _LOOKED_AT = 12
 
 
 def forecast(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """The best plans by prediction, with the default and one rank alone.
+    """Return the best plans by prediction, with the default and one rank alone.
 
-    On CPUs there is one rank on one core as well. These are included if they can run.
+    On CPUs, one rank on one core is added as well. Plans that cannot run are excluded.
 
     Raises:
-        LaunchError: the model or the machines are beyond the cost model; with the reason.
+        LaunchError: the cost model does not cover the model or the machines; the message has the reason.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     here = cluster if cluster.emulate is None else discover()
@@ -318,13 +318,13 @@ def _forecasts(request: tuple[Job, Cluster, Plan, Calibration | None]) -> list[F
     ignore_views()
     job, *_ = request
     found = predicted(*request)
-    # checked here, where torch and the model's code are loaded already
+    # checked here, where torch and the model's code are already loaded
     refused = refused_of(job, [Plan.parse(row.plan) for row in found], LOOK_S)
     return [row for row in found if Plan.parse(row.plan) not in refused]
 
 
 def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibration | None) -> list[Forecast]:
-    """Predictions in this process. Raises as `search` does."""
+    """Return predictions made in this process; raises the same errors as `search`."""
     from paceline.planning.model.model_info import model_info
     from paceline.planning.prediction import modelled
     from paceline.planning.search.search import search
@@ -334,7 +334,7 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
     for plan in (default, Plan(), *([] if cluster.has_accelerators else [ONE_CORE])):
         if plan not in predictions and not plan_errors(job, plan, cluster=cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
-    # microbatches would normalise over fewer samples
+    # microbatches would normalize over fewer samples
     if model_info(job.model).batch_norms:
         predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}
     calibrated = calibration is not None
@@ -352,16 +352,16 @@ _APART = 0.97
 
 
 def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> TuningResult:
-    """Measure the plan of `found`, then the other forecasts, then the knobs of the best.
+    """Measure the plan of `found`, the other forecasts, then the settings of the best.
 
-    A plan that divides the model takes all ranks of a start, so one with fewer ranks has a start of its own, if there
-    is time for it.
+    A plan that divides the model needs all ranks of a launch, so a plan with fewer ranks gets its own launch if there
+    is time.
 
     Args:
-        tell: gets all rows so far, whenever there may be new ones.
+        tell: called with all rows so far, whenever there may be new ones.
 
     Raises:
-        LaunchError: the plan to begin with failed.
+        LaunchError: the default plan failed.
         ClusterError: the cluster's hosts cannot be emulated here.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
@@ -377,7 +377,7 @@ def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> Tuni
 
 
 def reason_of(error: PacelineError) -> str:
-    """The error's first line, without the name of the rank."""
+    """Return the error's first line, without the name of the rank."""
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
 
 
@@ -425,7 +425,7 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
-    """Add rows for all that was not tried because others failed."""
+    """Add rows for all plans and settings that were not tried because others failed."""
     known = {row.knob for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [
         (str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))
@@ -438,7 +438,7 @@ def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
 
 
 def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) -> Trial:
-    """Measure a plan in a start of its own. It becomes the best if it is clearly faster."""
+    """Measure a plan in its own launch; keep it if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
         return Trial(forecast.plan, f"{NOT_TRIED}there was no time left to measure it", predicted_s=forecast.step_s)
     alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)

@@ -70,19 +70,20 @@ def calibrate(
     precisions: Sequence[str] = (),
     axes: Sequence[Axis] = AXES,
 ) -> Calibration:
-    """Calibration of the job on this machine, new or cached.
+    """Return the calibration of the job on this machine, new or cached.
 
-    `say` is told which, and why it was measured again. Emulated hosts share this machine's cores, so its measurements
-    hold for them. Their links are known by rate; the overhead of TCP is measured once, between two such hosts.
+    `say` is called with the kind, and the reason for a new measurement. Emulated hosts share this machine's cores, so
+    its measurements hold for them. The rates of their links are known; the overhead of TCP is measured once, between
+    two such hosts.
 
     Args:
-        precisions: besides the job's own.
+        precisions: precisions in addition to the job's own.
         axes: axes along which plans may divide the work; fewer take less time. A calibration that lacks some is
             measured again.
 
     Raises:
         ClusterError: the cluster is not this machine, or has GPUs.
-        LaunchError: the ranks failed; with the reason.
+        LaunchError: the ranks failed; the message has the reason.
     """
     wait_for_imports()
     found = _on_this_machine(job, _this_host(cluster), say, precisions, axes)
@@ -130,7 +131,10 @@ def _on_this_machine(job: Job, host: Host, say: Say, precisions: Sequence[str], 
 
 
 def _between_hosts() -> list[Collective]:
-    """Collectives over our own TCP, between two emulated hosts. Their link is as fast as the machine."""
+    """Measure collectives over paceline's TCP transport, between two emulated hosts.
+
+    Their link is as fast as the machine.
+    """
     from paceline.comm.measure.calls import measure_on_rank
 
     with places_on(Cluster(name="two hosts", emulate=Emulate(hosts=2)), 2) as places:
@@ -197,9 +201,9 @@ def _calibrated(request: tuple[Job, Cluster, int, tuple[str, ...], tuple[Axis, .
 
 
 def _reason_against(axis: Axis, job: Job, cluster: Cluster, ranks: int) -> str | None:
-    """Reason why the model cannot be divided along the axis at all.
+    """Return the reason why the model cannot be divided along the axis at all.
 
-    The batch is not checked, as the ranks take one that divides.
+    The batch is not checked, because the ranks take one that can be divided.
     """
     if axis == "none":
         return None
@@ -217,7 +221,7 @@ _FORMS = (
     "a table of runs (.csv, in the columns of docs/how-to/calibrate.md), a run directory of paceline, a "
     "log of Megatron-LM or torchtitan, or a folder of such"
 )
-_MOST_REASONS, _MOST_PLACES = 8, 6  # that are printed
+_MOST_REASONS, _MOST_PLACES = 8, 6  # maximum number of printed reasons
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ LOG_READERS = ExtensionPoint[LogReader]("reader of logs", "paceline.log_readers"
 
 
 class Runs(NamedTuple):
-    """Measured runs, and what cannot be used, with reasons."""
+    """Measured runs, and the reasons for unusable files."""
 
     rows: tuple[Row, ...]
     skipped: tuple[Skipped, ...]
@@ -281,10 +285,10 @@ def calibrate_on(
 
 
 def read_runs(paths: Iterable[Path], cluster: Cluster | None = None) -> Runs:
-    """All runs with a measured step time.
+    """Read all runs with a measured step time.
 
     Raises:
-        PlanError: a path does not exist, or is no form of runs.
+        PlanError: a path does not exist, or has no supported form of runs.
     """
     rows: list[Row] = []
     skipped: list[Skipped] = []
@@ -360,7 +364,7 @@ def _of_run(folder: Path) -> Row | Skipped:
         return Skipped(folder.name, 0, str(error).splitlines()[0])
 
 
-# The summary
+# Summary
 
 
 def _summary(runs: Runs, found: Adjustment) -> str:
@@ -373,7 +377,7 @@ def _summary(runs: Runs, found: Adjustment) -> str:
 
 
 def _times(found: Adjustment) -> str:
-    """The factor of all runs, and the range of those of each kind."""
+    """Return the factor of all runs, and the range of the factors of each kind."""
     kinds = [math.exp(log) for key, log in found.logs.items() if len(key) == max(map(len, found.logs))]
     least, most = min(kinds), max(kinds)
     general = f"{math.exp(found.logs[()]):.2f} times"
@@ -392,7 +396,7 @@ def _not_used(skipped: Sequence[Skipped]) -> list[str]:
     return lines
 
 
-# begins the names of the slices of a step and of its phases
+# prefix of the names of the trace slices of a step and of its phases
 STEP, PHASE = "paceline step ", "paceline "
 
 
@@ -408,7 +412,7 @@ class RankOperations:
         return cls(base64.b64encode(zlib.compress(text.encode(), 1)).decode())
 
     def trace(self) -> dict[str, Any]:
-        """The trace."""
+        """Return the decompressed trace."""
         found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(self.packed)))
         return found
 
@@ -416,12 +420,12 @@ class RankOperations:
 def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[RankOperations]:
     """Profile a few steps of a plan on real data, after a warm-up.
 
-    There is one trace a rank, and nothing is learned.
+    There is one trace per rank, and the weights do not change.
 
 
     Raises:
         RunError: the plan has servers, or its ranks were on hosts that are not emulated here.
-        LaunchError: the ranks failed; with the reason.
+        LaunchError: the ranks failed; the message has the reason.
     """
     if sync_info(plan.sync).served:
         raise RunError(
@@ -458,10 +462,10 @@ def _profiled(request: tuple[Job, Cluster, Plan, int]) -> RankOperations:
             job, plan, data, part_of(group, plan), threads=plan.threads_for(host, here), cores=cores
         )
         candidate.is_warm(greatest(group, candidate.warm_up()))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it logs a missing GPU as an error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler logs a missing GPU as an error
         assert candidate.engine is not None
         with profile(activities=supported_activities() or [ProfilerActivity.CPU]) as profiler:
-            greatest(group, 0.0)  # the first of the profiler's own work is over on all ranks
+            greatest(group, 0.0)  # the profiler's initial work is finished on all ranks
             for number in range(1, steps + 1):
                 with record_function(f"{STEP}{number}"), _phases(candidate.engine):
                     candidate.step()

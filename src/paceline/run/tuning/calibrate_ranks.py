@@ -44,14 +44,14 @@ from paceline.run.record.run import Run
 from paceline.split.mesh import Mesh
 from paceline.wire.status import StatusBoard
 
-# length of a pass in seconds, from which on one round of passes is enough
+# minimum duration of a pass in seconds for which one round of passes is enough
 _LONG_S = 0.15
-# for each size of a microbatch, after one warm-up pass
+# seconds and number of passes for each microbatch size, after one warm-up pass
 _PASS_S, _PASSES = 0.15, (3, 30)
-# for each setting of an engine, after two steps
+# seconds and number of steps for each setting of an engine, after two steps
 _STEP_S, _STEPS = 0.25, (3, 30)
 _UPDATES = 3
-# microbatches of a calibration point's steps: with pp, and without
+# numbers of microbatches in a calibration point's steps: with pp, and without
 _PIPELINED = (2, 4)
 _ACCUMULATED = (1, 2)
 
@@ -63,7 +63,7 @@ class RankCalibration:
 
     Args:
         here: the machine, for the record of the runs.
-        folder: for these runs; that of rank 0 is used.
+        folder: folder for the measured runs; rank 0's folder is used.
         cores: physical cores of the machine.
     """
 
@@ -90,7 +90,7 @@ class RankCalibration:
         torch.set_num_threads(self.threads)
         self.data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed)
         baseline = self._memory()
-        # First, while the process has no more in it than one of a run.
+        # First, while the process has no more memory in use than that of a run.
         points = [
             point
             for axis in self.axes
@@ -110,7 +110,7 @@ class RankCalibration:
         )
 
     def _collectives(self, transports: Sequence[str]) -> list[Collective]:
-        """Times of collectives; a package's transport that fails is noted."""
+        """Measure the times of collectives; a failure of a package's transport is recorded."""
         found: list[Collective] = []
         for transport in transports:
             error, measured = None, list[Collective]()
@@ -127,7 +127,7 @@ class RankCalibration:
         return found
 
     def _precisions(self, axis: Axis) -> Sequence[str]:
-        """The job's own precision; further ones if the model stays whole, which shows their difference."""
+        """Return the job's own precision, and further ones if the model stays whole."""
         return self.precisions if axis in ("none", "dp") else self.precisions[:1]
 
     # Passes of the undivided model
@@ -153,7 +153,7 @@ class RankCalibration:
         return found, optimizer_s, sum(p.numel() for p in model.parameters())
 
     def _timing(self, passes: _Passes, ranks: int, precision: str, remat: str, samples: int) -> PassTiming:
-        """Timing of one pass with `ranks` ranks at once, a median; the others wait."""
+        """Return the median time of one pass with `ranks` ranks at once; the others wait."""
         takes_part = self.group.rank < ranks
         threads = self.cores if ranks == 1 else self.threads
         torch.set_num_threads(threads)
@@ -182,13 +182,16 @@ class RankCalibration:
         )
 
     def _better(self, passes: _Passes, once: PassTiming) -> PassTiming:
-        """Better of two rounds for short passes, which other work disturbs. For long ones one round is enough."""
+        """Return the better of two rounds for short passes.
+
+        Other work disturbs short passes; for long passes one round is enough.
+        """
         if self._greatest(sum(once.forward_s) + sum(once.backward_s)) > _LONG_S:
             return once
         return _better(once, self._timing(passes, once.ranks, once.precision, once.remat, once.samples))
 
     def _updates(self, model: nn.Module) -> dict[str, float]:
-        """Seconds of the optimizer's step over the whole model, measured on all ranks at once."""
+        """Return the seconds of an optimizer step on the whole model, on all ranks."""
         found = {}
         for fused in (False, True):
             try:
@@ -211,9 +214,9 @@ class RankCalibration:
     # Steps of the engine
 
     def _points(self, axis: Axis, precision: str) -> list[CalibrationPoint]:
-        """Calibration points with two numbers of microbatches, on half of a global batch.
+        """Return calibration points with two numbers of microbatches, on half of a global batch.
 
-        Plans are predicted at other sizes than they were measured at.
+        Predictions are needed for other sizes than the measured ones.
         """
         if axis == "none":
             group = Group(deadline_s=self.group.deadline_s)
@@ -232,7 +235,7 @@ class RankCalibration:
         _trim()
         try:
             engine = build_engine(job, plan, built(job, plan), self.data, group)
-        # the same on all ranks, as it follows from shapes
+        # the same on all ranks, because it follows from shapes
         except PlanError as error:
             self.notes.append(f"{axis}={group.size}: {error}")
             return []
@@ -327,7 +330,7 @@ class _Passes:
 
     @contextmanager
     def under(self, precision: str, remat: str) -> Iterator[None]:
-        """Context with the model in this precision, with or without recomputation of its blocks."""
+        """Return a context with the model in this precision, optionally with recomputed blocks."""
         undo: Callable[[], object] = lambda: None  # noqa: E731 - an Undo, as `rematerialise` returns
         if remat != "none":
             from paceline.split.remat import rematerialise
@@ -372,7 +375,10 @@ def _steps(loop: Loop) -> Generator[list[float], None, None]:
 
 
 def _better(one: PassTiming, other: PassTiming) -> PassTiming:
-    """Shorter of two medians, as other work only adds to them, with the larger memory."""
+    """Return the shorter of two medians, with the larger memory.
+
+    Other work can only increase the times.
+    """
     return replace(min(one, other, key=lambda timing: timing.seconds), peak_bytes=max(one.peak_bytes, other.peak_bytes))
 
 
@@ -402,7 +408,10 @@ def _forget_peak() -> None:
 
 
 def _trim() -> None:
-    """Return free heap memory to the system if the C library can. Earlier measurements must not hide later ones."""
+    """Return free heap memory to the system if the C library supports it.
+
+    Otherwise earlier measurements would hide later peaks.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -415,13 +424,13 @@ END = "/end"
 class SegmentTimer:
     """Timer that cuts a pass where the named modules are called.
 
-    There is a segment before the first of them, one for each, and one after the last. Backward, a segment ends when the
-    gradient of its module's first input tensor is complete. A module without such a tensor is counted with the segment
-    before.
+    There is a segment before the first module, one for each module, and one after the last. In the backward pass, a
+    segment ends when the gradient of its module's first input tensor is complete. A module without such a tensor is
+    counted with the previous segment.
 
     Attributes:
         names: segments in the order of their calls, known after a pass.
-        seconds: of the newest pass, both ways.
+        seconds: seconds of the newest pass, forward and backward.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[str]) -> None:
@@ -432,7 +441,7 @@ class SegmentTimer:
         self._backward: list[list[float]] = []
 
     def clear(self) -> None:
-        """Drop the passes so far."""
+        """Discard the passes so far."""
         self._forward, self._backward = [], []
 
     def medians(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -474,7 +483,7 @@ class SegmentTimer:
             self._watch(name, (args, keywords))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # the last module to leave sets the time
+        # the last module to return sets the time
         self._entered[END] = time.perf_counter()
         self._watch(END, output)
 
@@ -494,7 +503,7 @@ class SegmentTimer:
         starts = [self._started, *(self._entered[name] for name in order), self._turned]
         self._forward.append([later - earlier for earlier, later in pairwise(starts)])
         ends = [now, *(self._complete.get(name, 0.0) for name in order), self._turned]
-        # a missing or unordered time is counted with the segment before
+        # a missing or unordered time is counted with the previous segment
         for i in range(1, len(ends) - 1):
             ends[i] = min(ends[i], ends[i - 1]) if ends[i] else ends[i - 1]
         self._backward.append([max(0.0, before - after) for before, after in pairwise(ends)])

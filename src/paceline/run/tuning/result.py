@@ -28,19 +28,19 @@ BEGINNING = "the plan to begin with"
 
 @dataclass
 class TuningResult:
-    """Result of a trial so far; kept in a file, from which another trial continues.
+    """Result of a trial so far, kept in a file from which another trial continues.
 
     Attributes:
-        default: the plan that it began with; `step_s` is the median of its steps, `run_s` the longest run with them.
+        default: the plan at the start; `step_s` is the median of its steps, `run_s` the longest run with them.
         best: the fastest plan so far.
-        tried: the first row is the default's.
-        under_way: the knob that is being tried.
-        gain: step time of the best plan over that of the default, by the measured ratios of kept changes.
-        complete: True if every plan and knob that can help was tried for as long as it takes.
+        tried: rows of the tried plans and settings; the first is the default plan.
+        under_way: the setting that is being tried.
+        gain: step time of the best plan divided by that of the default, from the measured ratios of kept changes.
+        complete: True if every plan and setting that can help has been tried long enough.
         forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be
             measured.
         share: largest fraction of the run that measuring may take.
-        knobs: True if they are tried as well.
+        knobs: True if settings are tried as well.
         before_s: longest possible duration of the job's earlier runs, in which nothing was measured.
     """
 
@@ -62,23 +62,26 @@ class TuningResult:
 
     @property
     def measured(self) -> bool:
-        """True if there was a trial; else the plan was chosen without."""
+        """True if there was a trial; otherwise the plan was chosen without one."""
         return bool(self.tried)
 
     def forecast_of(self, plan: str) -> Forecast | None:
-        """Prediction of a plan, or None."""
+        """Return the prediction of a plan, or None."""
         return next((forecast for forecast in self.forecasts if forecast.plan == plan), None)
 
 
 def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
-    """File of a job's cached result, named by the work, the hardware and the versions."""
+    """Return the file of a job's cached result.
+
+    Its name has the work, the hardware and the versions.
+    """
     key = work_facts(job, WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
     return cache_folder() / "knobs" / f"{job.name}-{short_hash(key)}.json"
 
 
 def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
-    """Cached result for this job, measured or not, if its plan can still run."""
+    """Read the cached result for this job if its plan can still run."""
     try:
         found = TypeAdapter(TuningResult).validate_python(json.loads(file.read_text()))
         plan = Plan.parse(found.best)
@@ -89,7 +92,10 @@ def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:
 
 
 def enough(found: TuningResult, job: Job) -> bool:
-    """True if a cached result holds for this run. A longer run may be worth more measuring than a shorter one."""
+    """Return True if a cached result is sufficient for this run.
+
+    A longer run may justify more measuring than a shorter one.
+    """
     run_s = longest_run_s(job, found.step_s, found.steps_per_epoch)
     return found.complete or found.run_s is None or (run_s is not None and run_s <= 2 * found.run_s)
 

@@ -1,8 +1,8 @@
-"""Trial of plans and knobs: the real model on real data, plans in turn.
+"""Trial of plans and settings: the real model on real data, plans in turn.
 
-The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and decides by
-itself, but equally. A failure ends the trial's processes: no rank is left waiting for one that raised. The launcher
-then starts again without that plan or knob.
+The processes of a trial are discarded afterwards, so nothing is restored. Every rank sees the same times and makes the
+same decision. A failure ends all processes of the trial, so that no rank waits for one that raised. The launcher then
+starts again without that plan or setting.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ from paceline.run.tuning.result import BEGINNING, TuningResult
 from paceline.stats import median_interval
 from paceline.wire.status import StatusBoard
 
-# least seconds for dividing the model in another way
+# minimum number of seconds for dividing the model in another way
 _DIVIDING_S = 1.0
 
 
 class RankTrial:
-    """One rank of a trial. `report` gets the result so far whenever there is more; rank 0's is the one that counts."""
+    """One rank of a trial.
+
+    `report` gets the result so far whenever there is more; only rank 0's result counts.
+    """
 
     def __init__(
         self, job: Job, cluster: Cluster, found: TuningResult, group: Group, report: Callable[[TuningResult], None]
@@ -68,12 +71,12 @@ class RankTrial:
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
 
     def run(self) -> TuningResult:
-        """Compare each plan with the best so far, then each knob on it."""
+        """Compare each plan with the best so far, then each setting on it."""
         self._now_trying(BEGINNING)
         self.best = self._candidate(Plan.parse(self.findings.best))
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
         others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
-        # predictions of one rank on one core and on several err by more than what the others save
+        # for these plans, the prediction errors exceed the possible savings
         alone = idle_cores(self.cluster, self.best.plan) if self.findings.knobs else []
         self._try([*alone, *(Knob.of(Plan.parse(other.plan), other.step_s) for other in others)])
         if self.findings.knobs:
@@ -89,7 +92,7 @@ class RankTrial:
                 self._note(self._untried(knob) or self._tried(knob))
 
     def _begin(self, step_s: list[float]) -> None:
-        """Set the limits by the first plan's step time. Its measuring is not counted."""
+        """Set the limits by the first plan's step time; this measurement is not counted."""
         findings, own = self.findings, median_interval(step_s)
         self.best_s = own.middle
         if not findings.tried:
@@ -122,7 +125,7 @@ class RankTrial:
     def _tried(self, knob: Knob) -> Trial:
         """Compare the best plan with a challenger, and keep the better one.
 
-        The challenger is another plan, or the best one with the knob.
+        The challenger is another plan, or the best plan with the setting.
         """
         self._now_trying(str(knob))
         asked_s = self._spent_s()
@@ -131,12 +134,12 @@ class RankTrial:
         # the run is long enough for this cost, so it does not count against the comparisons' budget
         if knob.cost_s:
             self.findings.budget_s += begun_s - asked_s
-        # of it, the remainder is for the comparisons to come
+        # the remaining budget is for the next comparisons
         left_s = self.findings.budget_s - begun_s
         comparison = Comparison()
         comparison.add(challenger.warm_s, self.best_s)
         comparison.add(self._turn(challenger), self._turn(self.best))
-        # more rounds of a hopeless challenger would only take long
+        # more rounds of a hopeless challenger would only cost time
         if not comparison.hopeless:
             comparison = Comparison()
         while not comparison.decided and (
@@ -165,7 +168,7 @@ class RankTrial:
         return candidate
 
     def _round(self, challenger: TrialCandidate, *, of_update: bool) -> tuple[float, float]:
-        """Seconds per step of challenger and best; `of_update`: only their optimizer updates differ."""
+        """Return seconds per step of challenger and best; `of_update`: only their optimizer updates differ."""
         new_s, best_s = self._turn(challenger), self._turn(self.best)
         if not of_update:
             return new_s, best_s
@@ -176,7 +179,7 @@ class RankTrial:
         return self._greatest(candidate.turn())
 
     def _spent_s(self) -> float:
-        """Spent seconds by the clock of rank 0, so that all ranks decide alike."""
+        """Return the spent seconds by the clock of rank 0, for equal decisions."""
         own_s = self.spent_before_s + (time.monotonic() - self.since if self.since else 0.0)
         return self._greatest(own_s if self.group.rank == 0 else 0.0)
 
@@ -195,7 +198,7 @@ class RankTrial:
 
 
 def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, float]) -> tuple[float, float]:
-    """Step times of two plans that differ only in their optimizer updates.
+    """Return step times of two plans that differ only in their optimizer updates.
 
     The time outside of the updates is replaced by its mean over both plans. If an update's time is 0, as on a device
     that has not reported it yet, the step times are returned as they are.
@@ -207,12 +210,12 @@ def apart_from_updates(steps_s: tuple[float, float], updates_s: tuple[float, flo
 
 
 WARM_UP_STEPS = 2
-# seconds of one plan's steps before the other's turn
+# seconds of one plan's steps before the other plan's turn
 _TURN_S = 0.15
 _MOST_STEPS_A_TURN = 8
-# times as many where loader processes read, which the other plan's turn has kept waiting
+# factor for turns with loader processes, which waited during the other plan's turn
 _LONGER = 4
-# A shorter step is slower the first time in a turn, when caches and threads are still the other plan's.
+# A shorter step is slower the first time in a turn, because caches and threads still serve the other plan.
 _SETTLING_S = 0.5
 
 
@@ -225,7 +228,7 @@ class TrialCandidate:
         cores: cores that a rank may run on.
 
     Attributes:
-        update_s: seconds per step of the newest turn that were the update's; 0 where nothing tells.
+        update_s: seconds per step that the update took in the newest turn; 0 if unknown.
     """
 
     def __init__(
@@ -242,12 +245,12 @@ class TrialCandidate:
         self.engine = begin_engine(job, plan, data, group)
         self.steps_per_epoch = self.engine.loader.partition.steps_per_epoch
         self._batches = _endless(self.engine.loader)
-        # A step takes as long, and the weights stay: no trial diverges, however many steps it takes.
+        # The time of a step does not change, and the weights stay: no trial diverges, whatever its number of steps.
         for parameters in self.engine.optimizer.param_groups:
             parameters["lr"] = 0.0
 
     def warm_up(self) -> float:
-        """Take the first steps, which compile and allocate; returns the seconds of the last."""
+        """Take the first steps, which compile and allocate; return the seconds of the last."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -262,7 +265,7 @@ class TrialCandidate:
         self.steps_a_turn = max(1, min(most, round(_TURN_S / step_s)))
 
     def turn(self) -> float:
-        """Take a few steps; returns seconds per step, with data loading."""
+        """Take a few steps; return seconds per step, with data loading."""
         if self.engine is None:
             return 0.0
         self._take_over()
@@ -271,7 +274,7 @@ class TrialCandidate:
         return self._steps(self.steps_a_turn)
 
     def step(self) -> Timing | None:
-        """Take one step, with its data; for ranks that the plan has."""
+        """Take one step, with its data; only on ranks of the plan."""
         assert self.engine is not None
         self.engine.on_phase("data", self.engine.step_count + 1)
         batch = next(self._batches)
@@ -309,15 +312,15 @@ class TrialCandidate:
 
 
 def ignore_views() -> None:
-    """Leave out torch's warning of models that return views, which nothing changes in place here."""
+    """Ignore torch's warning about models that return views, which are not changed in place here."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
 
 
 def part_of(world: Group, plan: Plan) -> Group | None:
-    """Group of the first ranks, as many as the plan has; None on the others.
+    """Return the group of the plan's ranks, the first ones; None on the others.
 
-    Every rank calls this. On CPUs it is a new group even if it has all ranks: shared memory for gradients lives as long
-    as its group.
+    Every rank calls this. On CPUs the group is always new, because shared memory for gradients lives as long as its
+    group.
     """
     size = plan.ranks
     assert not plan.splits or size in (1, world.size), (
