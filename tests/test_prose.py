@@ -12,11 +12,6 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 LONGEST_SENTENCE, MEAN_SENTENCE = 40, 18
 README_LINES, DOCS_WORDS = 120, 45_000
-STILL_TO_DO: tuple[str, ...] = (
-    # H2
-    # R
-    "docs/reference/job.md",
-)
 
 
 def sentences(text: str) -> list[str]:
@@ -33,8 +28,6 @@ def sentences(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page: Path) -> None:
-    if str(page.relative_to(ROOT)).startswith(STILL_TO_DO):
-        pytest.skip("not yet edited")
     found = sentences(page.read_text())
     assert [sentence for sentence in found if len(sentence.split()) > LONGEST_SENTENCE] == []
     if found:
@@ -42,13 +35,9 @@ def test_sentences_are_short(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    if "README.md" in STILL_TO_DO:
-        pytest.skip("not yet edited")
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 def test_the_documentation_is_short() -> None:
-    if STILL_TO_DO:
-        pytest.skip("not all pages are edited yet")
     words = [word for page in DOCS.rglob("*.md") for word in page.read_text().split() if re.search(r"\w", word)]
     assert len(words) <= DOCS_WORDS
