@@ -1,4 +1,4 @@
-"""`paceline check job.yaml`: a plan beside one process, or a dry run of it."""
+"""`paceline check job.yaml`: comparison of a plan with one process, or a dry run of the plan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from paceline.run.parity.check import LargestDifference, Parity
 
 
-_NAMED = 10  # parameters, where parity fails
-_MOST_RANKS = 4  # of the plans that --all checks
-CANNOT_TELL = 3  # the exit code
+_NAMED = 10  # number of parameters to list if parity fails
+_MOST_RANKS = 4  # maximum number of ranks of the plans that --all checks
+CANNOT_TELL = 3  # exit code
 
 
 def command(
@@ -58,7 +58,7 @@ def command(
     if not dry_run:
         from paceline.elastic.forkserver import warm_up
 
-        warm_up()  # it imports torch while this process imports what is left and reads the job
+        warm_up()  # torch is imported while this process imports the other modules and reads the job
     from paceline.cli.command import to_run_on
     from paceline.console import Console
 
@@ -178,7 +178,7 @@ def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console
     return 1 if counts["differs"] or counts["failed"] else CANNOT_TELL if counts["cannot tell"] else 0
 
 
-_WIDTH = 120  # of the table, at least: a pipeline of ranks divided along four more axes
+_WIDTH = 120  # minimum width of the table: a pipeline of ranks divided along four more axes
 _LEGEND = (
     "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take "
     "inside. sent: by each rank in a step, along each axis."
@@ -186,7 +186,7 @@ _LEGEND = (
 
 
 def show_dry_run(job: Job, text: str, console: Console) -> bool:
-    """Run a plan dry and show what was found; returns True if it can run."""
+    """Dry-run a plan and show the results; return True if it can run."""
     from paceline.planning.plan import Plan
     from paceline.run.dry_run.dry_run import run_dry
 
@@ -225,9 +225,9 @@ def _show_dry(found: DryRun, console: Console) -> None:
 
 
 def together(lines: Iterable[str]) -> list[str]:
-    """Lines that differ in module numbers only, merged into one with their count.
+    """Merge lines that differ only in module numbers into one with their count.
 
-    Blocks of a model are usually divided in the same way.
+    The blocks of a model are usually divided in the same way.
     """
     counts: dict[str, tuple[str, int]] = {}
     for line in dict.fromkeys(lines):

@@ -32,10 +32,11 @@ class Command:
     """A command, or a group of commands.
 
     Attributes:
-        function: the function that typer calls; for a group the sentence that `--help` begins with.
+        function: the function that typer calls; for a group, the first sentence of `--help`.
         panel: heading in `paceline --help`; None for a command below another.
         example: a command line, shown at the end of `--help`.
-        starts_ranks: True if the command may be started on every host; host 0 then runs it, and the others serve.
+        starts_ranks: True if the command may be started on every host; host 0 then runs it, and the other hosts run
+            agents.
         settings: settings of click's context.
         commands: commands below this one, as in `paceline plan cost`.
     """
@@ -79,7 +80,7 @@ class Command:
 
 
 class Group(TyperGroup):
-    """Group of commands. A word that is none of them is an error that names them all."""
+    """Group of commands; the error for an unknown command lists all of them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command, and its arguments."""
@@ -90,7 +91,7 @@ class Group(TyperGroup):
 
 
 class CommandWithOthers(Group):
-    """Command that also has commands below it: `paceline plan JOB` beside `paceline plan cost JOB`."""
+    """Command with subcommands: `paceline plan JOB` beside `paceline plan cost JOB`."""
 
     allow_extra_args = False
     allow_interspersed_args = True
@@ -131,7 +132,7 @@ class Commands(TyperGroup):
         return sorted(found, key=lambda name: (panels.index(found[name].panel), list(found).index(name)))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command, and its arguments; a command below another has both names."""
+        """Return the name, the command, and its arguments; a subcommand has both names."""
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, CommandWithOthers) and rest and rest[0] in command.commands:
             return f"{name} {rest[0]}", command.commands[rest[0]], rest[1:]
@@ -144,9 +145,9 @@ def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
 
 
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_COUNT = re.compile(r"\d+(\.\.\d+)?")  # of hosts
+_COUNT = re.compile(r"\d+(\.\.\d+)?")  # separator of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
-_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path has no two slashes in a row
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path does not have two consecutive slashes
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (YAML) or its URL: what to train.")]
 Checkpoint = Annotated[
     str,
@@ -195,14 +196,14 @@ NumHosts = Annotated[
 
 
 def not_at_a_url(file: Path) -> Path:
-    """Refuse a URL where only a file is read."""
+    """Refuse a URL if only a local file is supported."""
     if _URL_AS_PATH.match(str(file)):
         raise typer.BadParameter("a job at a URL is read by train, check and bench alone; fetch it first")
     return file
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Refuse a file to write whose folder does not exist, before any work."""
+    """Refuse to write a file whose folder does not exist, before any work."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     return file
@@ -211,7 +212,7 @@ def in_a_folder(file: Path | None) -> Path | None:
 def load_job(named: str, changes: list[str] | None = None) -> Job:
     """Load a job with its overridden keys.
 
-    A run that is taken over from a lost host keeps the job that it recorded, overrides included.
+    A run taken over from a lost host keeps its recorded job, including overrides.
 
     Raises:
         JobError: the file, or an override, is wrong.
@@ -220,7 +221,7 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
     from paceline.cluster.launch_engines import own_engine
     from paceline.job.job import Job
 
-    if own_engine().hosts() is not None:  # most often there is one host, and then nothing more is imported
+    if own_engine().hosts() is not None:  # usually there is one host, and then nothing more is imported
         from paceline.elastic.hosts.hosts import current_hosts
 
         hosts = current_hosts()
@@ -230,13 +231,13 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
 
 
 def start_on(hosts: str | None, cluster: str | None = None) -> None:
-    """End this command with its result on these hosts, if any are named.
+    """Run this command on the named hosts, if any, and exit with the result.
 
-    Else, where a user who is not root names a cluster that is emulated, have this process be allowed to do that.
+    Otherwise, if a user without root rights names an emulated cluster, give this process the needed rights.
 
     Raises:
-        LaunchError: a host cannot be reached, or this process is a host's or a rank already.
-        ClusterError: the cluster's file is wrong, or the kernel does not allow it.
+        LaunchError: a host cannot be reached, or this process is already an agent or a rank.
+        ClusterError: the cluster's file is wrong, or the kernel does not allow the emulation.
     """
     from paceline.cluster.launch_engines import is_rank, own_engine
     from paceline.errors import LaunchError
@@ -273,7 +274,7 @@ def _be_allowed_to_emulate(cluster: str) -> None:
 
 
 def _without_hosts(arguments: list[str]) -> list[str]:
-    """The command line without its option --hosts."""
+    """Return the command line without its option --hosts."""
     kept, words = [], iter(arguments)
     for word in words:
         if word == "--hosts":
@@ -284,7 +285,7 @@ def _without_hosts(arguments: list[str]) -> list[str]:
 
 
 def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Run a command that is started on every host on host 0; add --num-hosts."""
+    """Make host 0 run a command that is started on every host; add --num-hosts."""
 
     @wraps(command)
     def started(*args: Any, num_hosts: str | None = None, **kwargs: Any) -> None:
@@ -296,7 +297,7 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
                 raise typer.BadParameter(f"{num_hosts!r} is neither a number nor a range", param_hint="--num-hosts")
             os.environ["PACELINE_HOSTS"] = num_hosts
         with nullcontext() if is_rank() else sigterm_as_exit():
-            # Most often there is one host, and then nothing more is imported; --hosts is refused by the command.
+            # Usually there is one host, and then nothing more is imported; the command itself refuses --hosts.
             if own_engine().hosts() is None or kwargs.get("hosts") is not None:
                 command(*args, **kwargs)
                 return
@@ -306,7 +307,7 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
 
     signature = inspect.signature(command, eval_str=True)
-    if "hosts" not in signature.parameters:  # it cannot start on hosts by ssh, and takes no number of them
+    if "hosts" not in signature.parameters:  # the command cannot start on hosts by ssh, and has no number of hosts
         return started
     after_hosts = [*signature.parameters].index("hosts") + 1
     parameters = [*signature.parameters.values()]
@@ -319,11 +320,11 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def to_run_on(text: str | None) -> Cluster | None:
-    """The cluster of a file, else this run's hosts; None is this machine.
+    """Return the cluster of a file, or this run's hosts; None is this machine.
 
     Raises:
-        ClusterError: the file cannot be read, or what is named is from the catalogue of hardware, where nothing can
-            run; or there are several hosts already.
+        ClusterError: the file cannot be read, or the name is from the hardware catalogue, where nothing can run; or the
+            run already has several hosts.
     """
     from paceline.elastic.hosts.hosts import current_hosts
     from paceline.errors import ClusterError

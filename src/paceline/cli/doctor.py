@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "bold red"}
-_RANKS = (2, 8)  # on cores: at least, at most
+_RANKS = (2, 8)  # minimum and maximum number of ranks on CPU cores
 
 
 def command(
@@ -67,15 +67,15 @@ def command(
 
 @dataclass
 class ProbeResults:
-    """Results of the probe, and reasons for what could not be measured."""
+    """Results of the probe, and reasons for missing measurements."""
 
     local: list[ProbedSpeed] = field(default_factory=list)
-    collectives: list[list[calls.CollectiveSpeed]] = field(default_factory=list)  # of each launch
+    collectives: list[list[calls.CollectiveSpeed]] = field(default_factory=list)  # results of each launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def figures(self) -> dict[str, float]:
-        """The numbers by name, with units in the names, without what was not measured."""
+        """Return the measured numbers by name, with units in the names."""
         found = {}
         most = max((s.threads for s in self.local), default=0)
         for s in self.local:
@@ -90,9 +90,9 @@ class ProbeResults:
 
 
 def _discovered() -> tuple[Host, str | None, list[Finding]]:
-    """This host, and the version of its GPUs' driver.
+    """Return this host and the version of its GPU driver.
 
-    A driver that does not work is a finding, and leaves only cores.
+    With a broken driver, the result has a finding and only CPU cores.
     """
     from paceline.cluster.discover import discover
     from paceline.cluster.doctor import Finding
@@ -107,7 +107,7 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
 
 
 def _torch(console: Console, process: Probe) -> dict[str, Any] | str:
-    """torch's description of itself, or the reason why it cannot be imported."""
+    """Return torch's description of itself, or the reason why it cannot be imported."""
     from paceline.errors import ClusterError
 
     with console.status("importing torch"):
@@ -190,7 +190,7 @@ def _collectives(ranks: int, variables: Mapping[str, str]) -> calls.Speeds:
     return run_on_ranks(measure_all_reduces, SIZES, places=on_this_machine(ranks), env=variables)[0]
 
 
-# On the screen
+# Output
 
 
 def _show_findings(console: Console, title: str, findings: list[Finding]) -> None:

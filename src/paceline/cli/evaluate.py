@@ -47,7 +47,7 @@ def command(
 
 @contextmanager
 def run_with_checkpoint(run: str, checkpoint: str) -> Iterator[Run]:
-    """Context with a run, here or copied from a URL; warnings become notes on stderr."""
+    """Open a run, here or copied from a URL; warnings become notes on stderr."""
     from paceline.run.object_store import copy_of
     from paceline.run.record.run import Run
     from paceline.storage.url import is_url

@@ -18,7 +18,7 @@ Values = dict[str, str]
 class _Starter(NamedTuple):
     """One kind of starter job.
 
-    `values`: fills its template from the paths of the data and the model, and the folder that it is written to.
+    `values` returns the template's values from the paths of the data and the model, and the target folder.
     """
 
     about: str
@@ -104,18 +104,18 @@ def _shown(path: Path) -> str:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """A path as YAML: relative to the job's folder if near, else absolute."""
+    """Return a path as YAML: relative to the job's folder if near, else absolute."""
     found = os.path.relpath(path, folder)
     return json.dumps(str(path.resolve()) if found.startswith(os.path.join("..", "..")) else found)
 
 
 def _absolute(path: Path) -> str:
-    """An absolute path as YAML: the user's code does not know the job's folder."""
+    """Return an absolute path as YAML: the user's code does not know the job's folder."""
     return json.dumps(str(path.resolve()))
 
 
 def _batch(samples: int | None) -> str:
-    """A global batch: 64, or less where the data has fewer than 8 of these."""
+    """Return a global batch: 64, or less for fewer than 8 such batches."""
     return str(64 if samples is None else min(64, 2 ** max(0, (samples // 8).bit_length() - 1)))
 
 

@@ -83,7 +83,7 @@ def command(
     )
     if is_rank():
         found = _as_rank(wanted, transports)
-        if found is None:  # rank 0 speaks for all
+        if found is None:  # only rank 0 prints
             return
     else:
         ranks = ranks or links.ranks_of(where)
@@ -95,7 +95,10 @@ def command(
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
-    """Measure as one of torchrun's ranks, which can join over one transport only. Returns None except on rank 0."""
+    """Measure as one of torchrun's ranks, which supports only one transport.
+
+    Returns None except on rank 0.
+    """
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
     from paceline.rank_environment import own_rank
     from paceline.run.links import LinkResults
@@ -112,7 +115,7 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
 
 
 def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bool) -> None:
-    """Report all results on the screen, a page and as JSON; then raise their problems."""
+    """Write all results to the screen, a page and JSON; then raise their problems."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
     from paceline.comm.measure.links import figures
@@ -153,7 +156,7 @@ def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bo
 
 
 def _words(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    """The words of a list option, each checked; empty if the option was not given."""
+    """Return the checked words of a list option; empty if the option was not given."""
     words = tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
     for word in words:
         if word not in known:

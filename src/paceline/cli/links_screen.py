@@ -1,4 +1,7 @@
-"""Screen of `paceline links`: a table per collective, with sizes as columns. Transports and algorithms are rows."""
+"""Screen of `paceline links`: a table per collective.
+
+Columns are sizes; rows are transports and algorithms.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.run.links import LinkResults
 
 _WIDTH = 116
-_COLUMNS = 8  # sizes beside each other
+_COLUMNS = 8  # number of size columns in a table
 _MEGABYTES_BELOW = 2e10  # bytes per second; faster links are shown in GB/s
 _MEANING = (
     "time: the slowest rank's median after a warm-up · algorithm bandwidth: size / time · bus bandwidth: what a rank's "
@@ -42,7 +45,7 @@ _SECTIONS = {
 
 
 def show(found: LinkResults, where: Cluster, console: Console) -> None:
-    """Everything that was found, then what the figures mean."""
+    """Show all results, then an explanation of the figures."""
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     console.print("[bold]paceline links[/] on", where.describe(), markup=True)
     if not found.measured:
@@ -64,7 +67,7 @@ def show(found: LinkResults, where: Cluster, console: Console) -> None:
 
 
 def _limits(limit: Limit, stated: str) -> Iterator[str]:
-    """The limit in words: the most of what was measured beside each transport."""
+    """Return the limit as text: the largest measured rate of each transport."""
     if limit.stream is not None and limit.latency_s is not None:
         beside = f" (stated {stated})" if stated else ""
         yield (
@@ -82,7 +85,7 @@ def _limits(limit: Limit, stated: str) -> Iterator[str]:
 
 
 def _stated(where: Cluster) -> str:
-    """The rates of the links between the hosts, as the cluster states them."""
+    """Return the rates of the links between the hosts, as the cluster states them."""
     links = [link for host in where.hosts for link in host.links if link.kind == "ethernet"]
     rates = sorted({link.bandwidth_gbps for link in links if link.bandwidth_gbps})
     return " to ".join(
@@ -100,7 +103,7 @@ def _show_collective(console: Console, collective: str, measured: Sequence[Trans
 
 
 def _table(collective: str, sizes: Sequence[int], measured: Sequence[TransportMeasurement], limit: Limit) -> Table:
-    """A table with blocks of rows: times, both bandwidths, and the share of the limit.
+    """Build a table with blocks of rows: times, both bandwidths, share of the limit.
 
     Each block has a row for every transport and algorithm.
     """

@@ -85,7 +85,7 @@ def request_from(
     options: list[str],
     changes: list[str],
 ) -> Request:
-    """The request, after every check that needs no scheduler."""
+    """Build the request, after all checks that need no scheduler."""
     from paceline.elastic.submit import scheduler as requests
     from paceline.errors import LaunchError
     from paceline.job.job import Job
@@ -132,7 +132,7 @@ def cancel(
     )
 
 
-_WAIT_S = 15.0  # for the launcher to answer
+_WAIT_S = 15.0  # seconds for the launcher to answer
 
 
 def scale(
@@ -174,10 +174,10 @@ def scale(
 
 
 def _holder(run: Path) -> str:
-    """Process that trains a run of this user, in words.
+    """Describe the process that trains a run of this user.
 
     Raises:
-        RunError: nobody does, it is another user's, or it is no run.
+        RunError: no process trains the run, another user owns it, or it is not a run.
     """
     from paceline.elastic.leadership import LOCK, Holder
     from paceline.errors import RunError

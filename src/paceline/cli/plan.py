@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from paceline.planning.search.result import Candidate
 
 
-_ON_PAGE = 30  # plans in the pictures of a page
-_LISTED = 10  # plans that the explanation of one is based on
+_ON_PAGE = 30  # number of plans in the figures of a page
+_LISTED = 10  # number of plans that the explanation of a plan uses
 
 
 def plan(
@@ -72,7 +72,7 @@ def plan(
     show_plans(found, console, top=top)
     _next(found, job, changes, cluster, console)
     values = found.to_json()
-    if out is None:  # nothing was predicted for these
+    if out is None:  # not predicted without a page
         values = {key: value for key, value in values.items() if key not in _OF_HELP}
     else:
         values |= _page(found, asked, out)
@@ -207,7 +207,7 @@ def cluster(
     as_json: AsJson = False,
 ) -> None:
     """Choose among offers of machines: the fastest, the cheapest, and those that no other beats."""
-    what = load_job(str(job), changes)  # before heavy imports, so that a mistake is shown at once
+    what = load_job(str(job), changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.plan_screen import fitted, show_choice
     from paceline.console import Console
     from paceline.planning.explain.training_run import read_duration
@@ -287,7 +287,7 @@ def _explained(asked: Setting, top: int, *, what_would_help: bool) -> Explanatio
 
 
 def _explained_alone(asked: Setting, text: str, best: Explanation) -> Explanation:
-    """Explain a plan that was named; what would help is that of the best plan.
+    """Explain a named plan, with the advice for the best plan.
 
     Raises:
         PlanError: the plan cannot run.
@@ -323,7 +323,7 @@ def _candidate(asked: Setting, text: str) -> Candidate:
 
 
 def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
-    """Write the page; return what it has beside the explanation."""
+    """Write the page; return its contents beyond the explanation."""
     from paceline.console import Console
     from paceline.planning.explain.advice import scaling
     from paceline.planning.explain.questions import advise
@@ -337,7 +337,7 @@ def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
 
 
 def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None:
-    """Write the job as advised, and print every value that changes."""
+    """Write the job with the advised values, and print every change."""
     from rich.text import Text
 
     from paceline.errors import JobError
@@ -360,14 +360,14 @@ def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> N
 
 
 def _next(found: Explanation, job: Path, changes: list[str] | None, cluster: str | None, console: Console) -> None:
-    """The commands that use and explain the plan, on the machines that it is for."""
+    """List the commands that use and explain the plan, on its machines."""
     from rich.text import Text
 
     where, file = found.cluster, shlex.quote(str(job))
     file += "".join(f" --set {shlex.quote(change)}" for change in changes or ())
     named = f" --cluster {shlex.quote(cluster)}" if cluster else ""
     console.print()
-    if found.job.model.transformer is None:  # dimensions can be planned and not trained
+    if found.job.model.transformer is None:  # dimensions can be planned but not trained
         on = "" if where.only_planned else named
         launcher = (
             "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""

@@ -1,4 +1,4 @@
-"""Options that the commands of `paceline plan` share, and what they stand for."""
+"""Options that the commands of `paceline plan` share, and their values."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ Carbon = Annotated[
 
 
 class Setting(NamedTuple):
-    """What to plan, and for which machines."""
+    """Subject of a plan: the job, and the machines."""
 
     job: Job
     cluster: Cluster
@@ -140,9 +140,9 @@ def setting(
 ) -> tuple[Setting, Console]:
     """Load the job and the cluster; measure this machine or read measured runs.
 
-    Returns the console to print on as well.
+    Also returns the console.
     """
-    what = load_job(str(job), changes)  # before heavy imports, so that a mistake is shown at once
+    what = load_job(str(job), changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.plan_screen import fitted
     from paceline.console import Console
 
@@ -155,7 +155,7 @@ def setting(
 
 
 def cluster_of(text: str | None, price: float | None, failures: float | None = None) -> tuple[Cluster, bool]:
-    """Return the cluster, and True if it is this machine, or emulated on it."""
+    """Return the cluster, and True if it is this machine or emulated on it."""
     from paceline.planning import arguments
 
     where = arguments.cluster_of(text)
@@ -165,7 +165,7 @@ def cluster_of(text: str | None, price: float | None, failures: float | None = N
 
 
 def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
-    """Return the factors of measured runs, and print what was read; None without runs."""
+    """Return the factors of measured runs, and print the files read; None without runs."""
     from rich.text import Text
 
     from paceline.console import Console
@@ -223,7 +223,7 @@ def conditions_of(
 
 
 def _sigma(text: str | None) -> float:
-    """Return the number, or that of the run's directory."""
+    """Return the number, or the value from the run's directory."""
     if text is None:
         return 0.0
     try:

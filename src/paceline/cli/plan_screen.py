@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from paceline.planning.search.result import Candidate
 
 _WIDTH = 120
-_REFUSED = 8  # lines
-_BAR = 32  # characters of the whole
+_REFUSED = 8  # maximum number of lines for refused plans
+_BAR = 32  # characters of a full bar
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
-_LEAST_HELD = 0.02  # of what is held
+_LEAST_HELD = 0.02  # smallest share of the memory in use that is listed
 GOOD, LOST, QUIET = "green", "yellow", "dim"
-_USEFUL = ("compute", "optimizer")  # parts that no other plan is without
+_USEFUL = ("compute", "optimizer")  # parts that every plan has
 
 
 def fitted(console: Console) -> Console:
-    """The console, limited to a width that reads well, also when piped."""
+    """Limit the console to a readable width, also when piped."""
     console.width = min(console.width, _WIDTH) if console.is_terminal else _WIDTH
     return console
 
@@ -70,7 +70,7 @@ def show_explanation(one: Explanation, best: Explanation, console: Console) -> N
 
 
 def show_costs(found: Explanation, console: Console) -> None:
-    """Show what a whole training takes: time, money, energy, and failures."""
+    """Show the needs of a whole training: time, money, energy, and failures."""
     show_head(found, console)
     console.print()
     print_inset(console, Text(str(found.winner.plan), style="bold cyan"))
@@ -80,7 +80,7 @@ def show_costs(found: Explanation, console: Console) -> None:
 
 
 def show_advice(advice: BatchAdvice, console: Console) -> None:
-    """The throughput of each batch, and what to make of it."""
+    """Show the throughput of each batch, and the recommendation."""
     titled(console, "the global batch", "the best plan for each; a suggestion, nothing is changed")
     table = table_of("global batch", "samples/s", "of the best", "step", "plan")
     best = max(point.throughput for point in advice.points)
@@ -100,7 +100,7 @@ def show_advice(advice: BatchAdvice, console: Console) -> None:
         print_inset(console, Text(caution, style=QUIET))
 
 
-# The winner
+# Best plan
 
 
 def show_head(explanation: Explanation, console: Console) -> None:
@@ -121,7 +121,7 @@ def show_case(job: Job, cluster: Cluster, console: Console) -> None:
 
 
 def show_winner(explanation: Explanation, console: Console) -> None:
-    """The first plan with its figures."""
+    """Show the first plan with its figures."""
     best = explanation.winner
     prediction, cost = best.prediction, explanation.cost(best)
     figures = [
@@ -156,7 +156,7 @@ def show_winner(explanation: Explanation, console: Console) -> None:
 
 
 def show_time(explanation: Explanation, console: Console) -> None:
-    """The parts of its step."""
+    """Show the parts of its step."""
     titled(console, "where the step goes")
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
@@ -171,7 +171,7 @@ def show_time(explanation: Explanation, console: Console) -> None:
 
 
 def show_memory(explanation: Explanation, console: Console) -> None:
-    """The users of its memory."""
+    """Show the parts of its memory."""
     room = explanation.capacity_bytes
     titled(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()
@@ -206,11 +206,11 @@ def _bar(share: float) -> str:
     return "█" * whole + _EIGHTHS[eighths]
 
 
-# The others
+# Other plans
 
 
 def _behind(one: Explanation, best: Explanation, console: Console) -> None:
-    """How much slower a plan is than the best one, and why."""
+    """Explain how much slower a plan is than the best one, and why."""
     more = one.winner.prediction.step_time_s / best.winner.prediction.step_time_s - 1
     how = f"{percent(more)} slower than" if more > 0 else "as fast as"
     print_inset(console, Text(f"{how} the best plan, {best.winner.plan}: {one.winner.why}"))
@@ -270,7 +270,7 @@ def _excluded(explanation: Explanation, console: Console) -> None:
     print_inset(console, table)
 
 
-# What would help, and what is not known
+# Possible improvements, and unknowns
 
 
 def _helps(explanation: Explanation, console: Console) -> None:
@@ -285,7 +285,7 @@ def _answers(explanation: Explanation, console: Console) -> None:
 
 
 def _gains(console: Console, title: str, about: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Changes with their gains in words, those that help in colour."""
+    """Show changes with their gains as text; improvements have a colour."""
     if not rows:
         return
     titled(console, title, about)
@@ -310,7 +310,7 @@ def _run(explanation: Explanation, console: Console) -> None:
 
 
 def show_run(run: TrainingRun, console: Console) -> None:
-    """Time, cost, energy and carbon of a training, and what they rest on."""
+    """Show time, cost, energy and carbon of a training, and the assumptions."""
     table = table_of("what", "value", "about", heads=False)
     table.columns[0].justify = "left"
     for name, value, about in run.rows:
@@ -356,11 +356,11 @@ def _search(explanation: Explanation, console: Console) -> None:
     )
 
 
-# The choice of a cluster
+# Choice of a cluster
 
 
 def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bundled: bool) -> None:
-    """The fastest and the cheapest machines, those that nothing beats, and what cannot run it."""
+    """Show the fastest and cheapest machines, undominated offers, and unusable ones."""
     limits = [f"within {money(choice.budget)}"] if choice.budget is not None else []
     limits += [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
     about = f"{choice.amount.words} {' and '.join(limits)}".strip()
@@ -410,7 +410,7 @@ def _show_refused(choice: ClusterChoice, console: Console) -> None:
 
 
 def _named(choice: ClusterChoice, *, cheapest: bool) -> list[tuple[str, Option]]:
-    """Options to show first, each with its description."""
+    """Return the options to show first, each with its description."""
     fastest, least, alike = choice.fastest, choice.cheapest, choice.as_cheap
     if fastest is None or least is None:
         return []
@@ -432,11 +432,11 @@ def _prices(offers: Offers, *, bundled: bool) -> str:
     return f"{prices}: examples, not offers to you; copy {EXAMPLES} and put in your own, then --catalogue FILE"
 
 
-# How it looks
+# Layout
 
 
 def titled(console: Console, title: str, about: str = "") -> None:
-    """A line with the title of what follows."""
+    """Return a title line for the following content."""
     console.print()
     console.print(
         Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=QUIET, characters="─")
@@ -444,7 +444,7 @@ def titled(console: Console, title: str, about: str = "") -> None:
 
 
 def table_of(*columns: str, heads: bool = True, box: Box | None = None) -> Table:
-    """A table of right-aligned figures, with a last column of words that may wrap."""
+    """Return a table of right-aligned figures, with a last column of text that may wrap."""
     padding = (0, 1, 0, 0) if box else (0, 2, 0, 0)
     table = Table(box=box, padding=padding, pad_edge=False, header_style=QUIET, show_header=heads)
     for column in columns[:-1]:
@@ -454,5 +454,5 @@ def table_of(*columns: str, heads: bool = True, box: Box | None = None) -> Table
 
 
 def print_inset(console: Console, shown: RenderableType) -> None:
-    """Something two columns from the edge."""
+    """Print an object with an indentation of two columns."""
     console.print(Padding(shown, (0, 0, 0, 2), expand=False), highlight=False, markup=False)

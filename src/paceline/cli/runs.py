@@ -1,4 +1,4 @@
-"""`paceline runs` and `paceline logs NAME`: the runs of this folder, and those that were submitted from here."""
+"""`paceline runs` and `paceline logs NAME`: runs of this folder, and runs submitted from here."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from paceline.elastic.submit.scheduler import Scheduler, Submission
     from paceline.run.record.brief import RunBrief
 
-RUNS = Path("runs")  # under the current folder
-_MOST = 30  # rows, unless all are wanted
-_ASKED_AT_ONCE = 8  # submissions whose scheduler is asked for their state
+RUNS = Path("runs")  # in the current folder
+_MOST = 30  # maximum number of rows, unless all are requested
+_ASKED_AT_ONCE = 8  # number of submissions whose state is requested at the same time
 _LINE_EVERY_S, _LOOK_EVERY_S = 5.0, 0.5
 
 
@@ -71,7 +71,7 @@ def _rows(folder: Path | None) -> list[Row]:
 
 
 def _submitted(local: dict[Path, RunBrief]) -> list[Row]:
-    """Rows of submitted runs; their directories are taken out of `local`."""
+    """Return the rows of submitted runs; their directories are removed from `local`."""
     from concurrent.futures import ThreadPoolExecutor
 
     from paceline.elastic.submit.scheduler import submissions
@@ -80,7 +80,7 @@ def _submitted(local: dict[Path, RunBrief]) -> list[Row]:
 
     try:
         known = submissions()
-    except LaunchError as error:  # a home folder that cannot be used hides no local runs
+    except LaunchError as error:  # an inaccessible home folder must not hide local runs
         typer.echo(f"paceline: note: {error}", err=True)
         return []
     with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
@@ -106,7 +106,7 @@ def _show(rows: Sequence[Row]) -> None:
 
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console.width = 400  # one line for each run, also in a pipe
+        console.width = 400  # one line for each run, even in a pipe
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("name", "state", "step", "loss", "age", "where"):
         justify: JustifyMethod = "right" if title in ("step", "loss", "age") else "left"
@@ -129,12 +129,12 @@ _UNITS_S = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
 def _age(seconds: float) -> str:
-    """A time as kubectl shows it: `45s`, `12m`, `5h`, `3d`."""
+    """Format an age like kubectl: `45s`, `12m`, `5h`, `3d`."""
     return next((f"{int(seconds // size)}{unit}" for unit, size in _UNITS_S if seconds >= size), "0s")
 
 
 def _state_of(submission: Submission) -> str:
-    """State of a submitted run in words; the end of a run is remembered."""
+    """Return the state of a submitted run as text; store its end."""
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import ended
     from paceline.errors import LaunchError
@@ -146,7 +146,7 @@ def _state_of(submission: Submission) -> str:
     except LaunchError as error:
         return f"unknown: {str(error).splitlines()[0]}"
     if state.ended:
-        with suppress(OSError):  # it is remembered if it can be
+        with suppress(OSError):  # stored if possible
             ended(submission, state.phase, state.exit_code)
         return state.phase + (f", exit code {state.exit_code}" if state.exit_code else "")
     return state.phase + (f" ({state.note})" if state.note else "")
@@ -178,7 +178,7 @@ def logs(
     if follow:
         from paceline.elastic.submit.scheduler import find
 
-        submission = find(name)  # which refuses the number of several
+        submission = find(name)  # which refuses a name that matches several
         where = scheduler_named(submission.engine)
         where.state(submission)  # a scheduler that cannot be reached fails at once
         follow_submitted(where, submission)
@@ -204,7 +204,7 @@ def _unknown(name: str) -> RunError:
 
 
 def follow_submitted(where: Scheduler, submission: Submission) -> None:
-    """Show the log of a submitted run; leave with the run's exit code."""
+    """Show the log of a submitted run; exit with the run's exit code."""
     from paceline.elastic.submit.scheduler import ended
 
     try:
@@ -234,7 +234,7 @@ def _local(path: Path, *, follow: bool) -> None:
     steps.skip(_TAIL_BYTES)
     recent, printed, printed_at = RecentSteps(None), 0, float("-inf")
     while True:
-        brief = brief_of(path)  # before the files are read, so that nothing of the end is missed
+        brief = brief_of(path)  # before the files are read, so that the end is not missed
         for event in events:
             if sentence := _sentence(event, recent):
                 typer.echo(printable(sentence))
@@ -259,18 +259,18 @@ def _local(path: Path, *, follow: bool) -> None:
         raise typer.Exit(code)
 
 
-_TAIL_BYTES = 2**16  # of the steps before
+_TAIL_BYTES = 2**16  # bytes read of the earlier steps
 
 
 def _progress(recent: Any) -> str:
     try:
         return str(recent.sentence())
-    except (KeyError, TypeError, ValueError):  # steps of another version, or made by hand
+    except (KeyError, TypeError, ValueError):  # steps of another version, or edited by hand
         return f"step {recent.step}"
 
 
 def _sentence(event: Any, recent: Any) -> str | None:
-    """An event with its time; None for events that are no news."""
+    """Return an event's text with its time; None for events that are not shown."""
     from paceline.run.record.progress import event_sentence
 
     try:
@@ -285,5 +285,5 @@ def _sentence(event: Any, recent: Any) -> str | None:
             case _:
                 said = event_sentence(event)
         return said and f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event['time']))}  {said}"
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # of another version, or made by hand
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # of another version, or edited by hand
         return None

@@ -1,4 +1,4 @@
-"""`paceline sweep job.yaml`: many runs of one job, and which of them is best."""
+"""`paceline sweep job.yaml`: many runs of one job, and their comparison."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def command(
     start_on(None, cluster)
     from paceline.elastic.forkserver import warm_up
 
-    warm_up()  # it imports torch while this process imports what is left and checks the jobs
+    warm_up()  # torch is imported while this process imports the other modules and checks the jobs
     from paceline.console import Console
     from paceline.report.sweep_page import write_sweep_page
     from paceline.run.sweep.sweep import Sweep, SweepRequest
@@ -131,7 +131,7 @@ def _on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
 
 
 def table(sweep: Sweep) -> Table:
-    """The combinations with their results; the best ones are marked."""
+    """Build a table of the combinations with their results; the best ones are marked."""
     from rich.table import Table
 
     from paceline.run.sweep.space import short_names, shown

@@ -24,7 +24,7 @@ def command(
         str | None,
         typer.Option(
             "--run",
-            "--run-dir",  # torchrun of Python < 3.12.8 takes --run for an abbreviation of an option of its own
+            "--run-dir",  # torchrun of Python < 3.12.8 mistakes --run for an abbreviation of its own option
             metavar="DIR|URL",
             help="Directory or URL of the run, e.g. s3://bucket/run; under torchrun say --run-dir.",
             show_default="runs/JOB-TIME",
@@ -47,9 +47,9 @@ def command(
     from paceline.rank_environment import own_rank
 
     if not is_rank():
-        warm_up()  # it imports torch while this process imports what is left and reads the job
+        warm_up()  # torch is imported while this process imports the other modules and reads the job
     try:
-        # A mistake in the file is told before all else is imported.
+        # A mistake in the file is reported before the other imports.
         what = load_job(job, changes)
         from paceline.cli.command import to_run_on
         from paceline.run.train import train
@@ -63,7 +63,7 @@ def command(
         raise
     from paceline.text import printable
 
-    if own_rank() != 0:  # of a torchrun, where rank 0 speaks for all
+    if own_rank() != 0:  # under torchrun, only rank 0 prints
         return
     typer.echo(printable(summary(record)))
     end = last(record, "end")
@@ -72,7 +72,7 @@ def command(
 
 
 def summary(run: Run) -> str:
-    """Result, speed, reason for the end, and directory of a run, as text."""
+    """Return result, speed, reason for the end, and directory of a run, as text."""
     from paceline.run.record.goodput import goodput
 
     steps, end = run.steps(), last(run, "end")
@@ -101,8 +101,8 @@ def summary(run: Run) -> str:
 
 
 def last(run: Run, *kinds: str) -> dict[str, Any]:
-    """The newest event of one of these kinds.
+    """Return the newest event of one of these types.
 
-    A signal may come after the end, so the end need not be the newest of all.
+    A signal may come after the end, so the end may not be the newest event.
     """
     return next(event for event in reversed(run.events()) if event["event"] in kinds)

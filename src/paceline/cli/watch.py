@@ -1,4 +1,4 @@
-"""`paceline watch RUN…` and `paceline dashboard RUN…`: runs while they train."""
+"""`paceline watch RUN…` and `paceline dashboard RUN…`: active runs in a terminal or browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.run.record.run import Run
 
 
-_LINE_EVERY_S = 5.0  # where the output is no terminal
+_LINE_EVERY_S = 5.0  # seconds, if the output is not a terminal
 
 
 def watch(
@@ -51,15 +51,15 @@ def watch(
             _on_a_terminal(watched, console, every)
         else:
             _in_lines(watched, every)
-    except KeyboardInterrupt:  # whoever watches may leave at any time
+    except KeyboardInterrupt:  # the user may leave at any time
         return
 
 
 def followed(runs: Sequence[str]) -> list[LiveRun]:
-    """The runs of directories, with what is in them already read.
+    """Open the runs of directories, with their existing contents already read.
 
     Raises:
-        RunError: one is no directory of a run.
+        RunError: a directory is not a run.
     """
     from paceline.report.live_run import LiveRun
 
@@ -179,7 +179,7 @@ def _opened(url: str, folder: Path) -> bool:
     except webbrowser.Error:
         return False
     if isinstance(browser, webbrowser.GenericBrowser) and not isinstance(browser, webbrowser.BackgroundBrowser):
-        return False  # a browser in this terminal would hold up the page that it asks for
+        return False  # a browser in this terminal would block the page that it requests
     return browser.open(file.as_uri())
 
 

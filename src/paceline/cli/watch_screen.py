@@ -1,4 +1,4 @@
-"""The screen of `paceline watch`: one run in whole, or several beside each other."""
+"""Screen of `paceline watch`: one complete run, or several beside each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.text import printable
 from paceline.units import clock, seconds, size
 
 _BARS = "▁▂▃▄▅▆▇█"
-# of each part of a step: without colours, too, each looks different
+# characters for each part of a step, which also differ without colours
 _LOOKS = {
     "data": ("░", "blue"),
     "compute": ("█", "green"),
@@ -30,7 +30,7 @@ _BAR, _CURVE, _FEWEST_RANKS, _OTHER_LINES = 30, 60, 4, 9
 
 
 def screen(runs: Sequence[LiveRun], height: int, now: float | None = None) -> RenderableType:
-    """Screen of the runs, in so many lines where that can be."""
+    """Render the runs, in the given number of lines if possible."""
     if len(runs) > 1:
         return Group(*(part for run in runs for part in (*_head(run, now), Text(""))), _legend())
     run = runs[0]
@@ -40,7 +40,7 @@ def screen(runs: Sequence[LiveRun], height: int, now: float | None = None) -> Re
 
 
 def line(run: LiveRun) -> str:
-    """One line, for output that is no terminal."""
+    """Render one line, for output that is not a terminal."""
     return f"{printable(run.run.path.name)}: {run.recent.sentence()} · {printable(run.state())}"
 
 
@@ -53,7 +53,7 @@ def _head(run: LiveRun, now: float | None) -> list[Text]:
 
 
 def _curve(losses: Sequence[float]) -> Text:
-    """The loss from the first step to the newest, in bars."""
+    """Render the loss from the first step to the newest as bars."""
     if len(losses) < 2:
         return Text("loss  not yet")
     width = min(_CURVE, len(losses))
@@ -63,15 +63,15 @@ def _curve(losses: Sequence[float]) -> Text:
     least, most = min(values), max(values)
     span = most - least or 1.0
     bars = "".join(_BARS[min(int((value - least) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
-    # the numbers come first: a narrow terminal cuts the bars
+    # the numbers come first, because a narrow terminal cuts the bars
     return Text(f"loss  {values[0]:.4g} → {values[-1]:.4g}  {bars}", no_wrap=True, overflow="ellipsis")
 
 
 def _table(ranks: Sequence[RankNow], most: int) -> Iterator[Text]:
-    """Table with a row for each rank.
+    """Render a table with a row for each rank.
 
-    Of more than there is room for it has the slowest, and the mean of all. Plain lines, since rich's tables cost
-    several times as much, four times a second.
+    If the ranks do not fit, only the slowest and the mean are shown. The table is plain text, because rich's tables
+    take several times as long, four times a second.
     """
     shown = ranks
     if len(ranks) > most:
@@ -103,7 +103,7 @@ def _cells(cells: Sequence[str], widths: Sequence[int], style: str) -> Text:
 
 
 def _bar(parts: dict[str, float]) -> Text:
-    """A step's parts, each as long as its share."""
+    """Render a step's parts, with lengths in proportion to their shares."""
     bar, ends, drawn = Text(), 0.0, 0
     for part, (glyph, style) in _LOOKS.items():
         ends += parts[part]

@@ -1,6 +1,6 @@
-"""A user's `DataLoader`, divided over the data-parallel ranks, with unchanged global batches.
+"""Division of a user's `DataLoader` over the data-parallel ranks.
 
-They are the same on any number of ranks.
+The global batches are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 
 
 def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int, *, tells_epochs: bool = True) -> Loader:
-    """This rank's share of every batch of `loader`, whose batches are the global ones. Every rank calls it.
+    """Return this rank's share of every global batch of `loader`; every rank calls it.
 
-    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order is
-    that of the loader's own sampler or batch sampler, drawn on rank 0. Of an `IterableDataset`, and where
+    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order comes
+    from the loader's own sampler or batch sampler, drawn on rank 0. For an `IterableDataset`, or with
     `batch_size=None`, each rank reads every batch and keeps its part.
 
     Args:
         loader: a `DataLoader` as one process would use it.
         data_group: the data-parallel ranks, which read different samples.
         world: all ranks.
-        seed: of the order, where the loader shuffles without a generator of its own.
-        tells_epochs: False leaves the dataset in the epoch that it was told last.
+        seed: seed of the order if the loader shuffles without its own generator.
+        tells_epochs: False does not change the epoch of the dataset.
 
     Raises:
-        DataError: the loader cannot be dealt, with what to write instead.
+        DataError: the loader cannot be divided; the message says what to write instead.
     """
     check(loader, world)
     ahead = loader.prefetch_factor if loader.num_workers else None
@@ -107,7 +107,7 @@ def _samples(
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """True if its order is the data set's own, or `shuffle=True` and no more."""
+    """Return True if the order is the data set's own, or plain `shuffle=True`."""
     sampler = loader.sampler
     by_size = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
     if not by_size or getattr(sampler, "data_source", None) is not loader.dataset:
@@ -118,15 +118,15 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _is_bulk(loader: DataLoader[Any]) -> bool:
-    """True if the sampler yields lists of indices, each for a whole batch."""
+    """Return True if the sampler yields lists of indices, each for a whole batch."""
     return loader.batch_size is None and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
 
 
 def check(loader: DataLoader[Any], world: Group) -> None:
-    """Refuse a loader that would give other batches than it does alone.
+    """Refuse a loader whose batches would differ from those of a single process.
 
     Raises:
-        DataError: it would, with what to write instead.
+        DataError: the batches would differ; the message says what to write instead.
     """
     if not isinstance(loader, DataLoader):
         raise DataError(
@@ -154,7 +154,7 @@ def check(loader: DataLoader[Any], world: Group) -> None:
 
 
 def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) -> None:
-    """Refuse a sampler that draws one rank's part, which paceline would take for the whole."""
+    """Refuse a sampler for one rank's part, which would be mistaken for the whole."""
     parts = getattr(sampler, "num_replicas", 1)
     if parts == 1 and not (isinstance(sampler, DistributedSampler) and world.size > 1):
         return

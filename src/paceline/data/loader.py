@@ -1,6 +1,6 @@
 """Batches of one replica: its shard of each global batch, resumable at any step.
 
-They are read through torchdata's `StatefulDataLoader`.
+torchdata's `StatefulDataLoader` reads them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.own_random import kept_random
 class Position(NamedTuple):
     """Position of a batch: its epoch and step (0-based), and its number of samples.
 
-    `local` counts those on this replica, `total` those on all replicas.
+    `local` counts the samples of this replica, `total` those of all replicas.
     """
 
     epoch: int
@@ -48,22 +48,22 @@ class Loader:
     the next one continues it. With `begins_anew`, every iteration is a new epoch, as with a `DataLoader`, except that
     the first one after `load_state_dict` begins within an epoch. Iterations may then overlap.
 
-    A batch is what `collate_fn` makes of the samples (torch's `default_collate` where none is given). A dataset whose
-    `__getitems__` returns a tuple of tensors has collated already; where no `collate_fn` is given, its batches pass
-    unchanged. A step without a sample on this replica yields None.
+    `collate_fn` makes a batch from the samples (by default torch's `default_collate`). If `__getitems__` of a dataset
+    returns a tuple of tensors and there is no `collate_fn`, its batches pass unchanged. A step without a sample on this
+    replica yields None.
 
-    With `num_workers` > 0, so many loader processes read ahead. They end when an iteration is broken off, by `close`,
-    or with the loader. With or without them, a sample's random numbers follow from the seed, the epoch and its index.
+    With `num_workers` > 0, this number of loader processes read ahead. They end when an iteration is interrupted, by
+    `close`, or with the loader. With or without them, a sample's random numbers depend on the seed, the epoch and its
+    index.
 
     Attributes:
-        position: of the batch yielded last; None before the first.
+        position: position of the last yielded batch; None before the first.
         indices: the dataset indices in that batch.
-        left_out: indices whose samples are None, and which `collate_fn` left out of that batch.
+        left_out: indices whose samples are None, so that `collate_fn` omitted them from that batch.
 
-    Raises (while iterating):
-        DataError: the dataset no longer has the length that the partition was made for, a sample raised, samples do not
-            fit into one batch, or the ranks read something else.
-        LoaderProcessError: a loader process was killed, ended, or did not answer in time.
+    Raises (while iterating): DataError: the dataset no longer has the length that the partition was made for, a sample
+        raised, samples cannot be collated, or the ranks read different data. LoaderProcessError: a loader process was
+        killed, ended, or did not answer in time.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Loader:
         rank: int | None = None,
         begins_anew: bool = False,
     ) -> None:
-        # `workers` says more than `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors
+        # `workers` overrides `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors
         self.begins_anew = begins_anew
         self._epochs = 0  # number of epochs begun, with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
@@ -89,26 +89,28 @@ class Loader:
         self.position: Position | None = None
         self.indices: list[Any] = []
         self.left_out: list[Any] = []
-        self.fills_empty = False  # with a sample that counts for nothing, for loops that compute their own loss
-        self.device = torch.device("cpu")  # where batches arrive; other than here only for loops of that kind
+        # whether an empty share is filled with a sample of weight 0, for loops that compute their own loss
+        self.fills_empty = False
+        self.device = torch.device("cpu")  # device of the batches; differs from the CPU only in such loops
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
         # If loader processes read the dataset, this process reads a copy, so that they share no open file.
         self._looks = self._samples.apart() if self.num_workers else self._samples
         self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
-        self._started: Iterator[Any] | None = None  # the same before it, if loader processes run already
+        # the same iterator before an iteration, if loader processes already run
+        self._started: Iterator[Any] | None = None
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
-        self._next: tuple[int, int]  # epoch and step of the batch to come
-        self._turn = 0  # shards of a `Flow` that were asked for, with those that were its end
-        self._fingerprint: list[int] | None = None  # not read yet; empty: none
+        self._next: tuple[int, int]  # epoch and step of the next batch
+        self._turn = 0  # number of requested shards of a `Flow`, including end markers
+        self._fingerprint: list[int] | None = None  # None: not computed yet; empty: no fingerprint
         self._open((0, 0), None)
 
     def __len__(self) -> int:
         try:
             return self.partition.steps_per_epoch
         except DataError as error:
-            raise TypeError(str(error)) from None  # which `list` takes for a length that nobody knows
+            raise TypeError(str(error)) from None  # `list` treats a TypeError as an unknown length
 
     def __bool__(self) -> bool:
         return True  # also without a length
@@ -144,7 +146,7 @@ class Loader:
         return reader
 
     def _remainder(self) -> Iterator[Any]:
-        if self._batches is not None:  # an iteration that was left, but is still referred to
+        if self._batches is not None:  # an iteration that was left, but is still referenced
             self.close()
         epoch, start = self._begin(*self._next)
         batches: Any = self._start(epoch, start) if self._started is None else self._started
@@ -153,7 +155,7 @@ class Loader:
             step = start
             while self._has(epoch, step):
                 received = self._receive(self._read(batches), epoch, step)
-                if received is None:  # nothing but the end of one loader process's stream
+                if received is None:  # only the end of one loader process's stream
                     continue
                 step += 1
                 yield on_device(received[0], self.device)
@@ -164,16 +166,16 @@ class Loader:
             if not self.workers.persistent:
                 self.close()
         finally:
-            if self._batches is batches and self._end_processes.still_active():  # else Python ends
+            if self._batches is batches and self._end_processes.still_active():  # otherwise Python ends
                 self.close()
-        if start and step == start:  # a stream had ended just where its position was saved
+        if start and step == start:  # a stream had ended exactly at its saved position
             yield from self
 
     def start(self) -> None:
-        """Start the loader processes now, if there are any, and not at the next iteration.
+        """Start the loader processes now, if any, instead of at the next iteration.
 
-        They are forked: what a process makes before, such as a model, they share, and each page of it that is written
-        then is copied first. Loaders of streams, whose ranks have to agree, start with their iteration.
+        They are forked, so they share objects that exist already, such as a model, and each page written afterwards is
+        copied first. Loaders of streams start with their iteration, because their ranks have to communicate.
         """
         if self.num_workers and isinstance(self.partition, Partition) and self._started is self._batches is None:
             self._started = self._start(*self._next)
@@ -184,7 +186,7 @@ class Loader:
         return (self._overlapping or self)._batches is not None
 
     def example(self, count: int) -> Any:
-        """A model's input: the first `count` samples, repeated if there are fewer."""
+        """Return a model's input: the first `count` samples, repeated if there are fewer."""
         with kept_random():
             if isinstance(self.partition, Partition):
                 return self._looks.read([i % self.partition.held_samples for i in range(count)])
@@ -192,9 +194,9 @@ class Loader:
             return self._looks.example(count, first)
 
     def read(self, indices: list[int], position: Position) -> Any:
-        """The batch of these samples, read now by this process; None without any.
+        """Read the batch of these samples in this process; None without samples.
 
-        They may come from anywhere in an epoch. The next iteration begins where it would have.
+        The samples may come from any position in an epoch. The position of the next iteration does not change.
         """
         self._looks.begin_epoch(position.epoch)
         batch = self._looks.read(indices) if indices else None
@@ -202,7 +204,7 @@ class Loader:
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
-        """Read the last batch's samples again; their digests by the user's indices."""
+        """Read the last batch's samples again; return their digests by the user's indices."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
         self._looks.begin_epoch(epoch)
@@ -247,10 +249,10 @@ class Loader:
         return self._looks.name, self._looks.collate_draws
 
     def check_weight(self) -> None:
-        """Refuse to weigh the last batch by its samples if `collate_fn` left some out.
+        """Refuse to weight the last batch by its samples if `collate_fn` omitted some.
 
         Raises:
-            DataError: samples were left out, and there are other replicas, whose batch sizes are not known.
+            DataError: samples were omitted, and the batch sizes of other replicas are not known.
         """
         if not self.left_out or self.partition.replicas == 1:
             return
@@ -266,7 +268,7 @@ class Loader:
         )
 
     def smallest_share(self) -> int:
-        """Fewest samples of a replica in the first batch; 1 if not yet known."""
+        """Return the fewest samples of a replica in the first batch; 1 if unknown."""
         if isinstance(self.partition, SamplerStream):
             self.partition.first(1)  # draws it
         try:
@@ -275,7 +277,7 @@ class Loader:
             return 1
 
     def fill_every_rank(self, what: str) -> None:
-        """Require a sample for each replica in every batch, as `what` needs.
+        """Require a sample for each replica in every batch; `what` names the reason.
 
         Raises:
             PlanError: a batch of an epoch is too small.
@@ -285,10 +287,10 @@ class Loader:
             self._check_filled(self.partition.steps_per_epoch - 1)
 
     def reshare(self, shares: Sequence[int]) -> Place:
-        """Deal full batches by other shares; returns epoch and step of the first one.
+        """Change the shares of full batches; return epoch and step of the first changed batch.
 
-        Every rank must call this between the same two batches, with equal shares. Batches that loader processes read
-        ahead stay as they were dealt.
+        Every rank must call this between the same two batches, with equal shares. Batches that loader processes have
+        read ahead keep their shares.
         """
         assert isinstance(self.partition, Partition)
         epoch, step = self._next[0], self._next[1] + self.workers.ahead
@@ -297,9 +299,10 @@ class Loader:
         return place
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the next batch, as JSON-able values, the same on every rank except `reader`.
+        """Return the position of the next batch as JSON values.
 
-        It holds the state of a dataset with `state_dict` and `load_state_dict`, which must be JSON-able as well.
+        It is equal on every rank except `reader`. It includes the state of a dataset with `state_dict` and
+        `load_state_dict`, which must be JSON as well.
         """
         reader = self._overlapping or self
         epoch, step = reader._next
@@ -317,14 +320,14 @@ class Loader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken, also with other numbers of replicas and loader processes.
+        """Continue from the position of `state_dict`.
 
-        Ends an iteration that runs. A dataset's own state belongs to one replica and its loader processes; it is left
-        out where these are not the same.
+        The numbers of replicas and loader processes may differ. A running iteration ends. A dataset's own state belongs
+        to one replica and its loader processes; it is not restored if these differ.
 
         Raises:
-            DataError: the state is of another kind of loader, of another order or batch, or of a stream that other
-                numbers of loader processes read differently.
+            DataError: the state belongs to another type of loader, order or batch size, or to a stream that another
+                number of loader processes reads differently.
         """
         own = isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)
         if ("stream" in state, "flow" in state) != own:
@@ -358,16 +361,19 @@ class Loader:
         self._epochs = state.get("epochs", state["epoch"])
 
     def close(self) -> None:
-        """End the loader processes. The next iteration starts new ones and continues with the batch to come."""
+        """End the loader processes.
+
+        The next iteration starts new ones and continues with the next batch.
+        """
         reader = self._reader_state()
         self._end_processes()
         self._open(self._next, reader)
 
     def _open(self, start: tuple[int, int], reader: dict[str, Any] | None) -> None:
-        """Have the next iteration begin at `start` = (epoch, step); `reader` is torchdata's own state there."""
+        """Make the next iteration begin at `start` = (epoch, step); `reader` is torchdata's state there."""
         self._next, self._resume_from = start, reader
         self._batches = self._started = None
-        self._requests: deque[SampleRequest] = deque()  # asked for, and not yielded yet
+        self._requests: deque[SampleRequest] = deque()  # requested, and not yielded yet
         self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
         with warnings.catch_warnings():
@@ -375,7 +381,7 @@ class Loader:
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                # `RequestedSamples` collates, and loader processes send; torch pins what it sends itself
+                # `RequestedSamples` collates, and loader processes send; torch pins only its own batches
                 collate_fn=as_sent if workers.count and not self.pin_memory else _unchanged,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
@@ -385,7 +391,8 @@ class Loader:
                 multiprocessing_context=workers.context,
                 pin_memory=self.pin_memory,
                 snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
-                generator=torch.Generator(),  # otherwise each epoch draws a number from the rank's own random state
+                # otherwise each epoch would take a number from the rank's own random state
+                generator=torch.Generator(),
             )
         if reader is not None:
             self._loader.load_state_dict(reader)
@@ -406,10 +413,10 @@ class Loader:
             differs=differs,
         )
 
-    # An iteration
+    # Iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Epoch and step to begin at. The epoch of a loaded state may have ended."""
+        """Return the first epoch and step; the epoch of a loaded state may have ended."""
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -417,7 +424,7 @@ class Loader:
         return epoch, start
 
     def _has(self, epoch: int, step: int) -> bool:
-        """True if the epoch has that step. All ranks ask together."""
+        """Return True if the epoch has that step; all ranks ask together."""
         if isinstance(self.partition, Partition):
             return step < self.partition.steps_per_epoch
         if isinstance(self.partition, SamplerStream):
@@ -426,7 +433,7 @@ class Loader:
         return not self.partition.ended
 
     def _start(self, epoch: int, start: int) -> Any:
-        """torchdata's iterator; the death of a loader process interrupts only the one that waits."""
+        """Return torchdata's iterator; the death of a loader process interrupts only the waiting thread."""
         self._samples.begin_epoch(epoch)
         self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
@@ -439,7 +446,7 @@ class Loader:
                 raise self._failed_processes(error) from error
             raise
         if self.num_workers and batches._worker_pids_set:
-            # torch has SIGCHLD raise in whatever the main thread does then, a wait for other ranks as well.
+            # torch's SIGCHLD handler raises in whatever the main thread does, even in a wait for other ranks.
             _remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         return batches
@@ -452,7 +459,7 @@ class Loader:
         _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         try:
             batch = next(batches)
-        except (RuntimeError, OSError, EOFError) as error:  # the last two where one died while it sent
+        except (RuntimeError, OSError, EOFError) as error:  # the last two if a process died while it sent
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
@@ -483,7 +490,7 @@ class Loader:
             self._check_filled(step, epoch)
         local = self.partition.shares(step, epoch)[self.partition.replica] if read_whole else len(self.indices)
         local, total = local - len(self.left_out), self.partition.size(step)
-        # With several replicas it is not known what the others left out: see `check_weight`.
+        # With several replicas, the numbers omitted by the others are unknown: see `check_weight`.
         self.position = Position(epoch, step, local, local if self.partition.replicas == 1 else total)
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
@@ -506,7 +513,7 @@ class Loader:
     # Loader processes
 
     def _failed_processes(self, error: Exception | None) -> DataError:
-        """The error of loader processes that failed; they are ended."""
+        """Return the error of failed loader processes, after ending them."""
         epoch, step = self._next
         processes = getattr(self._loader._iterator, "_workers", ())
         ended = [(process.pid, process.exitcode) for process in processes if process.exitcode is not None]
@@ -514,15 +521,15 @@ class Loader:
         return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
-        """torchdata's own state at the next batch, or the loaded one, or None."""
+        """Return torchdata's own state at the next batch, or the loaded one, or None."""
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
 
 def _end_processes(loader: StatefulDataLoader[Any]) -> None:
-    """End the loader processes that there are.
+    """End the existing loader processes.
 
-    torchdata does it when its iterator is collected. In a cycle of garbage, such as a traceback, that is after the
-    queues to the processes have been closed, and its SIGTERM does not end them (see `Begin`).
+    torchdata ends them when its iterator is collected. In a reference cycle, such as a traceback, this happens after
+    the queues have been closed, and its SIGTERM does not end the processes (see `Begin`).
     """
     if loader.num_workers and loader._iterator is not None:
         loader._iterator._shutdown_workers()
@@ -545,13 +552,13 @@ def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
 
 
 def _order_of(partition: Partition) -> dict[str, int | bool]:
-    """The settings that decide which samples a step has, on any number of replicas."""
+    """Return the settings that determine the samples of a step, for any number of replicas."""
     found = {"samples": partition.samples, "batch_size": partition.global_batch, "shuffle": partition.shuffle}
     return found | ({"seed": partition.seed} if partition.shuffle else {"seed": 0})
 
 
 class _RequestSampler:
-    """The batch sampler: a replica's requests from `next` = (epoch, step) to the end of that epoch."""
+    """Batch sampler that yields a replica's requests from `next` = (epoch, step) to the epoch's end."""
 
     def __init__(
         self, partition: Partition | SamplerStream | Flow, start: tuple[int, int], requests: deque[SampleRequest]
@@ -566,14 +573,14 @@ class _RequestSampler:
             yield request
 
     def state_dict(self) -> dict[str, int]:
-        """Nothing: the loader starts us at the right step.
+        """Return nothing: the loader starts the sampler at the right step.
 
-        Without this pair torchdata would draw and drop all steps before it.
+        Without this method and `load_state_dict`, torchdata would draw and discard all earlier steps.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing, as `state_dict`."""
+        """Do nothing, see `state_dict`."""
 
 
 def _unchanged(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""DataLoader worker processes of a rank: start, messages, and errors when one fails."""
+"""DataLoader worker processes of a rank: start, messages, and errors after a failure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.utils.data import get_worker_info
 from paceline.errors import LoaderProcessError
 from paceline.files import sockets_fit, temporary_folder
 
-_SMALL_BYTES = 1 << 19  # of a batch; a larger one is not copied through a pipe
+_SMALL_BYTES = 1 << 19  # bytes of a batch up to which it is sent through a pipe
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The loader processes of each rank, with the arguments that `DataLoader` has for them.
+    """Number and arguments of each rank's loader processes.
 
-    Not `persistent`, they end with each epoch, and the next ones get the dataset as it is then.
+    Unless `persistent`, they end with each epoch, and the next ones get the current dataset.
     """
 
     count: int = 0
@@ -35,47 +35,48 @@ class Workers:
     persistent: bool = True
     timeout_s: float = 0.0
     init: Callable[[int], Any] | None = None
-    context: Any = None  # multiprocessing's
+    context: Any = None  # start method of multiprocessing
 
     @property
     def ahead(self) -> int:
-        """Batches that are asked for before the first of them is needed."""
+        """Return the number of batches to request before the first one is needed."""
         return self.count * (2 if self.prefetch_factor is None else self.prefetch_factor)
 
 
 class Begin:
     """The `worker_init_fn` of loader processes.
 
-    It shows them the user's dataset, as a DataLoader would, and calls the user's function.
+    It gives them the user's dataset, like a DataLoader, and calls the user's function.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        # A scheduler signals every process of a run; the rank still needs batches for its last step. One SIGTERM more
+        # A scheduler signals every process of a run, but the rank still needs batches for its last step. A second
+        # SIGTERM
         # ends this process.
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         info = get_worker_info()
         assert info is not None
         samples: Any = info.dataset
-        object.__setattr__(info, "dataset", samples.dataset)  # the class refuses plain assignments
+        object.__setattr__(info, "dataset", samples.dataset)  # the class rejects plain assignments
         if self.init is not None:
             self.init(worker)
 
 
 def make_room_for_sockets() -> None:
-    """Have multiprocessing keep its sockets where their paths are short enough.
+    """Make multiprocessing put its sockets into a folder with a short path.
 
-    In a long TMPDIR loader processes could not hand over a batch, and nobody would be told.
+    With a long TMPDIR, loader processes could not send batches, and no error would appear.
 
     Raises:
-        LoaderProcessError: no such folder can be written.
+        LoaderProcessError: there is no such writable folder.
     """
     chosen = tempfile.tempdir
     tempfile.tempdir = temporary_folder("pymp-12345678/listener-12345678")
     try:
-        folder = multiprocessing.util.get_temp_dir()  # made once, and handed on to the processes
+        folder = multiprocessing.util.get_temp_dir()  # made once, and inherited by the processes
     finally:
         tempfile.tempdir = chosen
     if not sockets_fit(folder):
@@ -89,17 +90,20 @@ def make_room_for_sockets() -> None:
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """A batch that is sent by value. Otherwise torch would make, map and free shared memory for each of its tensors."""
+    """A batch that is sent by value.
+
+    Otherwise torch would create, map and free shared memory for each of its tensors.
+    """
 
     pickled: bytes
 
     def batch(self) -> Any:
-        """The batch, whose tensors have memory of their own."""
+        """Return the batch, with tensors in their own memory."""
         return pickle.loads(self.pickled)
 
 
 def as_sent(batch: Any) -> Any:
-    """The batch, by value where it is small and a loader process read it."""
+    """Return the batch, by value if it is small and a loader process read it."""
     if get_worker_info() is None:
         return batch
     written = io.BytesIO()
@@ -111,7 +115,7 @@ def as_sent(batch: Any) -> Any:
 
 
 class _ByValue(ForkingPickler):
-    """Pickler of small batches; raises PicklingError at tensors that torch is to send."""
+    """Pickler of small batches; raises PicklingError for tensors that torch must send."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -132,7 +136,7 @@ class _ByValue(ForkingPickler):
 
 
 def _is_plain(value: Tensor) -> bool:
-    """True for a tensor in the processor's memory that uses all of it in order."""
+    """Return True for a CPU tensor that uses all of its memory in order."""
     if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu or value.requires_grad:
         return False
     if value.is_conj() or value.is_neg():
@@ -147,9 +151,9 @@ def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 def failed(
     where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None
 ) -> LoaderProcessError:
-    """The error of failed loader processes.
+    """Return the error of failed loader processes.
 
-    `ended` lists (pid, exit code) of those that are gone; `error` is torch's.
+    `ended` lists (pid, exit code) of ended processes; `error` is torch's error.
     """
     if ended:
         pid, code = ended[0]

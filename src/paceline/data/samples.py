@@ -1,4 +1,4 @@
-"""A dataset read batch by batch: collated, informed of epochs, with errors that name samples."""
+"""Batchwise reading of a dataset: collation, epochs, and errors that name samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class SampleRequest(NamedTuple):
-    """One step's samples, as the loader's sampler asks for them. Epoch and step are 0-based."""
+    """Samples of one step, as requested by the loader's sampler; epoch and step are 0-based."""
 
     epoch: int
     step: int
@@ -35,24 +35,24 @@ class SampleRequest(NamedTuple):
 
 
 class RequestedSamples(Dataset[Any]):
-    """The user's dataset as `StatefulDataLoader` sees it: an item is a `SampleRequest`'s whole batch.
+    """The user's dataset for `StatefulDataLoader`: an item is the whole batch of a `SampleRequest`.
 
-    This holds in loader processes as well.
+    Loader processes use the same class.
 
-    The random numbers of a sample (torch, NumPy, Python) follow from the seed, the epoch and its index, so every plan
-    trains on the same samples. Those of `collate_fn` follow from the seed, the epoch, the step and the replica. Each
-    batch leaves the random states of the process unchanged.
+    The random numbers of a sample (torch, NumPy, Python) depend on the seed, the epoch and its index, so every plan
+    trains on the same samples. The random numbers of `collate_fn` depend on the seed, the epoch, the step and the
+    replica. Each batch leaves the random states of the process unchanged.
 
     Attributes:
-        draws: whether the dataset or `collate_fn` drew random numbers in this process so far.
-        collate_draws: whether `collate_fn` drew random numbers in this process so far.
-        left_out: indices of the last batch whose samples are None, which `collate_fn` leaves out.
+        draws: whether the dataset or `collate_fn` has used random numbers in this process.
+        collate_draws: whether `collate_fn` has used random numbers in this process.
+        left_out: indices of the last batch whose samples are None; `collate_fn` omits them.
     """
 
     def __init__(
         self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, seed: int, *, bulk: bool = False
     ) -> None:
-        """Reader of a dataset's batches.
+        """Create a reader of a dataset's batches.
 
         With `bulk`, `dataset[indices]` is a whole batch, which `collate_fn` gets.
         """
@@ -68,7 +68,7 @@ class RequestedSamples(Dataset[Any]):
         kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
         self._cannot_draw = kept and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
-        if isinstance(dataset, Stateful):  # torchdata asks for a state wherever it finds these two
+        if isinstance(dataset, Stateful):  # torchdata looks for a state if an object has these two methods
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def apart(self) -> RequestedSamples:
@@ -79,7 +79,7 @@ class RequestedSamples(Dataset[Any]):
         return reader
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the dataset, if it wants to know."""
+        """Set the dataset's epoch, if it has `set_epoch`."""
         if epoch != self.epoch:
             self.epoch = epoch
             if hasattr(self.dataset, "set_epoch"):
@@ -119,7 +119,7 @@ class RequestedSamples(Dataset[Any]):
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
         """Read these samples as one collated batch; None without samples.
 
-        The random numbers follow from `at`, the batch's epoch and step, or from the process's own random states.
+        The random numbers depend on `at`, the batch's epoch and step, or on the process's own random states.
         """
         if not indices:
             return None
@@ -192,13 +192,13 @@ class RequestedSamples(Dataset[Any]):
             ) from error
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """A batch of `count` samples for inspecting data, with these indices if it has any."""
+        """Return a batch of `count` samples for inspection, with these indices if given."""
         return self.read(indices)
 
     def _read_each(self, indices: list[Any], epoch: int | None) -> list[Any]:
         samples: list[Any] = []
         try:
-            for index in indices:  # without a call for each, which takes as long as many a dataset's own
+            for index in indices:  # in one call, because a call per sample takes as long as many datasets themselves
                 if epoch is not None:
                     SampleRandom.start(self.seed, epoch, _number(index))
                 samples.append(self.dataset[index])
@@ -213,7 +213,7 @@ class RequestedSamples(Dataset[Any]):
             raise self._error(index if self.bulk else [index], error) from error
 
     def _culprit(self, indices: list[int]) -> list[int]:
-        """The first sample that raises when read alone; all of them where none does."""
+        """Return the first sample that raises when read alone; all samples if none does."""
         for index in indices:
             alone = False
             with suppress(Exception):
@@ -242,7 +242,7 @@ class RequestedSamples(Dataset[Any]):
 
     @property
     def name(self) -> str:
-        """Type of the user's dataset, or "Subset of its.Type" for a subset."""
+        """Type name of the user's dataset, or "Subset of its.Type" for a subset."""
         dataset, name = in_users_data(self.dataset, [])[0], ""
         while hasattr(dataset, "dataset"):
             name += f"{type(dataset).__qualname__} of "
@@ -252,7 +252,7 @@ class RequestedSamples(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Shortened:
-    """A batch from which `collate_fn` left samples out, because they are None."""
+    """A batch from which `collate_fn` omitted samples, because they are None."""
 
     batch: Any
     left_out: list[Any]
@@ -260,14 +260,14 @@ class Shortened:
 
 @dataclass(frozen=True)
 class LoaderFailure:
-    """Message of a loader process in place of a batch that it could not make."""
+    """Message of a loader process that could not make a batch."""
 
     problems: tuple[Problem, ...]
     cause: BaseException
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error with its traceback as text. It becomes a RuntimeError if it cannot be pickled."""
+    """Return the error with its traceback as text; a RuntimeError if it cannot be pickled."""
     told = "".join(traceback.format_exception(error))
     portable: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
     with suppress(Exception):
@@ -309,16 +309,17 @@ def _listed(indices: Sequence[int]) -> str:
 def held_out_batches(
     dataset: Dataset[Any], *, batch: int, replica: int, replicas: int, in_turn: bool = False
 ) -> Iterator[Any]:
-    """A replica's shard of a validation set in batches of `batch` samples.
+    """Yield a replica's shard of a validation set in batches of `batch` samples.
 
-    The last one may be smaller. Collated as by `Loader`.
+    The last batch may be smaller. Batches are collated as in `Loader`.
 
-    The shard is contiguous; or, `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do not
-    depend on the number of replicas. All shards together have every sample once. Replicas may have different numbers of
-    batches, even none. A sample's random numbers follow from its index, so every evaluation measures the same samples.
+    The shard is contiguous. With `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do
+    not depend on the number of replicas. All shards together have every sample once. Replicas may have different
+    numbers of batches, even none. A sample's random numbers depend on its index, so every evaluation measures the same
+    samples.
 
     Raises:
-        DataError: a sample raised, or samples do not fit into one batch.
+        DataError: a sample raised, or samples cannot be collated.
     """
     samples = RequestedSamples(dataset, None, replica, seed=0)
     count = len(dataset)  # type: ignore[arg-type]
@@ -331,12 +332,12 @@ def held_out_batches(
 
 
 def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
-    """Number of `held_out_batches` of the replica with the most."""
+    """Return the number of `held_out_batches` of the replica with the most."""
     if in_turn:
         return math.ceil(samples / (replicas * batch))
     return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))
 
 
 def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """The batches, followed by None until there are `count`."""
+    """Yield the batches, followed by None up to `count`."""
     return islice(chain(batches, repeat(None)), count)

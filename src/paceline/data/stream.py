@@ -1,6 +1,6 @@
-"""Global batches of a user's own sampler: drawn on rank 0, divided over the ranks.
+"""Global batches of a user's own sampler: drawn on rank 0, divided over ranks.
 
-Rank means data-parallel rank.
+"Rank" means data-parallel rank here.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from paceline.errors import DataError
 from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
-_AT_ONCE = 65536  # indices that are drawn and sent together where drawing early changes nothing
-_FIRST_BYTES = 8192  # of a message, which most fit into
+_AT_ONCE = 65536  # number of indices drawn and sent together if drawing ahead has no effect
+_FIRST_BYTES = 8192  # message size that is usually sufficient
 
 
 @dataclass
 class _Epoch:
-    """The epoch under way: a window of its batches, and where the drawing stands."""
+    """State of the current epoch: a window of its batches, and the drawing position."""
 
     number: int
-    state: list[Any]  # of the sampler at the start of the epoch
-    next_state: list[Any] = field(default_factory=list)  # at its end, once it is known
+    state: list[Any]  # sampler state at the start of the epoch
+    next_state: list[Any] = field(default_factory=list)  # sampler state at its end, once known
     batches: dict[int, list[Any]] = field(default_factory=dict)  # the global batches by step; old ones are dropped
-    digests: dict[int, int] = field(default_factory=lambda: {0: 0})  # of all batches before a step
-    totals: dict[int, int] = field(default_factory=dict)  # samples of a step, where its indices do not tell
+    digests: dict[int, int] = field(default_factory=lambda: {0: 0})  # digest of all batches before a step
+    # number of samples of a step, if its indices do not determine it
+    totals: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
     ended: bool = False
 
@@ -54,20 +55,21 @@ class _Epoch:
 class SamplerStream:
     """Global batches of a user's (batch) sampler, and this rank's shard of each.
 
-    It stands where a `Partition` does.
+    It has the interface of a `Partition`.
 
-    Rank 0 draws and the other ranks are told, so all have the same batches. torch's own samplers are drawn far ahead;
-    any other exactly as early as a DataLoader would, so that it may adapt to what training finds. Random numbers that a
-    sampler takes from the process come from states of the stream's own, which start anew in each epoch.
+    Rank 0 draws the batches and sends them to the other ranks, so all have the same batches. torch's own samplers are
+    drawn far ahead. Other samplers are drawn as early as a DataLoader would, so that they can adapt to the training. If
+    a sampler uses the process's random numbers, they come from the stream's own states, which are seeded again in each
+    epoch.
 
     Args:
-        sampler: yields the global batches as lists of indices; or the item of each step, where `single`.
-        dataset: what the indices are of.
-        batch_size: samples of a full batch, if that is known in advance.
+        sampler: yields the global batches as lists of indices; with `single`, the item of each step.
+        dataset: the dataset of the indices.
+        batch_size: number of samples of a full batch, if known in advance.
         single: each step is one item of the dataset, which all ranks read.
-        generator: the loader's, from which a DataLoader takes a number whenever it starts loader processes or begins an
-            epoch.
-        persistent: the loader's processes live on, so it takes one at the first epoch only.
+        generator: the loader's generator; a DataLoader takes a number from it when it starts loader processes or begins
+            an epoch.
+        persistent: the loader's processes persist, so it takes a number only at the first epoch.
     """
 
     def __init__(
@@ -91,20 +93,20 @@ class SamplerStream:
         self._epoch: _Epoch | None = None
         self._iterator: Iterator[Any] | None = None
         self._random = OwnRandom(seed)
-        self._begun = 0  # epochs that the sampler of this process has begun
-        self._compared = world.size == 1  # whether the ranks' samplers were found to draw alike
+        self._begun = 0  # number of epochs that this process's sampler has begun
+        self._compared = world.size == 1  # whether the ranks' samplers have been found to draw the same
         self._resume: dict[str, Any] | None = {"state": saved_states(sampler, dataset), "digest": 0}
 
     @property
     def name(self) -> str:
-        """The sampler, as an error names it."""
+        """Name of the sampler in errors."""
         return f"sampler {name_of(author_of(self.sampler))}"
 
-    # What a Partition tells as well
+    # Interface of a Partition
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch.
+        """Number of batches of an epoch.
 
         Raises:
             DataError: the sampler has no length.
@@ -119,7 +121,7 @@ class SamplerStream:
             ) from None
 
     def size(self, step: int) -> int:
-        """Samples of all ranks together in that step of the epoch under way."""
+        """Return the samples of all ranks together in that step of the current epoch."""
         epoch, known = self._epoch, None
         if self.single:
             known = epoch.totals.get(step) if epoch is not None else None
@@ -137,11 +139,11 @@ class SamplerStream:
         return known
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Samples of each data-parallel rank in that step of the epoch under way."""
+        """Return the samples of each data-parallel rank in that step of the current epoch."""
         return even_shares(self.size(step), self.replicas)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
-        """This rank's indices, step by step, of what `prepare` has drawn."""
+        """Yield this rank's indices, step by step, from the batches that `prepare` has drawn."""
         for step in count(start_step):
             if not self.has(step):
                 return
@@ -150,7 +152,7 @@ class SamplerStream:
             yield self._shard(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """`samples` indices for inspecting data: those of the first batch, repeated."""
+        """Return `samples` indices for inspection: those of the first batch, repeated."""
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])
@@ -160,10 +162,13 @@ class SamplerStream:
             )
         return [known[i % len(known)] for i in range(samples)]
 
-    # Drawing, which all ranks do together
+    # Drawing, by all ranks together
 
     def begin(self, epoch: int, step: int, until: int) -> tuple[int, int]:
-        """Draw up to step `until`. Returns the epoch and step to begin at: the next epoch if this one has ended."""
+        """Draw up to step `until`; return the first epoch and step.
+
+        It is the next epoch if this one has ended.
+        """
         self.prepare(epoch, max(until, step + 1), step)
         if step and not self.has(step):
             epoch, step = epoch + 1, 0
@@ -171,9 +176,9 @@ class SamplerStream:
         return epoch, step
 
     def leave(self, step: int) -> None:
-        """Set the sampler to its state after `step` batches of an epoch that was left.
+        """Set the sampler to its state after `step` batches of an interrupted epoch.
 
-        Batches drawn ahead would otherwise leave a generator in another state than a `DataLoader` does.
+        Otherwise batches drawn ahead would leave a generator in another state than a `DataLoader` does.
         """
         epoch = self._epoch
         if epoch is not None and self._pure and self._resume is None and self.world.rank == 0:
@@ -182,11 +187,11 @@ class SamplerStream:
             self._take(step)
 
     def prepare(self, epoch: int, until: int, known: int = 0) -> None:
-        """Draw the batches before step `until` of the epoch, as far as they exist.
+        """Draw the existing batches before step `until` of the epoch.
 
-        Those before `known` were trained on.
+        Batches before `known` have been trained on.
         """
-        with torch.inference_mode(False):  # ranks cannot send what that mode allocates
+        with torch.inference_mode(False):  # ranks cannot send tensors that are allocated in inference mode
             self._prepare(epoch, until, known)
 
     def _prepare(self, epoch: int, until: int, known: int) -> None:
@@ -207,7 +212,7 @@ class SamplerStream:
         self._draw_until(until)
 
     def has(self, step: int) -> bool:
-        """True if the epoch has that step; it must have been prepared."""
+        """Return True if the epoch has that step; it must have been prepared."""
         return self._epoch is not None and step in self._epoch.batches
 
     def found(self, step: int, samples: int) -> None:
@@ -227,7 +232,7 @@ class SamplerStream:
     # State
 
     def state_dict(self, epoch: int, step: int) -> dict[str, Any]:
-        """State from which the sampler draws that position's batch again, the same on every rank."""
+        """Return the state to draw that position's batch again, equal on every rank."""
         if self._resume is not None:
             return self._resume
         assert self._epoch is not None
@@ -236,13 +241,13 @@ class SamplerStream:
         return {"state": self._epoch.state, "digest": self._epoch.digests[step]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw from the state that `state_dict` gave, when the next batch is asked for."""
+        """Draw from the state of `state_dict` when the next batch is requested."""
         self._resume = state
 
     # On rank 0, and once on the others
 
     def _open(self, epoch: int) -> int | None:
-        """Begin an epoch, or go on from a loaded state, whose digest is returned."""
+        """Begin an epoch, or continue from a loaded state, and return its digest."""
         resume, self._resume = self._resume, None
         drawing = self.world.rank == 0 or not self._compared
         problem: str | None = None
@@ -265,7 +270,7 @@ class SamplerStream:
         return resume["digest"] if resume is not None else None
 
     def _replay(self, epoch: int) -> None:
-        """Draw the epochs before this one, if the sampler may have hidden state from them."""
+        """Draw the earlier epochs if the sampler may have hidden state from them."""
         if self._pure or keeps_its_state(self.sampler):
             return
         for before in range(self._begun, epoch):
@@ -335,10 +340,10 @@ class SamplerStream:
             torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         return iter(self.sampler)
 
-    # Between ranks
+    # Communication between ranks
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's message, on every rank; a DataError if it tells of a problem."""
+        """Return rank 0's message on every rank; raise a DataError if it reports a problem."""
         told = _from_rank_0(self.world, message) if self.world.size > 1 else message
         if told["problem"] is not None:
             raise DataError("data.sampler_failed", "{problem}", problem=told["problem"])
@@ -365,7 +370,7 @@ class SamplerStream:
         return [_encoded(index) for index in batch]
 
     def _size_by_length(self, step: int) -> int | None:
-        """By the sampler's length, before the batch is drawn."""
+        """Return the size from the sampler's length, before the batch is drawn."""
         if self.batch_size is None or getattr(self.sampler, "drop_last", False):
             return self.batch_size
         try:
@@ -376,7 +381,7 @@ class SamplerStream:
 
 
 def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
-    """A JSON value of rank 0, on all ranks; short ones take a single broadcast."""
+    """Broadcast a JSON value from rank 0; short ones take a single broadcast."""
     text = json.dumps(message).encode() if world.rank == 0 else b""
     first = torch.zeros(8 + _FIRST_BYTES, dtype=torch.uint8)
     head = len(text).to_bytes(8, "little") + text[:_FIRST_BYTES]
@@ -423,12 +428,12 @@ def _decoded(index: Any) -> Any:
 
 
 _PURE = (BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
-# nothing of a sampler's is looked for in these
+# types that are not searched for generators
 _WITHOUT = (Dataset, nn.Module, Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
 
 
 class _Generator(NamedTuple):
-    """Saving and loading of the state of one kind of generator, as JSON values."""
+    """Saving and loading of the state of one type of generator, as JSON values."""
 
     name: str
     saved: Callable[[Any], Any]
@@ -457,23 +462,23 @@ _GENERATORS: dict[type, _Generator] = {
         lambda g, state: g.setstate((state[0], tuple(state[1]), state[2])),
     ),
 }
-_DEPTH, _LONGEST = 6, 64  # how deep generators are looked for, and in how long a container
+_DEPTH, _LONGEST = 6, 64  # maximum depth of the search for generators, and maximum length of a searched container
 
 
 def saved_states(root: object, dataset: object) -> list[Any]:
-    """The states of everything in a sampler of `dataset` that has one, as JSON values.
+    """Return all states in a sampler of `dataset` as JSON values.
 
     Raises:
-        DataError: the sampler's own `state_dict` holds something else than plain values.
+        DataError: the sampler's own `state_dict` has values that are not plain.
     """
     return [_saved(part) for part in _parts(root, dataset)]
 
 
 def load_states(root: object, dataset: object, states: list[Any]) -> None:
-    """Put back what `saved_states` gave.
+    """Restore the states from `saved_states`.
 
     Raises:
-        DataError: the sampler is not built like the one that was saved.
+        DataError: the sampler's structure differs from the saved one.
     """
     parts = list(_parts(root, dataset))
     now, then = [_kind(part) for part in parts], [state["kind"] for state in states]
@@ -495,17 +500,17 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
 
 
 def is_pure(root: object) -> bool:
-    """True if its draws depend on its generators alone: torch's own samplers, and plain sequences."""
+    """Return True if the draws depend only on generators: torch's samplers and plain sequences."""
     return all(type(part) in _PURE for part in samplers(root))
 
 
 def keeps_its_state(root: object) -> bool:
-    """True if every sampler that may have state has a `state_dict` for it."""
+    """Return True if every sampler that may have state has a `state_dict` for it."""
     return all(type(part) in _PURE or _has_state(part) for part in samplers(root))
 
 
 def samplers(root: object) -> Iterator[object]:
-    """A sampler and those that it draws from."""
+    """Return a sampler and those that it draws from."""
     while root is not None:
         yield root
         inner = getattr(root, "sampler", None)
@@ -513,18 +518,18 @@ def samplers(root: object) -> Iterator[object]:
 
 
 def author_of(root: object) -> object:
-    """The sampler that decides on the order: the user's own, or else the innermost."""
+    """Return the sampler that determines the order: the user's own, or else the innermost."""
     chain = list(samplers(root))
     return next((sampler for sampler in chain if type(sampler) not in _PURE), chain[-1])
 
 
 def name_of(root: object) -> str:
-    """The type of a sampler, as an error names it."""
+    """Return the type of a sampler, as an error names it."""
     return f"{type(root).__module__}.{type(root).__qualname__}".removeprefix("builtins.")
 
 
 def _parts(root: object, dataset: object) -> Iterator[Any]:
-    """All that has a state, in an order that depends on the sampler's structure only."""
+    """Return all parts with a state, in an order determined by the sampler's structure."""
     seen = {id(dataset)}
 
     def walk(value: Any, depth: int) -> Iterator[Any]:

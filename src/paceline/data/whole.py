@@ -1,6 +1,6 @@
 """Data whose batches are known only when read: iterable data sets and whole-batch samples.
 
-Every data-parallel rank reads the whole of it and keeps its shard of each batch.
+Every data-parallel rank reads all data and keeps its shard of each batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import DataError
 from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
-_LOOKED_AT = 64  # numbers of a tensor that its digest is made of
+_LOOKED_AT = 64  # number of elements of a tensor that its digest uses
 
 
 @dataclass
@@ -30,12 +30,12 @@ class BatchShard:
     """A rank's share of a batch that was read whole.
 
     Attributes:
-        batch: collated; None where the share is empty.
-        samples: of the whole batch.
-        digest: of what the whole batch holds.
+        batch: the collated share; None if it is empty.
+        samples: number of samples of the whole batch.
+        digest: digest of the whole batch.
         varied: whether the batch's samples differ from one another.
-        worker: the loader process that read it, 0 in the rank itself.
-        filler: where the share is empty, one of the batch's samples, collated.
+        worker: index of the loader process that read it; 0 in the rank itself.
+        filler: if the share is empty, one of the batch's samples, collated.
     """
 
     batch: Any
@@ -47,7 +47,7 @@ class BatchShard:
 
 
 class Items(RequestedSamples):
-    """A data set of whole batches (`batch_size=None`); all ranks read each and take rows."""
+    """A data set of whole batches (`batch_size=None`); all ranks read each and keep some rows."""
 
     def __init__(
         self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int
@@ -57,12 +57,12 @@ class Items(RequestedSamples):
         self.read_many = None
 
     def _read(self, request: SampleRequest) -> Any:
-        with OwnRandom(self.seed, request.epoch, request.step):  # alike on all ranks, which read the same
+        with OwnRandom(self.seed, request.epoch, request.step):  # equal on all ranks, which read the same items
             item = self._read_one(request.indices[0])
             return self._shared(item, f"item {request.indices[0]} of {self.name}")
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """The first row of the first item, so many times."""
+        """Return the first row of the first item, repeated `count` times."""
         return self._repeated(self._read_one(indices[0]), count)
 
     def _repeated(self, item: Any, count: int) -> Any:
@@ -110,13 +110,13 @@ class Items(RequestedSamples):
 
 
 class Iterated(Items):
-    """An `IterableDataset`: every rank reads the same stream, and keeps its shard of each batch.
+    """An `IterableDataset`: every rank reads the same stream and keeps its shard of each batch.
 
-    Loader processes take turns, each with an iterator of its own, as in a DataLoader. A position is found again by
-    reading up to it.
+    Loader processes take turns, each with its own iterator, as in a DataLoader. To return to a position, the stream is
+    read up to it.
 
     Args:
-        batch_size: samples of a batch; None where the stream yields whole batches.
+        batch_size: samples of a batch; None if the stream yields whole batches.
     """
 
     def __init__(
@@ -132,14 +132,15 @@ class Iterated(Items):
     ) -> None:
         super().__init__(dataset, collate_fn, replica, replicas, seed)
         self.batch_size, self.drop_last = batch_size, drop_last
-        self.stateful = False  # a position is read up to; a state of the data set's own would be taken twice
+        # the stream is read up to a position; restoring the data set's own state as well would advance it twice
+        self.stateful = False
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)
         self._stream: tuple[int, OwnRandom, Iterator[Any]] | None = None
         self._read_so_far = 0
 
     def check_length(self, expected: int | None) -> None:
-        """Nothing: a stream has no length."""
+        """Do nothing: a stream has no length."""
 
     def _read(self, request: SampleRequest) -> Any:
         info = get_worker_info()
@@ -157,12 +158,12 @@ class Iterated(Items):
             return BatchShard(None, 0, 0, False, worker)
         if self.batch_size is None:
             return self._shared(taken[0], f"an item of {self.name}")
-        if self.has_own_collate:  # which may leave out samples that are None
+        if self.has_own_collate:  # which may omit samples that are None
             taken = [sample for sample in taken if sample is not None] or taken
         return self._share(taken, worker)
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """The first sample of the stream, `count` times; the stream is begun anew afterwards."""
+        """Return the first sample of the stream, `count` times; the stream then starts again."""
         with OwnRandom(self.seed, 0, 0):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
@@ -219,13 +220,13 @@ class Iterated(Items):
 
 
 class Flow:
-    """The global batches of an iterable data set; stands where a `Partition` does.
+    """Global batches of an iterable data set, with the interface of a `Partition`.
 
-    A batch's size is known when it was read.
+    The size of a batch is known only after it was read.
 
     Args:
-        length: batches of an epoch as the data set tells it, None where it does not.
-        batch_size: samples of a full batch, None where they are not known.
+        length: number of batches of an epoch from the data set; None if unknown.
+        batch_size: number of samples of a full batch; None if unknown.
         workers: loader processes, which take turns.
     """
 
@@ -244,19 +245,19 @@ class Flow:
         self.replica, self.replicas = data_group.rank, data_group.size
         self.length, self.batch_size, self.workers = length, batch_size, workers
         self._totals: dict[int, int] = {}
-        self._digests: dict[int, int] = {}  # of each loader process's first batch
+        self._digests: dict[int, int] = {}  # digests of each loader process's first batch
         self._ended: set[int] = set()
         self._chain = 0  # digest of all shards that this process has read
-        self._last: int | None = None  # digest of the shard before the one to come
-        self._expected: int | None = None  # the same in a position that is found again
-        self._known = 0  # shards before this turn were trained on
+        self._last: int | None = None  # digest of the shard before the next one
+        self._expected: int | None = None  # the expected digest when a position is read up to again
+        self._known = 0  # shards before this turn have been trained on
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch, as the data set tells.
+        """Number of batches of an epoch, from the data set.
 
         Raises:
-            DataError: it does not.
+            DataError: the data set has no length.
         """
         if self.length is None:
             raise DataError(
@@ -267,7 +268,7 @@ class Flow:
         return self.length
 
     def size(self, step: int) -> int:
-        """Samples of all ranks in the last step read; of a full batch for others."""
+        """Return the samples of all ranks in the last step; of a full batch otherwise."""
         found = self._totals.get(step, self.batch_size)
         if found is None:
             raise DataError(
@@ -279,11 +280,11 @@ class Flow:
         return found
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Samples of each data-parallel rank in that step."""
+        """Return the samples of each data-parallel rank in that step."""
         return even_shares(self.size(step), self.replicas)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
-        """One request after the other, for as long as the stream flows."""
+        """Yield requests until the stream ends."""
         return ([] for _ in count(start_step))
 
     @property
@@ -292,9 +293,9 @@ class Flow:
         return len(self._ended) == max(self.workers, 1)
 
     def begin(self, turn: int, *, again: bool) -> int:
-        """The turn to begin with.
+        """Return the first turn.
 
-        Where what was read is read `again`, that is an earlier one, to see that it is the same.
+        If data is read `again`, it is an earlier turn, to verify that the data is the same.
         """
         if turn == 0:
             self._ended, self._digests, self._last = set(), {}, None
@@ -306,22 +307,22 @@ class Flow:
         return (turn - 1) // each * each  # the first request goes to the first loader process
 
     def state_dict(self, turn: int) -> dict[str, Any]:
-        """State that `load_state_dict` needs besides the turn's number."""
+        """Return the state that `load_state_dict` needs besides the turn's number."""
         if turn == 0:
             return {"last": None, "ended": []}
         return {"last": self._last if self._expected is None else self._expected, "ended": sorted(self._ended)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken."""
+        """Continue from the position of the state."""
         self._expected, self._ended = state["last"], set(state["ended"])
 
     def take(self, turn: int, shard: BatchShard) -> bool | None:
-        """True if a shard has a batch; None at the end of the stream.
+        """Return True if a shard has a batch, None at the end of the stream.
 
         All ranks compare their shards here.
 
         Raises:
-            DataError: ranks, or loader processes, read something else, or the same twice. On all ranks.
+            DataError: ranks or loader processes read different data, or the same data twice; raised on all ranks.
         """
         self._chain = zlib.crc32(f"{self._chain} {shard.digest} {shard.samples}".encode())
         self._compare_ranks(turn)
@@ -346,7 +347,7 @@ class Flow:
         return True
 
     def found(self, step: int, samples: int) -> None:
-        """Note the samples of a step."""
+        """Record the number of samples of a step."""
         self._totals = {step: samples}
 
     def _check_known(self, turn: int, shard: BatchShard) -> None:
@@ -366,7 +367,7 @@ class Flow:
     def _compare_ranks(self, turn: int) -> None:
         if self.world.size == 1:
             return
-        # an evaluation may read the stream, and ranks cannot sum what that mode allocates
+        # an evaluation may read the stream, and ranks cannot reduce tensors that are allocated in inference mode
         with torch.inference_mode(False):
             extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
             self.world.all_reduce(extremes, "max")
@@ -384,13 +385,13 @@ class Flow:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Samples of a batch of tensors (rows of dim 0), in tuples, lists and dicts; None where nobody knows."""
+    """Return the samples of a batch of tensors (rows of dim 0) in containers; None if unknown."""
     lengths = set(_lengths(batch))
     return lengths.pop() if len(lengths) == 1 and None not in lengths else None
 
 
 def cut(batch: Any, rows: slice | list[int]) -> Any:
-    """A batch of some rows of another: of each tensor, list or array in it."""
+    """Select rows of a batch: of each tensor, list or array in it."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
@@ -404,7 +405,7 @@ def cut(batch: Any, rows: slice | list[int]) -> Any:
 
 
 def digest_of(value: Any) -> int:
-    """A number that two different samples are unlikely to share.
+    """Return a number that two different samples are unlikely to share.
 
     For a tensor it depends on its shape and some of its numbers.
     """
@@ -447,7 +448,7 @@ def _lengths(batch: Any) -> Iterator[int | None]:
 
 
 def _is_column(values: Any) -> bool:
-    """True if a list has one plain value for each sample, e.g. file names."""
+    """Return True if a list has one plain value for each sample, e.g. file names."""
     return (
         bool(values)
         and not hasattr(values, "_fields")

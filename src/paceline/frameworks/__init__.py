@@ -1,4 +1,4 @@
-"""Transports, codecs and rules of paceline in loops of other frameworks; one file each.
+"""Transports, codecs and rules of paceline in other frameworks' loops; one file each.
 
-Start with `pytorch.py`. A framework is imported by its file alone.
+Start with `pytorch.py`. Only the file of a framework imports it.
 """

@@ -3,7 +3,7 @@
     init_process_group()              # of frameworks/pytorch.py, before Accelerator(…) or TrainingArguments(…)
     code_gradients(accelerator, "int8")  # or of a trainer
 
-Accelerate offers only gloo for CPUs, but uses a process group that already exists.
+Accelerate offers only gloo for CPUs, but uses an existing process group.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paceline.frameworks.pytorch import CodecState, register_codec
 
 
 def code_gradients(owner: Any, codec: str) -> None:
-    """Have the model of an `Accelerator`, or of a Transformers `Trainer`, send its gradients coded.
+    """Make the model of an `Accelerator` or a Transformers `Trainer` send coded gradients.
 
-    To be called before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
+    Call it before `accelerator.prepare` or `trainer.train`. See `CodecState` for the codecs.
 
     Raises:
-        PlanError: an unknown codec, or a `comm_hook` of Accelerate's beside it.
-        LaunchError: it is too late, or `owner` has no `Accelerator`.
+        PlanError: the codec is unknown, or Accelerate has another `comm_hook`.
+        LaunchError: the model is already prepared, or `owner` has no `Accelerator`.
     """
-    CodecState(codec)  # refuses an unknown one
+    CodecState(codec)  # raises an error for an unknown codec
     accelerator = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
     if not isinstance(accelerator, Accelerator):
         raise LaunchError(
@@ -51,7 +51,7 @@ def code_gradients(owner: Any, codec: str) -> None:
             comm_hook=before.comm_hook,
         )
     kept = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
-    # Accelerator(kwargs_handlers=…) takes no subclass of its own handlers.
+    # Accelerator(kwargs_handlers=…) rejects subclasses of its own handlers.
     accelerator.ddp_handler = _CodedGradients(**kept, codec=codec)
 
 

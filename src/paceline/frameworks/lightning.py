@@ -1,6 +1,6 @@
 """Strategy for Lightning: `Trainer(strategy=PacelineStrategy(codec="int8"))`, or `strategy="paceline"`.
 
-It is for the package that the script has imported, `lightning` or `pytorch_lightning`.
+It uses the package that the script has imported, `lightning` or `pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ _STATE = "paceline"  # key in checkpoints
 
 
 class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
-    """`DDPStrategy` whose CPU ranks talk over paceline's transports, with its codecs and local rules.
+    """`DDPStrategy` with paceline's transports between CPU ranks, its codecs and local rules.
 
-    Shared memory on one host, `tcp` between several, torch's own library on accelerators.
+    It uses shared memory on one host, `tcp` between hosts, and torch's own library on accelerators.
 
     Args:
-        codec: what is sent of the gradients (see `CodecState`), or of DiLoCo's pseudo-gradients; None sends them as
-            they are.
-        sync: `allreduce`, or a rule whose replicas step alone, as in a plan: `local:8`, `diloco:30`. Validation and
-            checkpoints then see the parameters that the replicas agree on.
-        options: of `DDPStrategy`.
+        codec: codec of the gradients (see `CodecState`) or of DiLoCo's pseudo-gradients; None sends them unchanged.
+        sync: `allreduce`, or a local rule as in a plan: `local:8`, `diloco:30`. With a local rule, validation and
+            checkpoints use the synchronized parameters.
+        options: options of `DDPStrategy`.
 
     Raises:
-        PlanError: an unknown codec or rule, or one that cannot work here.
+        PlanError: the codec or rule is unknown, or is not supported here.
     """
 
     strategy_name = "paceline"
@@ -55,18 +54,18 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the name `paceline`; not those of `DDPStrategy`."""
+        """Register the name `paceline`, but not the names of `DDPStrategy`."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description="DDP over paceline's transports")
 
     def setup_distributed(self) -> None:
-        """Meet the other ranks."""
+        """Join the process group of the other ranks."""
         if self._process_group_backend is None and self.root_device.type == "cpu":
             self._process_group_backend = cpu_backend(one_host=self.num_nodes == 1)
         super().setup_distributed()
 
     def configure_ddp(self) -> None:
-        """Wrap the model by DDP, or hand it to the rule as it is."""
+        """Wrap the model with DDP, or give the plain model to the rule."""
         if self.sync == "allreduce":
             super().configure_ddp()
             if self.codec is not None:
@@ -77,7 +76,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             self._steps.load_state_dict(self._loaded)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers; a local rule takes one."""
+        """Make the optimizers; a local rule supports only one."""
         super().setup_optimizers(trainer)
         if self._steps is not None and len(self.optimizers) > 1:
             raise PlanError(
@@ -100,10 +99,10 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             self._steps.stepped()
         return output
 
-    # What others see of replicas that differ
+    # Checkpoints and validation with replicas that differ
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, of the parameters that all replicas agree on; every rank calls it."""
+        """Return the model's state with synchronized parameters; every rank calls it."""
         if self._steps is None:
             return dict(super().lightning_module_state_dict())
         with self._steps.in_agreement():
@@ -124,24 +123,24 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         super().load_model_state_dict(checkpoint, strict=strict)
 
     def on_validation_start(self) -> None:
-        """Validate the parameters that all replicas agree on."""
+        """Validate the synchronized parameters."""
         super().on_validation_start()
         self._in_agreement.enter_context(nullcontext() if self._steps is None else self._steps.in_agreement())
 
     def on_validation_end(self) -> None:
-        """Give each replica its own parameters again."""
+        """Restore each replica's own parameters."""
         self._in_agreement.close()
         super().on_validation_end()
 
     def on_train_end(self) -> None:
-        """Leave every rank with the parameters that all replicas agree on."""
+        """Leave every rank with the synchronized parameters."""
         if self._steps is not None:
             self._steps.end()
             self._steps = None
         super().on_train_end()
 
     def teardown(self) -> None:
-        """Let go of the model, also after a failure."""
+        """Release the model, even after a failure."""
         self._in_agreement.pop_all()
         self._steps = None
         super().teardown()

@@ -4,7 +4,7 @@
 
     model.register_comm_hook(CodecState("int8"), codec_hook)
 
-The codecs are those of a plan's `compress=`, with their error feedback. Without DDP, replicas step alone, and
+The codecs are those of a plan's `compress=`, with their error feedback. Without DDP, replicas take local steps and
 synchronize parameters periodically:
 
     steps = LocalSteps(model, "diloco:30")
@@ -44,23 +44,23 @@ from paceline.sync.rule import Traffic
 
 
 def cpu_backend(*, one_host: bool) -> str:
-    """Backend for ranks on CPUs, known to torch now: `shm` on one host, else `tcp`."""
+    """Register and return the backend for CPU ranks: `shm` on one host, else `tcp`."""
     backend = WITHIN_HOST if one_host else BETWEEN_HOSTS
     process_group.register(backend)
     return backend
 
 
 def init_process_group(**options: Any) -> None:
-    """`torch.distributed.init_process_group` over paceline's transports, if the ranks are on CPUs.
+    """Call `torch.distributed.init_process_group` with paceline's transports, if the ranks are on CPUs.
 
-    Frameworks use a process group that is there already, so call it before them. On accelerators the backend is
-    torch's own. Alone, without a launcher, it does nothing.
+    Frameworks use an existing process group, so call this function before them. On accelerators, the backend is torch's
+    own. Without a launcher, the function does nothing.
 
     Args:
         options: passed on, e.g. `timeout`.
 
     Raises:
-        LaunchError: there is a process group already.
+        LaunchError: there is already a process group.
         ClusterError: the ranks cannot share memory.
     """
     ranks = int(os.environ.get(WORLD_SIZE, "1"))
@@ -84,19 +84,19 @@ def init_process_group(**options: Any) -> None:
 class CodecState:
     """State of `codec_hook` on one rank: codec and error feedback.
 
-    One for each model. The gradients of the first backward pass are sent as they are: DDP lays its buckets out anew
-    after it.
+    Each model needs its own state. The gradients of the first backward pass are sent uncoded, because DDP rebuilds its
+    buckets after it.
 
     Args:
         codec: as in a plan: `int8`, `bf16`, `topk:0.01+bf16`, `powersgd:4`.
-        process_group: that of the DDP model; None: the default one.
-        seed: of the random rounding.
+        process_group: process group of the DDP model; None means the default one.
+        seed: seed of the random rounding.
 
     Attributes:
         traffic: bytes sent, and the codec's error.
 
     Raises:
-        PlanError: an unknown codec.
+        PlanError: the codec is unknown.
     """
 
     def __init__(self, codec: str, process_group: dist.ProcessGroup | None = None, *, seed: int = 0) -> None:
@@ -111,17 +111,17 @@ class CodecState:
         self.codec, self.seed, self.traffic = codec, seed, Traffic()
         self._process_group = process_group
         self._passes = 0
-        self._names: dict[tuple[int, ...], str] = {}  # of buckets, by the identities of their parameters
+        self._names: dict[tuple[int, ...], str] = {}  # error feedback of buckets, by the identities of their parameters
         self._loaded: dict[str, Tensor] = {}
         self._compressor: Compressor | None = None
         self._group: Group | None = None
 
     def average(self, bucket: GradBucket) -> Tensor:
-        """The bucket's buffer (1-D), which becomes the mean over the ranks."""
+        """Return the bucket's buffer (1-D), which becomes the mean over the ranks."""
         flat: Tensor = bucket.buffer()
         if self._group is None:
             self._group = group_of(self._process_group, flat.device)
-        flat.div_(self._group.size)  # before the sum, which 16-bit numbers may not hold
+        flat.div_(self._group.size)  # before the sum, which may overflow in 16 bits
         coded = self._passes > 0
         if bucket.is_last():
             self._passes += 1
@@ -139,20 +139,20 @@ class CodecState:
         return flat
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback of this rank; every rank saves its own."""
+        """Return the error feedback of this rank; every rank saves its own."""
         return dict(self._loaded) if self._compressor is None else self._compressor.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on this rank, before the first backward pass.
+        """Restore the result of `state_dict` on this rank, before the first backward pass.
 
-        There must be as many ranks as then.
+        The number of ranks must be the same.
         """
         self._loaded = dict(state)
 
     def _name(self, bucket: GradBucket) -> str:
-        """Key of a bucket's error feedback.
+        """Return the key of a bucket's error feedback.
 
-        It is made of the bucket's place and the shapes in it, which outlive the process.
+        It consists of the bucket's index and its shapes, which are the same in another process.
         """
         parameters = bucket.parameters()
         layout = tuple(map(id, parameters))
@@ -165,14 +165,14 @@ class CodecState:
 
 
 def codec_hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Mean of a bucket's gradients over the ranks, sent in the state's code; for `register_comm_hook`.
+    """Average a bucket's gradients over the ranks with the codec; for `register_comm_hook`.
 
-    Every rank gets the same bits. The sum is made before the call returns: ranks of one host share their cores, and
-    between hosts the code leaves little to send.
+    Every rank gets the same bits. The call returns after the reduction: an asynchronous one would save little, because
+    ranks of one host share their cores, and coded gradients are small between hosts.
 
     Raises:
-        PlanError: the codec does not take the dtype of the gradients.
-        SyncError: a rank did not come.
+        PlanError: the codec does not support the dtype of the gradients.
+        SyncError: a rank failed or missed the deadline.
     """
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(state.average(bucket))
@@ -180,28 +180,29 @@ def codec_hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[to
 
 
 def register_codec(model: DistributedDataParallel, codec: str) -> CodecState:
-    """Have a DDP model send its gradients coded. Raises as `CodecState`."""
+    """Make a DDP model send coded gradients; raises the same errors as `CodecState`."""
     state = CodecState(codec, model.process_group)
     model.register_comm_hook(state, codec_hook)
     return state
 
 
-_RULES = ("local", "diloco")  # they need nothing of a loop but its steps
+_RULES = ("local", "diloco")  # these rules need only the steps of a loop
 
 
 class LocalSteps:
-    """Local steps of a model's replicas, which are the ranks of the default process group.
+    """Local steps of a model's replicas, one for each rank of the default process group.
 
-    Every rank makes one, before its optimizer has stepped; all begin with rank 0's parameters.
+    Every rank creates one before its first optimizer step; all ranks begin with rank 0's parameters.
 
     Args:
         model: the plain model, not wrapped by DDP.
         sync: the rule as in a plan: `local:8`, `diloco:30`.
-        codec: of what DiLoCo sends; None sends it as it is.
-        device: where the model is.
+        codec: codec of DiLoCo's pseudo-gradients; None sends them unchanged.
+        device: device of the model.
 
     Raises:
-        PlanError: no such rule or codec, or the model has batch-norm statistics, which these rules do not share.
+        PlanError: the rule or codec does not exist, or the model has batch-norm statistics, which these rules do not
+            share.
     """
 
     def __init__(
@@ -230,19 +231,19 @@ class LocalSteps:
         attach(self.rule, Replica(model, group, inner=type(group)(device=group.device), world=group), plan)
 
     def stepped(self) -> None:
-        """Let the rule act after an optimizer step; every rank calls it after each."""
+        """Apply the rule after an optimizer step; every rank calls it after each step."""
         self.step += 1
         self.rule.after_backward(self.step, self._none)
         self.rule.after_step(self.step)
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:
-        """Context in which all ranks have the parameters that they agree on; all enter it."""
+        """Return a context with synchronized parameters on all ranks; all ranks enter it."""
         with self.rule.in_agreement():
             yield
 
     def end(self) -> None:
-        """Leave every rank with the agreed parameters, and let go of the model.
+        """Leave every rank with the synchronized parameters, and release the model.
 
         Every rank calls it.
         """
@@ -254,21 +255,21 @@ class LocalSteps:
         self.rule.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps so far and the outer optimizer's state, the same on all ranks."""
+        """Return the number of steps and the outer optimizer's state, the same on all ranks."""
         self.rule.wait()
         return {"step": self.step, "outer": {key: value.clone() for key, value in self.rule.outer_state().items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; the model has the parameters that were agreed on then."""
+        """Continue from `state_dict`; the model must have the synchronized parameters of that time."""
         self.step = state["step"]
         self.rule.go_on(state["outer"])
 
 
 def check_sync(sync: str, codec: str | None) -> None:
-    """Check a rule and a codec before anything is started.
+    """Check a rule and a codec before training starts.
 
     Raises:
-        PlanError: one of them is unknown, or they do not work here or together.
+        PlanError: the rule or codec is unknown or not supported here, or they do not work together.
     """
     spec = SyncSpec.parse(sync)
     if codec in ("none", "auto"):

@@ -1,5 +1,5 @@
-"""A rank's state, in own memory, in a peer's memory and on disk.
+"""A rank's state in its own memory, in a peer's memory, and on disk.
 
 Read `rank_state.py` first, then `checkpoint.py`, and `writer.py` and `reader.py` for the files of a checkpoint. This
-room imports neither the engine nor the training loop.
+package imports neither the engine nor the training loop.
 """

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# The average lies in the optimizer's state, so checkpoints, peers and other plans have it as they have that.
+# The average is part of the optimizer's state, so checkpoints, peers and other plans handle it in the same way.
 AVERAGE = "ema"
 
 
 class WeightAverage:
-    """The average of an optimizer's weights over its updates.
+    """Moving average of an optimizer's weights over its updates.
 
-    It begins with the first weights, and moves by `1 - decay` of the difference after each update. It works element
-    by element, so any part of a model has its part of the average. A weight that was never updated has none: its
-    average is the weight itself.
+    It begins with the first weights, and moves by `1 - decay` of the difference after each update. It is elementwise,
+    so each shard of a model has its shard of the average. A weight without updates has no stored average: its average
+    is the weight itself.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -25,12 +25,12 @@ class WeightAverage:
         self._first: dict[Tensor, Tensor] = {}  # weights before their first update
 
     def before_update(self) -> None:
-        """Copy weights that are updated for the first time."""
+        """Copy weights before their first update."""
         self._first = {p: p.detach().clone() for p in self._updated() if AVERAGE not in self.optimizer.state.get(p, {})}
 
     def after_update(self) -> None:
         """Move the average towards the new weights."""
-        # only now: some optimizers take a state with anything in it for one that they have set up
+        # only now: some optimizers mistake any existing state for initialized state
         for parameter, first in self._first.items():
             self.optimizer.state[parameter][AVERAGE] = first
         self._first = {}
@@ -41,7 +41,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the parameters have the averaged weights."""
+        """Return a context in which the parameters have the averaged weights."""
         self._exchange()
         try:
             yield
@@ -49,7 +49,7 @@ class WeightAverage:
             self._exchange()
 
     def of_parameters(self) -> dict[Tensor, Tensor]:
-        """The average of every parameter that has one."""
+        """Return the average of every parameter that has one."""
         state = self.optimizer.state
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {p: state[p][AVERAGE] for p in held if p in state and AVERAGE in state[p]}
@@ -59,18 +59,18 @@ class WeightAverage:
 
     def _exchange(self) -> None:
         for parameter, average in self.of_parameters().items():
-            # `data` leaves the version alone, by which a step that was broken off is undone
+            # `data` does not change the version counter, by which an interrupted step is undone
             weights = parameter.data.clone()
             parameter.data.copy_(average)
             average.copy_(weights)
 
 
 def is_average(full_name: str) -> bool:
-    """True if a tensor of a state or checkpoint is the average of a parameter."""
+    """Return True if a tensor of a state is the average of a parameter."""
     return full_name.startswith("optimizer/") and full_name.endswith(f"/{AVERAGE}")
 
 
 def drop_average(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the average of an earlier run, which nothing keeps up to date any more."""
+    """Forget the average of an earlier run, which is no longer updated."""
     for state in optimizer.state.values():
         state.pop(AVERAGE, None)

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
-    """The engine's state as named tensors and JSON values; every rank calls it.
+    """Return the engine's state as named tensors and JSON values; every rank calls it.
 
-    Replicas with local parameters share the agreed ones, and the optimizer state of the first replica.
+    Replicas with local parameters save the synchronized parameters and the first replica's optimizer state.
 
     Args:
         values: the loop's own state, saved under "loop".
 
     Raises:
-        CheckpointError: the optimizer keeps something of a divided parameter that is neither divided like it
-            nor a single number.
+        CheckpointError: the optimizer has state of a divided parameter that is neither divided like the parameter nor a
+            single number.
     """
     share, state = ModelShare.of(engine), RankState.of(engine, values)
     shared, parts = _agreed_parameters(engine, share)
@@ -78,17 +78,17 @@ def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
 
 
 def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None) -> dict[str, Any]:
-    """Load a checkpoint of any plan into the engine; returns the loop's values.
+    """Load a checkpoint of any plan into the engine; return the loop's values.
 
-    Every rank calls it. Random states, and local state of replicas with local steps, return only on the
-    same mesh; on another, every data-parallel rank draws from a fresh seed of its own, and all go on from the
-    parameters that they agreed on.
+    Every rank calls it. Random states, and local state of replicas with local steps, return only on the same mesh; on
+    another mesh, every data-parallel rank gets a new seed, and all ranks continue from the synchronized parameters.
 
     Args:
-        report: called with what is left behind.
+        report: called with a remark for each part that is not restored.
 
     Raises:
-        CheckpointError: it is of another model or optimizer. Names what differs, and nothing was changed.
+        CheckpointError: the checkpoint has another model or optimizer; the message names the differences, and nothing
+            was changed.
     """
     share = ModelShare.of(engine)
     _check_same_model(engine, share, loaded)
@@ -98,7 +98,7 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
         loaded.shared.fill(f"model/{name}", local(parameter).detach(), share.part(name).layout)
     with torch.no_grad():
         for name, parameter in share.parameters.items():
-            if (saved := alone.get(f"{OWN}model/{name}")) is not None:  # where it differed from the agreed one
+            if (saved := alone.get(f"{OWN}model/{name}")) is not None:  # if it differed from the synchronized one
                 local(parameter).copy_(saved)
     own = loaded.own_of(share.coordinate)
     with torch.no_grad():
@@ -121,9 +121,9 @@ def restore(engine: RankEngine, loaded: Loaded, report: Report = lambda *_: None
 
 
 def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str, Tensor], dict[str, Part]]:
-    """Parameters that all replicas agree on, and this rank's part of each.
+    """Return the synchronized parameters, and this rank's part of each.
 
-    Where replicas have local parameters, these hold the agreed values only for a moment, and are copied.
+    With local parameters, the parameters hold the synchronized values only temporarily, so they are copied.
     """
     shared: dict[str, Tensor] = {}
     with engine.rule.in_agreement():
@@ -137,11 +137,11 @@ def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str,
 
 @dataclass
 class ModelShare:
-    """A rank's share of the model, by the names in the undivided one.
+    """A rank's share of the model, by the names in the undivided model.
 
     Attributes:
         parameters: tensors that the optimizer steps on.
-        parts: the part that each of them is; None where all are whole.
+        parts: the part of the full parameter that each one is; None if all are whole.
     """
 
     parameters: Mapping[str, Tensor]
@@ -152,7 +152,7 @@ class ModelShare:
 
     @classmethod
     def of(cls, engine: RankEngine) -> ModelShare:
-        """The share of an engine's rank."""
+        """Return the share of an engine's rank."""
         model, mesh = engine.model, engine.split.mesh if engine.split is not None else None
         coordinate = (
             MeshCoordinate.of(mesh) if mesh is not None else MeshCoordinate.plain(engine.group.rank, engine.group.size)
@@ -161,23 +161,22 @@ class ModelShare:
         return cls(engine.named_parameters(), persistent_buffers(engine), engine.parts, coordinate, aliases)
 
     def part(self, name: str) -> Part:
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         return Part(name, ShardLayout.whole(self.parameters[name].shape)) if self.parts is None else self.parts[name]
 
     def shapes(self) -> dict[str, list[int]]:
-        """Full shapes of all parameters and buffers, by the names in a checkpoint."""
+        """Return full shapes of all parameters and buffers, by the names in a checkpoint."""
         shapes = {f"model/{name}": list(self.part(name).layout.full) for name in self.parameters}
         return shapes | {f"buffer/{name}": list(buffer.shape) for name, buffer in self.buffers.items()}
 
 
 def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> Part:
-    """The part that a rank holds of an optimizer state tensor.
+    """Return the part that a rank holds of an optimizer state tensor.
 
     It is divided like its parameter, or whole on all ranks that hold some of the parameter.
 
     Args:
-        local_steps: True where replicas have local parameters: only one saves the state, as if the others share
-            other parts.
+        local_steps: True if replicas have local parameters: only one replica then saves the state.
     """
     sharded = part.sharded | {"dp"} if local_steps else part.sharded
     if value.shape == part.layout.shape:
@@ -198,7 +197,7 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
 
 def _check_same_model(engine: RankEngine, share: ModelShare, loaded: Loaded) -> None:
     wanted = share.shapes()
-    if share.coordinate.sizes.get("pp", 1) > 1:  # no stage has all names
+    if share.coordinate.sizes.get("pp", 1) > 1:  # no pipeline stage has all names
         wanted = {name: shape for shapes in engine.group.gather_json(wanted) for name, shape in shapes.items()}
     saved = {name: entry.shape for name, entry in loaded.shared.entries.items() if name.startswith("model/")}
     saved |= {
@@ -226,16 +225,16 @@ def _bare(name: str) -> str:
     return name.split("/", 1)[1]
 
 
-# The optimizer
+# Optimizer
 
 
 def _optimizer_state(
     share: ModelShare, optimizer: torch.optim.Optimizer, loaded: Loaded, alone: Mapping[str, dict[str, Tensor]] | None
 ) -> dict[str, Any]:
-    """This rank's part of the saved state, for the optimizer's `load_state_dict`.
+    """Return this rank's part of the saved state, for the optimizer's `load_state_dict`.
 
     Args:
-        alone: what this rank had of its own, by parameter; None where what is shared is every rank's.
+        alone: this rank's own state by parameter; None if the shared state belongs to every rank.
     """
     groups, saved_groups = optimizer.param_groups, loaded.values["optimizer"]["groups"]
     if len(saved_groups) != len(groups):
@@ -252,7 +251,7 @@ def _optimizer_state(
     for full_name in loaded.shared:
         name, key = parameter_and_key(full_name)
         if not full_name.startswith("optimizer/") or name not in share.parameters:
-            continue  # a parameter, or of another pipeline stage
+            continue  # a model tensor, or state of another pipeline stage
         if id(share.parameters[name]) not in held:
             raise CheckpointError(
                 "checkpoint.state_unknown",
@@ -271,7 +270,7 @@ def _optimizer_state(
 
 
 def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -> Tensor:
-    """Saved optimizer state of a parameter: this rank's part, with the parameter's strides.
+    """Read this rank's part of a parameter's optimizer state, with the parameter's strides.
 
     State that is not divided is returned whole.
     """
@@ -298,7 +297,7 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
 def _own_tensors(
     engine: RankEngine, loaded: Loaded, parameters: Mapping[str, Tensor], mesh: dict[str, int]
 ) -> dict[str, Tensor]:
-    """This rank's tensors as a snapshot holds them; empty where rule, mesh or parameters differ."""
+    """Return this rank's tensors from the snapshot; empty if rule, mesh or parameters differ."""
     rank = engine.group.rank
     if (
         _other_rule(engine, loaded)
@@ -310,7 +309,7 @@ def _own_tensors(
 
 
 def _restore_rule(engine: RankEngine, loaded: Loaded, own: Mapping[str, Tensor]) -> list[str]:
-    """Restore the rule's state, after the parameters; returns a sentence per thing left behind."""
+    """Restore the rule's state, after the parameters; return a sentence per part not restored."""
     other = _other_rule(engine, loaded)
     values = {} if other else loaded.values["rule"]
     engine.rule.load_state_dict(
@@ -329,7 +328,7 @@ def _restore_rule(engine: RankEngine, loaded: Loaded, own: Mapping[str, Tensor])
 
 
 def _own_optimizer(own: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]] | None:
-    """This rank's local optimizer state by parameter name; None where none was saved."""
+    """Return this rank's local optimizer state by parameter name; None if none was saved."""
     if not any(name.startswith(OWN) for name in own):
         return None
     found: dict[str, dict[str, Tensor]] = {}

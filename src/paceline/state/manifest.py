@@ -5,12 +5,12 @@
                               manifest.json       format, step, mesh, values; each shard's size and SHA-256;
                                                   each tensor's pieces
 
-A tensor is named, typed and shaped as in the undivided model; its pieces are blocks of it, each in the file of one
-rank. So nothing in a checkpoint depends on the plan that wrote it but the number and size of the pieces.
+A tensor has the name, type and shape of the undivided model. Its pieces are blocks of it, each in the file of one rank.
+So only the number and size of the pieces depend on the plan that wrote the checkpoint.
 
-While it is written the folder is called `.step-00000100.partial`; each rank's shard is followed by its receipt, and the
-manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it lives until
-the new one has its name.
+During writing, the folder is called `.step-00000100.partial`. Each rank writes its shard and then its receipt; the
+manifest comes last. `step-00000100.replaced` is an older checkpoint of a step that was trained again; it is kept until
+the new one has its final name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 PARTIAL = ".step-*.partial"
 REPLACED = ".replaced"
 
-_MOST_BYTES = 2**30  # of a manifest
+_MOST_BYTES = 2**30  # maximum size of a manifest
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _CANONICAL: dict[str, Any] = {"sort_keys": True, "separators": (",", ":")}
 
@@ -46,9 +46,9 @@ class TensorPiece(_Entry):
 
     Attributes:
         shard: rank whose shard holds it.
-        key: its name in that file.
+        key: name of the piece in that file.
         offset: index of its first element in the full tensor.
-        shape: its extent along every dimension.
+        shape: size of the piece along every dimension.
     """
 
     shard: int
@@ -58,7 +58,7 @@ class TensorPiece(_Entry):
 
 
 class TensorEntry(_Entry):
-    """A full tensor: dtype (safetensors' code), shape, and the pieces that make it up."""
+    """A full tensor: dtype (safetensors' code), shape, and its pieces."""
 
     dtype: str
     shape: list[int]
@@ -94,7 +94,7 @@ class Receipt(_Entry):
 
 
 class Manifest(_Entry):
-    """A whole checkpoint, but for the bytes of its tensors. `shards` is in the order of the ranks."""
+    """Description of a whole checkpoint; `shards` are in rank order."""
 
     format: Literal[2] = 2
     step: int
@@ -102,21 +102,21 @@ class Manifest(_Entry):
     mesh: dict[str, int]  # ranks along each axis that had more than one
     data_ranks: int = Field(alias="readers")
     shards: list[ShardEntry]
-    tensors: dict[str, TensorEntry]  # the shared ones
+    tensors: dict[str, TensorEntry]  # the shared tensors
     aliases: dict[str, str]
     values: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, durably, with a SHA-256 over its own content."""
+        """Write the manifest into `folder`, durably, with a SHA-256 of its own content."""
         content = self.model_dump()
         write_durably(folder / MANIFEST, {**content, "sha256": _digest(content)})
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint.
+        """Read the manifest of a checkpoint.
 
         Raises:
-            CheckpointError: it is missing, cannot be read, or is not what was written.
+            CheckpointError: the manifest is missing, cannot be read, or has changed since it was written.
         """
         path = folder / MANIFEST
         try:
@@ -158,27 +158,27 @@ class Manifest(_Entry):
 
 
 def step_name(step: int) -> str:
-    """The folder of the checkpoint of a step."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def partial_name(step: int) -> str:
-    """The folder in which the checkpoint of a step is written."""
+    """Return the folder name in which the checkpoint of a step is written."""
     return f".{step_name(step)}.partial"
 
 
 def shard_name(rank: int) -> str:
-    """The file of a rank's tensors."""
+    """Return the file name of a rank's tensors."""
     return f"rank-{rank}.safetensors"
 
 
 def receipt_name(rank: int) -> str:
-    """The file in which a rank reports its shard as written, or its error."""
+    """Return the name of the file that reports a rank's shard or error."""
     return f"rank-{rank}.receipt.json"
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of all checkpoints in a folder, whole or damaged, oldest first.
+    """List (step, path) of all checkpoints in a folder, whole or damaged, oldest first.
 
     A replaced checkpoint counts as older than its successor.
     """
@@ -188,10 +188,10 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A copy of `values` as JSON gives it back (tuples become lists; NaN and infinities are kept).
+    """Copy `values` as JSON returns it (tuples become lists; NaN and infinities are kept).
 
     Raises:
-        CheckpointError: something in it is not JSON.
+        CheckpointError: a part is not JSON.
     """
     try:
         copy: dict[str, Any] = json.loads(json.dumps(values))
@@ -209,13 +209,13 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def write_durably(path: Path, content: object) -> None:
-    """Write JSON so that a crash leaves either nothing of it or all of it."""
-    # Not json.dump, whose encoder is Python and would hold the GIL for long.
+    """Write JSON so that a crash leaves either nothing or everything."""
+    # Not json.dump, whose pure-Python encoder would hold the GIL for long.
     write_whole(path, json.dumps(content, **_CANONICAL), durable=True)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Content of a file from `write_durably`; None where it does not exist yet."""
+    """Read the content of a file from `write_durably`; None if it does not exist yet."""
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -224,7 +224,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of names to the disk."""
+    """Flush a folder's directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

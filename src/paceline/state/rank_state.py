@@ -1,7 +1,7 @@
-"""State of one rank: the list of what is in it, and copies in memory.
+"""State of one rank: its content, and copies in memory.
 
-A state is copied into own memory (`RankState.copied`), received from a peer (`RankState.empty`) or divided into the
-files of a checkpoint (`checkpoint.py`).
+A state is copied to the rank's own memory (`RankState.copied`), received from a peer (`RankState.empty`) or divided
+into the files of a checkpoint (`checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Shapes = Mapping[str, tuple[str, Sequence[int]]]  # dtype and shape of each tens
 class RankState:
     """Tensors and values of one rank at a step boundary.
 
-    Only what the rank holds itself: no method communicates with other ranks. A run is at one step again when all ranks
-    restore states of the same step. Under a rule with local steps these are the replica's own parameters.
+    It contains only the rank's own tensors; no method communicates with other ranks. To return to a step, all ranks
+    restore states of that step. With a local rule, the parameters are the replica's own.
 
     Attributes:
-        step: optimizer steps that it stands for.
+        step: number of optimizer steps taken.
         tensors: named `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, `sync/<key>`.
         values: JSON.
-        memory: the piece of memory in which all tensors lie; None if each tensor has its own.
+        memory: memory block that contains all tensors; None if each tensor has its own memory.
     """
 
     step: int
@@ -58,7 +58,7 @@ class RankState:
         Its tensors are the engine's own, not copies.
 
         Args:
-            loop: the loop's own state, JSON; `restore` returns it.
+            loop: the loop's own state as JSON; `restore` returns it.
         """
         parameters = engine.named_parameters()
         tensors = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
@@ -93,8 +93,8 @@ class RankState:
         """Copy the state to memory on the CPU.
 
         Args:
-            reuse: an older copy that is not needed any more; its memory is written over where it fits.
-            in_one_piece: with all tensors in one piece of memory, which can be sent to a peer.
+            reuse: an older copy that is no longer needed; its memory is overwritten if it fits.
+            in_one_piece: whether to put all tensors into one memory block, which can be sent to a peer.
         """
         values = plain(self.values, "values")
         memory = None
@@ -109,7 +109,7 @@ class RankState:
 
     @classmethod
     def empty(cls, header: Mapping[str, Any], memory: Tensor | None = None) -> RankState:
-        """Make room for the state that a peer's header describes, in one piece of memory.
+        """Allocate memory for the state that a peer's header describes, as one block.
 
         Args:
             memory: memory to use again if it has the right size.
@@ -119,21 +119,21 @@ class RankState:
 
     @property
     def header(self) -> dict[str, Any]:
-        """All but the contents of the tensors, as JSON."""
+        """Return everything except the contents of the tensors, as JSON."""
         return {"step": self.step, "values": self.values, "shapes": self.shapes}
 
     @property
     def shapes(self) -> Shapes:
-        """Type and shape of each tensor."""
+        """Return type and shape of each tensor."""
         return {name: (CODES[tensor.dtype], list(tensor.shape)) for name, tensor in self.tensors.items()}
 
     def restore(self, engine: RankEngine) -> dict[str, Any]:
-        """Load the state into an engine; returns the loop's values.
+        """Load the state into an engine; return the loop's values.
 
-        The engine holds the same part of the same model as the one that the state was taken from.
+        The engine must hold the same part of the same model as the engine of the state.
 
         Raises:
-            CheckpointError: the engine holds other tensors. Names one, and nothing was changed.
+            CheckpointError: the engine holds other tensors; the message names one, and nothing was changed.
         """
         parameters, values = engine.named_parameters(), self.values
         targets = {f"model/{name}": local(parameter).detach() for name, parameter in parameters.items()}
@@ -190,25 +190,25 @@ class RankState:
 
 
 def state_bytes(engine: RankEngine) -> int:
-    """Memory that the weights, buffers and optimizer state of this rank take in a copy."""
+    """Return the bytes of this rank's weights, buffers and optimizer state in a copy."""
     tensors = RankState.of(engine).tensors
     return sum(t.nbytes for name, t in tensors.items() if name.startswith(("model/", "buffer/", "optimizer/")))
 
 
 def persistent_buffers(engine: RankEngine) -> dict[str, Tensor]:
-    """Buffers that a state holds, by the names in the undivided model."""
+    """Return the buffers that a state holds, by the names in the undivided model."""
     persistent = {id(t) for t in (*engine.model.state_dict(keep_vars=True).values(), *engine.extra.values())}
     return {name: buffer for name, buffer in engine.named_buffers().items() if id(buffer) in persistent}
 
 
 def parameter_and_key(full_name: str) -> tuple[str, str]:
-    """Parameter and key of a tensor `optimizer/<fqn>/<key>`."""
+    """Split the name `optimizer/<fqn>/<key>` of a tensor into parameter and key."""
     name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
     return name, key
 
 
 def in_order_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy of optimizer state, with the strides of its parameter, as fused steps want it."""
+    """Copy optimizer state with the strides of its parameter, as fused steps require."""
     kept = torch.empty_like(parameter, dtype=value.dtype) if value.shape == parameter.shape else torch.empty_like(value)
     return kept.copy_(value)
 
@@ -219,10 +219,10 @@ def optimizer_state(
     state: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Argument of an optimizer's `load_state_dict`.
+    """Build the argument of an optimizer's `load_state_dict`.
 
     Args:
-        state: saved state of each parameter, by its name; names that the optimizer does not hold are left out.
+        state: saved state of each parameter, by its name; names that the optimizer does not hold are skipped.
         groups: saved settings of each group of parameters.
     """
     names = {parameter: name for name, parameter in parameters.items()}
@@ -234,7 +234,7 @@ def optimizer_state(
 
 
 def restore_counters(engine: RankEngine, step: int, values: Mapping[str, Any]) -> None:
-    """Restore the step, the data position, and what is known of samples and losses."""
+    """Restore the step, the data position, and the knowledge about samples and losses."""
     engine.step_count = step
     engine.compute.normalization.items_per_sample = values["items_per_sample"]
     if engine.guard.spikes is not None:
@@ -248,7 +248,7 @@ def _room_for(value: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _in_one_piece(shapes: Shapes, memory: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors in one piece of memory, which is `memory` if its size fits."""
+    """Return tensors in one memory block, which is `memory` if its size fits."""
     size = sum(_padded(dtype, shape) for dtype, shape in shapes.values())
     if memory is None or len(memory) != size:
         memory = torch.empty(size, dtype=torch.uint8)
@@ -272,7 +272,7 @@ def _random_name(device: torch.device) -> str:
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """This rank's random states of torch, by the names in a checkpoint."""
+    """Return this rank's random states of torch, by the names in a checkpoint."""
     tensors = {"rng/torch": torch.get_rng_state()}
     if is_accelerator(device):
         tensors[_random_name(device)] = random_state(device)
@@ -280,20 +280,20 @@ def random_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def python_state() -> list[Any]:
-    """State of `random`, as JSON values."""
+    """Return the state of `random` as JSON values."""
     version, numbers, gauss = random.getstate()
     return [version, list(numbers), gauss]
 
 
 def numpy_state() -> list[Any]:
-    """State of NumPy's global generator, as JSON values."""
+    """Return the state of NumPy's global generator as JSON values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return [kind, np.asarray(keys).tolist(), *rest]
 
 
 def restore_random(device: torch.device, own: Mapping[str, Tensor], own_values: Mapping[str, Any]) -> list[str]:
-    """Restore this rank's random states; returns remarks on what is left behind."""
-    # a copy, as torch reads from where the memory of a view begins
+    """Restore this rank's random states; return remarks about states that are not restored."""
+    # a copy, because torch reads from the start of a view's memory
     torch.set_rng_state(own["rng/torch"].clone())
     version, numbers, gauss = own_values["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: the newest whole one, all bytes checked, only this rank's part read."""
+"""Loading of a checkpoint: the newest whole one, fully checked; each rank reads its part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.state.manifest import (
 )
 from paceline.state.shard import DTYPES, MeshCoordinate, assign_writers, uncovered
 
-# before the names of what belongs to one rank and no other: its rule's tensors, and its replica's
+# prefixes of data that belongs to a single rank: its rule's tensors, and its replica's
 SYNC, OWN = "sync/", "own/"
 
 NEWEST, BEST = "newest", "best"
@@ -40,8 +40,8 @@ Agree = Callable[[Any], list[Any]]
 class TensorPieces(Mapping[str, Tensor]):
     """Full tensors stored in pieces in safetensors files, as a read-only mapping.
 
-    Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory:
-    only the pages of what is asked for are read, and nothing of them stays.
+    Indexing assembles a whole tensor in new memory; `fill` reads a part. The files are mapped into memory: only the
+    requested pages are read, and they are not kept.
 
     Args:
         entries: dtype, shape and pieces of every tensor.
@@ -68,10 +68,10 @@ class TensorPieces(Mapping[str, Tensor]):
         """Read a rank's part of a tensor into `own`, converting dtype and device.
 
         Args:
-            layout: the part that `own` holds; None: the whole tensor.
+            layout: the part that `own` holds; None means the whole tensor.
 
         Raises:
-            CheckpointError: a file cannot be read, or its pieces do not hold all of the part.
+            CheckpointError: a file cannot be read, or its pieces do not cover the part.
         """
         layout = layout or ShardLayout.whole(own.shape)
         filled = 0
@@ -98,7 +98,7 @@ class TensorPieces(Mapping[str, Tensor]):
             )
 
     def _stored(self, piece: TensorPiece) -> Tensor:
-        """A piece as a memory-mapped tensor: only the bytes accessed are read."""
+        """Return a piece as a memory-mapped tensor: only the accessed bytes are read."""
         path = self.files[piece.shard]
         try:
             if piece.shard not in self._opened:
@@ -119,13 +119,13 @@ class TensorPieces(Mapping[str, Tensor]):
 class Loaded:
     """A checkpoint with checked files, whose tensors are read on access.
 
-    Step, mesh, values and the like are those of the manifest.
+    Step, mesh, values and similar attributes come from the manifest.
 
     Attributes:
-        path: its folder.
-        shared: the tensors of the undivided model and of its optimizer.
-        own_values: what each rank had of its own, in the order of the ranks that wrote it.
-        coordinate: of the rank that reads it, unless another is given to `own_of`.
+        path: folder of the checkpoint.
+        shared: tensors of the undivided model and its optimizer.
+        own_values: each rank's own values, in the order of the ranks that wrote the checkpoint.
+        coordinate: coordinate of the reading rank, unless another one is given to `own_of`.
     """
 
     def __init__(self, path: Path, manifest: Manifest, coordinate: MeshCoordinate) -> None:
@@ -138,15 +138,15 @@ class Loaded:
 
     @cached_property
     def own(self) -> dict[str, Tensor]:
-        """Buffers and random states for a rank that holds the whole model."""
+        """Return buffers and random states for a rank that holds the whole model."""
         return self.own_of(self.coordinate)
 
     def own_of(self, coordinate: MeshCoordinate) -> dict[str, Tensor]:
-        """Buffers and random states for the rank at `coordinate`.
+        """Return buffers and random states for the rank at `coordinate`.
 
-        On the mesh that saved them, each rank gets its own. On another mesh it gets those of the rank with the same
-        data-parallel rank; where the number of data-parallel ranks differs, those of the first one, with the
-        floating-point buffers of an evaluation (`averaged_buffers`). Each has the buffers of its pipeline stage.
+        On the mesh that saved them, each rank gets its own. On another mesh, a rank gets those of the rank with the
+        same data-parallel rank. If the number of data-parallel ranks differs, it gets those of the first one, with the
+        floating-point buffers of an evaluation (`averaged_buffers`). Each rank gets the buffers of its pipeline stage.
         """
         own = dict(TensorPieces(self.own_entries(coordinate), self.shared.files))
         if self.data_ranks != coordinate.data_ranks:
@@ -154,7 +154,7 @@ class Loaded:
         return own
 
     def averaged_buffers(self) -> dict[str, Tensor]:
-        """Floating-point buffers averaged over the data-parallel ranks, as evaluations use them."""
+        """Return floating-point buffers averaged over the data-parallel ranks, as evaluations use them."""
         found: dict[str, dict[int, TensorEntry]] = {}
         for rank, shard in enumerate(self.shards):
             for name, entry in self._entries_of(rank):
@@ -170,11 +170,11 @@ class Loaded:
         return averaged
 
     def own_entries(self, coordinate: MeshCoordinate) -> dict[str, TensorEntry]:
-        """The entries of the tensors that `own_of` returns: dtypes, shapes and shards."""
+        """Return the entries of the tensors from `own_of`: dtypes, shapes and shards."""
         data_rank = coordinate.data_rank if self.data_ranks == coordinate.data_ranks else 0
         chosen = [rank for rank, shard in enumerate(self.shards) if shard.data_rank == data_rank]
         if self.mesh == coordinate.sizes:
-            # the others only for what is of another stage now: the model may be cut elsewhere
+            # the other ranks only for tensors of other stages: the model may be cut differently now
             chosen.insert(0, coordinate.rank)
         entries: dict[str, TensorEntry] = {}
         for rank in reversed(chosen):
@@ -182,9 +182,9 @@ class Loaded:
         return entries
 
     def of_rank(self, rank: int) -> dict[str, Tensor]:
-        """Tensors that only one rank can use: its rule's and its own replica's.
+        """Return tensors that only one rank can use: its rule's and its own replica's.
 
-        A replica's are there only where replicas trained on local parameters.
+        The replica's tensors exist only if replicas trained local parameters.
         """
         entries = {name: entry for name, entry in self._entries_of(rank) if name.startswith((SYNC, OWN))}
         return dict(TensorPieces(entries, self.shared.files))
@@ -204,18 +204,18 @@ def load_latest(
     agree: Agree | None = None,
     fetch: Callable[[Path], None] = lambda _: None,
 ) -> Loaded | None:
-    """The newest whole checkpoint in `folder`; None where there is none at all.
+    """Load the newest whole checkpoint in `folder`; None if there is none.
 
     Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
 
     Args:
-        agree: gives a value of every rank to all of them (`Group.gather_json`). With it every rank checks its share of
-            the files, and all take the same checkpoint, which is read from the disk once. Without it this rank checks
-            every file alone.
-        fetch: called with a checkpoint before it is read, to have it here.
+        agree: gathers a value of every rank on all ranks (`Group.gather_json`). With it, every rank checks its share of
+            the files, and all ranks take the same checkpoint, which is read from disk once. Without it, this rank
+            checks every file alone.
+        fetch: called with a checkpoint before it is read, to copy it to this host.
 
     Raises:
-        CheckpointError: there are some, but none is whole.
+        CheckpointError: there are checkpoints, but none is whole.
     """
     names = [path.name for _, path in reversed(checkpoints(folder))]
     reasons: list[str] = []
@@ -245,10 +245,10 @@ def load_latest(
 
 
 def load(path: Path, rank: int, world: int) -> Loaded:
-    """The checkpoint at `path`, as `rank` of `world` needs it, every file of it checked.
+    """Load the checkpoint at `path` for `rank` of `world`, and check every file.
 
     Raises:
-        CheckpointError: a part is missing, truncated or altered. Names the file.
+        CheckpointError: a part is missing, truncated or altered; the message names the file.
     """
     manifest = Manifest.read(path)
     return _checked(path, manifest, range(len(manifest.shards)), MeshCoordinate.plain(rank, world))
@@ -258,7 +258,8 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     """Open a checkpoint of a run, whose files are checked.
 
     Args:
-        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint, which `which` then does not choose.
+        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint; `which` has no effect on a single
+            checkpoint.
         which: `newest` (whole, with a warning for damaged ones), `best` (of the job's `checkpoint.best`), or a step.
 
     Raises:

@@ -34,7 +34,7 @@ from paceline.split.layout import Box, Part, ShardLayout
 from paceline.split.mesh import Mesh
 from paceline.state.manifest import Receipt, TensorEntry, TensorPiece
 
-# hashed and written at a time: small enough that the write finds in the cache what the hash has read
+# bytes hashed and written at a time: small enough to be still in the cache when they are written
 PIECE_BYTES = 1 << 20
 CODES = {
     torch.float64: "F64",
@@ -72,21 +72,23 @@ class Shard:
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._header = b""
         self._bytes = 0
-        self._to_gather: list[tuple[Tensor, Tensor]] = []  # (where to, from), on CPU
-        self._on_the_way: list[tuple[Tensor, Tensor]] = []  # (where to, from), on a GPU
+        self._to_gather: list[tuple[Tensor, Tensor]] = []  # (destination, source), on CPU
+        self._on_the_way: list[tuple[Tensor, Tensor]] = []  # (destination, source), on a GPU
         self._stream: torch.Stream | None = None
         self._copied: torch.Event | None = None
 
     @property
     def file_bytes(self) -> int:
-        """The size of the file."""
+        """Size of the file in bytes."""
         return len(self._header) + self._bytes
 
     def begin(self, shared: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Lay the file out, copy `own` and start copying `shared`. `shared` may not change until `gather` is done.
+        """Lay out the file, copy `own` and start copying `shared`.
+
+        `shared` must not change until `gather` is done.
 
         Raises:
-            CheckpointError: a tensor that safetensors cannot hold, or one name twice.
+            CheckpointError: safetensors cannot store a tensor, or a name occurs twice.
         """
         if twice := shared.keys() & own.keys():
             raise CheckpointError(
@@ -108,7 +110,7 @@ class Shard:
         self._copied = self._start_stream(next((t.device for t in tensors.values() if on_accelerator(t)), None))
 
     def gather(self) -> None:
-        """Copy what is on the CPU, on the calling thread and one core."""
+        """Copy tensors on the CPU, on the calling thread and one core."""
         for place, tensor in self._to_gather:
             _copy(place, tensor)
         self._to_gather = []
@@ -116,18 +118,18 @@ class Shard:
     def hold_stream(self) -> None:
         """Make the current stream wait for the copies from the accelerator.
 
-        The host does not wait. Nothing to do on CPU.
+        The host does not wait. On CPU this does nothing.
         """
         if self._copied is not None and self._stream is not None:
             current_stream(self._copied.device).wait_event(self._copied)
 
     def write(self, path: Path) -> Generator[None, None, str]:
-        """Write the file and flush it to disk; returns its SHA-256 in hexadecimal.
+        """Write the file and flush it to disk; return its SHA-256 in hexadecimal.
 
-        A generator that pauses after every piece.
+        This is a generator that pauses after every piece.
 
         Raises:
-            OSError: it cannot be written (disk full, folder gone, file too large).
+            OSError: the file cannot be written (disk full, folder missing, file too large).
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -140,8 +142,9 @@ class Shard:
                 piece = content[begin : begin + PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
-                # Starts the write-back of what is there, so that the disk works all along and the last flush is short,
-                # and gives the memory back, so that a checkpoint does not push the training data out of the page cache.
+                # Starts the write-back of the written bytes, so that the disk is never idle and the last flush is
+                # short.
+                # It also frees their pages, so that a checkpoint does not push the training data out of the page cache.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 yield
             file.flush()
@@ -150,17 +153,17 @@ class Shard:
 
     def _make_room(self, *, pinned: bool) -> None:
         if self._staging.numel() < self._bytes or (pinned and not self._staging.is_pinned()):
-            self._staging = torch.empty(0, dtype=torch.uint8)  # give the old one back first
+            self._staging = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._staging = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def _place(self, tensor: Tensor, offset: int) -> Tensor:
         return self._staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _start_stream(self, device: torch.device | None) -> torch.Event | None:
-        """Enqueue the copies from the accelerator on a side stream; returns their end event.
+        """Enqueue the copies from the accelerator on a side stream; return their end event.
 
-        They start after all work enqueued on the current stream so far. The tensors are held in `_on_the_way`
-        until then: memory given back earlier could be handed out again under the copy.
+        They start after all work enqueued on the current stream so far. The tensors are held in `_on_the_way` until
+        then: otherwise the allocator could reuse their memory during the copy.
         """
         if device is None:
             return None
@@ -184,7 +187,7 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
         read: returns a tensor on the CPU by its name.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     header, offsets, _ = _header(described)
     with create_private(path) as file:
@@ -198,16 +201,16 @@ def write_one_by_one(path: Path, described: Mapping[str, dict[str, Any]], read: 
 
 
 def described_bytes(described: Mapping[str, Any]) -> int:
-    """Size in bytes of a tensor from its `describe` entry."""
+    """Return the size in bytes of a tensor from its `describe` entry."""
     elements: int = math.prod(described["shape"])
     return elements * DTYPES[described["dtype"]].itemsize
 
 
 def describe(name: str, tensor: Tensor) -> dict[str, Any]:
-    """`{"dtype": code of safetensors, "shape": [...]}` of a tensor.
+    """Return `{"dtype": code of safetensors, "shape": [...]}` of a tensor.
 
     Raises:
-        CheckpointError: safetensors has no way to hold it.
+        CheckpointError: safetensors cannot store the tensor.
     """
     if tensor.layout != torch.strided or tensor.dtype not in CODES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
@@ -222,9 +225,9 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors header, each tensor's offset behind it, and the end offset.
+    """Return a safetensors header, the offset of each tensor after it, and the end offset.
 
-    The widest types come first, so that each is aligned to its own.
+    The widest types come first, so that each tensor is aligned.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -240,7 +243,7 @@ def _header(described: Mapping[str, Mapping[str, Any]]) -> tuple[bytes, dict[str
 
 def _copy(place: Tensor, tensor: Tensor) -> None:
     # NumPy copies on the calling thread alone and without the GIL; torch would wake the threads that the training step
-    # computes with. Seen as integers, because NumPy lacks bfloat16 and the 8-bit floats.
+    # uses. Viewed as integers, because NumPy lacks bfloat16 and the 8-bit floats.
     integers = _INTEGERS[tensor.element_size()]
     np.copyto(place.view(integers).numpy(), tensor.view(integers).numpy())
 
@@ -250,15 +253,15 @@ _MOST_CELLS = 10**8
 
 @dataclass(frozen=True)
 class MeshCoordinate:
-    """Mesh coordinate of a rank, without any process group.
+    """Mesh coordinate of a rank, without a process group.
 
     Attributes:
         rank: global rank.
         sizes: ranks along each mesh axis that has more than one.
         place: the rank's coordinate on each of these.
-        data_rank: data-parallel rank, the share of the global batch it reads; ranks with the same one have
+        data_rank: data-parallel rank, which determines the share of the global batch; ranks with the same value have
             the same buffers.
-        data_ranks: number of data-parallel ranks, into which the global batch is dealt.
+        data_ranks: number of data-parallel ranks, over which the global batch is divided.
     """
 
     rank: int
@@ -269,13 +272,13 @@ class MeshCoordinate:
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshCoordinate:
-        """The coordinate of this rank in a mesh."""
+        """Return the coordinate of this rank in a mesh."""
         sizes = {axis: n for axis, n in mesh.sizes.items() if n > 1}
         return cls(mesh.world.rank, sizes, {axis: mesh.place[axis] for axis in sizes}, mesh.data_rank, mesh.data_ranks)
 
     @classmethod
     def plain(cls, rank: int, world: int) -> MeshCoordinate:
-        """The coordinate of one of `world` ranks that all hold the whole model."""
+        """Return the coordinate of one of `world` ranks that all hold the whole model."""
         return cls(rank, {"dp": world} if world > 1 else {}, {"dp": rank} if world > 1 else {}, rank, world)
 
     @property
@@ -286,7 +289,7 @@ class MeshCoordinate:
 
 @dataclass
 class ShardContents:
-    """One rank's checkpoint pieces.
+    """Checkpoint pieces of one rank.
 
     Attributes:
         described: dtype and full shape of every shared tensor that the rank holds.
@@ -301,7 +304,7 @@ class ShardContents:
     def of(
         cls, shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
     ) -> tuple[ShardContents, dict[str, Tensor]]:
-        """The contents of a shard and the tensors of its pieces; arguments as in `to_write`."""
+        """Return the contents of a shard and its tensors; arguments as in `to_write`."""
         described = {name: describe(name, tensor) for name, tensor in shared.items()}
         for name, part in parts.items():
             described[name]["shape"] = list(part.layout.full)
@@ -322,9 +325,9 @@ class ShardContents:
         return cls(coordinate.rank, described, written), pieces
 
     def entries(self) -> dict[str, TensorEntry]:
-        """Entries for the receipt.
+        """Return entries for the receipt.
 
-        Made in the background: for many tensors it takes as long as the remainder of `Checkpointer.save`.
+        They are made in the background: for many tensors this takes as long as the rest of `Checkpointer.save`.
         """
         entries = {name: TensorEntry(**described, pieces=[]) for name, described in self.described.items()}
         for key, (name, box) in self.written.items():
@@ -336,13 +339,13 @@ class ShardContents:
 def to_write(
     shared: Mapping[str, Tensor], parts: Mapping[str, Part], coordinate: MeshCoordinate
 ) -> dict[str, list[Box]]:
-    """Pieces that the rank at `coordinate` writes, by tensor name.
+    """Return the pieces that the rank at `coordinate` writes, by tensor name.
 
     Args:
-        shared: the rank's own part of every tensor.
-        parts: how it holds them; a tensor that is not named here is whole on every rank.
+        shared: the rank's part of every tensor.
+        parts: the part of each tensor that the rank holds; a tensor without an entry is whole on every rank.
     """
-    # by the axes along which the ranks hold the same: names and bytes
+    # names and bytes, by the axes along which the ranks hold the same tensors
     alike: dict[tuple[str, ...], dict[str, int]] = {}
     for name, tensor in shared.items():
         part = parts.get(name)
@@ -364,10 +367,10 @@ def to_write(
 
 
 def assign_writers(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
-    """Writer of each tensor among `holders` ranks, with nearly equal bytes.
+    """Choose the writer of each tensor among `holders` ranks, with nearly equal bytes.
 
-    It depends on names and sizes alone, so every rank computes the same. Largest first, each to the rank with
-    the least so far (Graham, 1969): no rank gets more than 4/3 of the best division.
+    The result depends only on names and sizes, so every rank computes the same. The largest tensor comes first, and
+    each goes to the rank with the fewest bytes so far (Graham, 1969): no rank gets more than 4/3 of the optimum.
     """
     load = [0] * holders
     writer: dict[str, int] = {}
@@ -378,7 +381,7 @@ def assign_writers(sizes: Mapping[str, int], holders: int) -> dict[str, int]:
 
 
 def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
-    """The full tensors made up of the pieces of all ranks.
+    """Build the full tensors from the pieces of all ranks.
 
     Raises:
         CheckpointError: ranks disagree on a tensor's shape or type, or some of its elements were written by
@@ -414,7 +417,10 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
 
 
 def key_of(name: str, box: Box, full: Sequence[int]) -> str:
-    """Name of a piece in its file: the tensor's, with the offset unless whole."""
+    """Return the name of a piece in its file.
+
+    It is the tensor's name, with the offset unless the piece is whole.
+    """
     return name if box.shape == tuple(full) else f"{name}@{','.join(map(str, box.full))}"
 
 
@@ -423,21 +429,21 @@ def _boxes(layout: ShardLayout) -> list[Box]:
 
 
 def _all_of(shape: tuple[int, ...]) -> Box:
-    """The block that covers a tensor, also an empty one."""
+    """Return the block that covers a tensor, even an empty one."""
     begin = (0,) * len(shape)
     return Box(begin, begin, shape)
 
 
 def _written_whole(full: TensorEntry, piece: TensorPiece) -> bool:
-    """True if another rank has written this tensor whole already.
+    """Return True if another rank has already written this tensor whole.
 
-    Optimizer counters of a divided parameter are equal on all its parts, and each of them writes its own.
+    Optimizer counters of a divided parameter are equal on all its parts, but each rank writes its own.
     """
     return piece.shape == full.shape and any(there.shape == full.shape for there in full.pieces)
 
 
 def uncovered(shape: Sequence[int], pieces: Iterable[TensorPiece]) -> str | None:
-    """Reason why pieces do not hold each element of a tensor once, or None.
+    """Return the reason why pieces do not cover each element exactly once, or None.
 
     The cuts of all pieces divide the tensor into cells; each cell should lie in one piece.
     """

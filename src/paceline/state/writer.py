@@ -1,7 +1,7 @@
 """Asynchronous checkpointing: ranks copy their share during the next step, a thread writes it.
 
-Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks meet in the file system alone,
-so hosts that train together need one that they share. `state/reader.py` loads what this module writes.
+Nothing in a checkpoint is executable: safetensors and JSON, no pickle. Ranks communicate only through the file system,
+so all hosts of a run need a shared one. `state/reader.py` loads these checkpoints.
 """
 
 from __future__ import annotations
@@ -43,27 +43,29 @@ from paceline.wire.status import GenerationOver, generation_is_over
 
 Report = Callable[[str, dict[str, Any]], None]
 
-# of the CPU time that a piece took: training meets the writing, which wants memory and a core, a tenth of its time
+# pause after each piece, as a multiple of its CPU time: writing then takes memory and a core only a tenth of the time
 REST = 9.0
 _LOOK_EVERY_S = 0.02
-_AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits no longer than this for the others
+_AFTER_THE_END_S = 5.0  # a rank that ended without `close` (it raised) waits at most this long for the others
 
 
 @dataclass
 class Snapshot:
-    """The state that one rank saves. Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
+    """State that one rank saves.
+
+    Names are `model/<fqn>`, `optimizer/<fqn>/<key>`, `buffer/<fqn>`, `rng/torch`, …
 
     Attributes:
-        shared: what this rank holds of the tensors of the undivided model, unchanged until the next optimizer step
-            (parameters, optimizer state). Ranks that hold the same part give the same values. May be large.
-        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers). Small:
-            copied at once.
+        shared: this rank's parts of the undivided model's tensors (parameters, optimizer state), unchanged until the
+            next optimizer step. Ranks that hold the same part have the same values. May be large.
+        own: tensors of this rank alone, or changed by the forward pass (random states, batch-norm buffers). They are
+            small and copied at once.
         values: JSON, the same on all ranks (step, epoch, position, stop rule, parameter groups).
         own_values: JSON, of this rank alone.
         aliases: names of tied tensors, each with the name under which its tensor is in `shared`.
-        parts: which part of each shared tensor this rank holds; one that is not named is whole on every rank.
-        coordinate: this rank's mesh coordinate; None where every rank is a replica of its own.
-        protected: step of an older checkpoint that stays, beside the newest ones.
+        parts: the part of each shared tensor that this rank holds; a tensor without an entry is whole on every rank.
+        coordinate: this rank's mesh coordinate; None if every rank is a replica.
+        protected: step of an older checkpoint to keep, in addition to the newest ones.
     """
 
     shared: dict[str, Tensor]
@@ -77,23 +79,23 @@ class Snapshot:
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run into `folder`; one instance per rank.
+    """Writer of a run's checkpoints into `folder`; one instance per rank.
 
-    Every rank writes its share of the pieces of the shared tensors and its own ones into `.step-….partial`, then a
-    receipt. Rank 0 adds the manifest when it has all receipts and they make up every tensor, and renames the folder: a
-    checkpoint has its name only when it is whole and on the disk. Then it deletes the older ones but for the newest
-    `keep`. Memory: a staging buffer of this rank's share, kept between checkpoints.
+    Every rank writes its share of the shared tensors' pieces and its own tensors into `.step-….partial`, then a
+    receipt. When all receipts are there and cover every tensor, rank 0 adds the manifest and renames the folder. So a
+    checkpoint gets its final name only when it is whole and on disk. Then rank 0 deletes all but the newest `keep`
+    checkpoints. The memory cost is a staging buffer of this rank's share, which is kept between checkpoints.
 
     Args:
         folder: the run's `checkpoints/`; made if missing. The same for all ranks.
         rank, world: this rank, and the number of ranks.
-        keep: number of the newest checkpoints that stay, at least 1.
-        deadline_s: how long rank 0 waits for the others while not one byte arrives.
+        keep: number of newest checkpoints to keep, at least 1.
+        deadline_s: how long rank 0 waits for the others without any new byte.
         report: called with `checkpoint_saved` (step, path, bytes, write_s) on rank 0, mostly from the writing thread.
 
     Attributes:
-        completed: step of the newest checkpoint of which this rank's part is written; on rank 0, all parts.
-        write_s: seconds that writing it took in the background.
+        completed: step of the newest checkpoint for which this rank's part is written; on rank 0, all parts.
+        write_s: seconds of background writing for this checkpoint.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -104,11 +106,11 @@ class Checkpointer:
         self.deadline_s, self.report = deadline_s, report
         self._shard = Shard()
         self._thread: threading.Thread | None = None
-        self._work: Iterator[None] = iter(())  # what is left of the checkpoint under way
+        self._work: Iterator[None] = iter(())  # leftovers of the current checkpoint
         self._protected: int | None = None
         self._error: CheckpointError | None = None
         self._copied = threading.Event()
-        self._hurry = threading.Event()  # someone waits until all is written
+        self._hurry = threading.Event()  # a caller waits until all is written
         self._copying = False
         self.completed = 0
         self.write_s = 0.0
@@ -117,11 +119,12 @@ class Checkpointer:
     def save(self, step: int, snapshot: Snapshot) -> None:
         """Begin the checkpoint of `step` and return.
 
-        Waits where the one before is still being written. `release` must be called before the shared tensors change.
+        This waits for a previous checkpoint that is still being written. `release` must be called before the shared
+        tensors change.
 
         Raises:
-            CheckpointError: the one before failed, or the snapshot holds what cannot be saved (this one is then not
-                begun).
+            CheckpointError: the previous checkpoint failed, or the snapshot has a value that cannot be saved. The new
+                checkpoint is then not begun.
         """
         self._finish()
         self.poll()
@@ -147,16 +150,16 @@ class Checkpointer:
         )
         self._protected = snapshot.protected
         self._work = self._pieces(manifest, entry, contents, dict(snapshot.aliases))
-        # One thread per checkpoint, because it lowers its priority on the way, which an ordinary user cannot take back.
-        # It is no daemon: an interpreter that ends waits for the bytes that are on their way.
+        # One thread per checkpoint, because it lowers its priority, which an ordinary user cannot raise again.
+        # It is not a daemon thread: a terminating interpreter waits for the remaining bytes.
         self._thread = threading.Thread(target=self._run, name=f"checkpoint-{step}")
         self._thread.start()
         self._copying = True
 
     def release(self) -> float:
-        """Wait until the shared tensors are copied and may change; returns the seconds waited.
+        """Wait until the shared tensors are copied and may change; return the seconds waited.
 
-        On accelerators it is the current stream that waits, not the host.
+        On accelerators, the current stream waits, not the host.
         """
         if not self._copying:
             return 0.0
@@ -177,9 +180,9 @@ class Checkpointer:
         return self._thread is not None
 
     def complete(self) -> float:
-        """Write the remainder of the current checkpoint on this thread; returns the seconds taken.
+        """Write the remainder of the current checkpoint on this thread; return the seconds taken.
 
-        `poll` tells whether it failed.
+        `poll` raises if it failed.
         """
         started = time.perf_counter()
         self._finish()
@@ -189,7 +192,7 @@ class Checkpointer:
         """Raise the error of the background thread, once.
 
         Raises:
-            CheckpointError: the checkpoint begun last could not be written; the older ones are as they were.
+            CheckpointError: the last checkpoint could not be written; older ones are unchanged.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -199,13 +202,13 @@ class Checkpointer:
         """Wait until all is written.
 
         Raises:
-            CheckpointError: it could not be; the older ones are as they were.
+            CheckpointError: the checkpoint could not be written; older ones are unchanged.
         """
         self._finish()
         self.poll()
 
     def abandon(self) -> None:
-        """Leave the checkpoint under way as it is: ranks with parts of it are gone."""
+        """Abandon the current checkpoint, because ranks with parts of it are gone."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
@@ -216,7 +219,7 @@ class Checkpointer:
         """Complete the current checkpoint on the calling thread, at its normal priority.
 
         Raises:
-            GenerationOver: a rank was lost, whose part would be waited for in vain.
+            GenerationOver: a rank was lost, and its part will never arrive.
         """
         if self._thread is not None:
             self._hurry.set()
@@ -243,14 +246,16 @@ class Checkpointer:
                 "checkpoint.folder_unusable", "{reason}. Make it writable, or name another run directory.", reason=text
             ) from error
 
-    # The writing
+    # Writing
 
     def _run(self) -> None:
-        # At the usual priority: `release` waits for this copy, and a thread that gives way to every other process would
-        # let training wait for all of them.
+        # At normal priority: `release` waits for this copy, and a low-priority thread could delay training behind all
+        # other
+        # processes.
         next(self._work, None)
-        # The lowest from here: where every core is busy, it still gets 1.5 % of one (with SCHED_IDLE 0.3 %, by which a
-        # large state would never be written).
+        # At the lowest priority from here: if every core is busy, the thread still gets 1.5 % of one (with SCHED_IDLE
+        # only 0.3 %, so
+        # a large state would never be written).
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         started = time.thread_time()
         for _ in self._work:
@@ -263,7 +268,7 @@ class Checkpointer:
     ) -> Iterator[None]:
         """Write one checkpoint piece by piece, after copying the state.
 
-        A generator; an error is kept for `poll`.
+        This is a generator; `poll` raises its errors.
         """
         started = time.perf_counter()
         partial = self.folder / partial_name(manifest.step)
@@ -284,7 +289,7 @@ class Checkpointer:
                 and self.folder.exists()
                 and not partial.exists()
             ):
-                return  # rank 0 has given up and removed it, and raises why
+                return  # rank 0 has given up, removed the folder, and raises the reason
             reason = self._give_up(partial, entry.bytes, error)
             before = [path.name for _, path in checkpoints(self.folder)]
             kept = f"Saved before and untouched: {', '.join(before)}." if before else "There is none before it."
@@ -306,7 +311,7 @@ class Checkpointer:
         write_durably(partial / receipt_name(self.rank), receipt.model_dump())
 
     def _publish(self, partial: Path, manifest: Manifest) -> Iterator[None]:
-        """Turn the folder into a checkpoint once every rank's shard is in it."""
+        """Turn the folder into a checkpoint once it has every rank's shard."""
         receipts = yield from self._await_receipts(partial)
         for rank, receipt in enumerate(receipts):
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
@@ -327,7 +332,7 @@ class Checkpointer:
         sync_folder(partial)
         final = self.folder / step_name(manifest.step)
         replaced = final.with_suffix(REPLACED)
-        if final.exists():  # a step that was trained again, after a fall back or a rewind
+        if final.exists():  # a step that was trained again, after a recovery or a rewind
             _remove(replaced)
             final.rename(replaced)
         partial.rename(final)
@@ -373,9 +378,9 @@ class Checkpointer:
             yield
 
     def _remove_old(self, step: int) -> None:
-        """Keep this checkpoint, the newest ones before it, and the protected one.
+        """Delete all but this checkpoint, the newest ones before it, and the protected one.
 
-        Later ones, which a resume passed over, are replaced when training gets there.
+        Later checkpoints, which a resumed run skipped, are replaced when training reaches them.
         """
         older = [(s, path) for s, path in checkpoints(self.folder) if s < step]
         for s, path in older[: max(len(older) - self.keep + 1, 0)]:
@@ -383,7 +388,7 @@ class Checkpointer:
                 _remove(path)
 
     def _give_up(self, partial: Path, needed_bytes: int, error: Exception) -> str:
-        """Remove what was written and return the reason; other ranks report it to rank 0."""
+        """Remove the written files and return the reason; other ranks report it to rank 0."""
         if self.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         else:
@@ -391,7 +396,7 @@ class Checkpointer:
                 (partial / shard_name(self.rank)).unlink()
         reason = self._explain(needed_bytes, error)
         if self.rank != 0:
-            with suppress(OSError):  # a disk too full even for this: rank 0 names this rank after its deadline
+            with suppress(OSError):  # the disk is too full even for this: rank 0 names this rank after its deadline
                 write_durably(partial / receipt_name(self.rank), {"error": reason})
         return reason
 
@@ -414,7 +419,7 @@ def _size(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint, renaming it first so that no reader takes a remnant for one."""
+    """Delete a checkpoint; rename it first so that no reader finds an incomplete one."""
     if path.exists():
         doomed = path.rename(path.with_name(f".{path.name}.removed.partial"))
         shutil.rmtree(doomed)

@@ -1,4 +1,4 @@
 """Files that `paceline init` copies: starter jobs, and the Python files that they name.
 
-The Python files are a user's own code from then on, so they import nothing of paceline.
+The copied Python files belong to the user, so they do not import paceline.
 """
