@@ -19,19 +19,20 @@ from paceline.errors import SyncError
 
 
 def greatest(group: Group, value: float) -> float:
-    """The maximum of a number over all ranks, the same on each of them. Every rank calls it."""
+    """Return the maximum of a number over all ranks. Every rank must call it."""
     tensor = torch.tensor([value], dtype=widest_float(group.device), device=group.device)
     group.all_reduce(tensor, "max")
     return float(tensor)
 
 
 def agree_on(group: Group, what: Sequence[str]) -> None:
-    """Check that all ranks bring the same lines, e.g. name, shape and dtype of parameters.
+    """Check that all ranks pass the same lines, e.g. name, shape and dtype of parameters.
 
-    Every rank calls it. It costs one collective of 16 bytes if they agree.
+    Every rank must call it. If the lines are equal, it costs one collective of 16 bytes.
 
     Raises:
-        SyncError: on every rank; names the first line that differs, and what two ranks have there.
+        SyncError: raised on every rank if the lines differ; it names the first different line, with the versions of two
+            ranks.
     """
     digest = int.from_bytes(hashlib.sha256("\n".join(what).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest], dtype=torch.int64, device=group.device)
@@ -58,7 +59,7 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
 
 
 def same_machines(group: Group) -> bool:
-    """True if the ranks have the same processors, threads and libraries. Every rank of the group calls it."""
+    """True if the ranks have the same processors, threads and libraries. Every rank of the group must call it."""
     device = device_name(group.device) if is_accelerator(group.device) else _processor()
     kinds = group.gather_json(
         [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), torch.__version__]
@@ -73,15 +74,15 @@ def _processor() -> str:
     return "; ".join(line for line in lines if line.startswith(wanted))
 
 
-_TEXT_BYTES, _DIGEST_BYTES = 240, 16  # of a call: enough for a person, and exact
+_TEXT_BYTES, _DIGEST_BYTES = 240, 16  # limit for the text of a call: readable, and exact
 
 
 @dataclass
 class CheckedGroup(Group):
-    """A view of a group that compares every call over the ranks before it starts.
+    """View of a group that compares every call over the ranks before the call starts.
 
-    A call that differs (another collective, dtype or shape) raises SyncError on all ranks and names two of them; of
-    messages, on both ranks of a pair.
+    A call that differs (another collective, dtype or shape) raises SyncError on all ranks, and the error names two of
+    them. Messages are compared between the two ranks of a pair, and raise on both.
 
     Args:
         plain: the group itself.
@@ -91,14 +92,14 @@ class CheckedGroup(Group):
 
     @classmethod
     def of(cls, group: Group) -> CheckedGroup:
-        """The view of a group. They count together."""
+        """Make the view of a group. Both share one count of bytes."""
         return cls(**{each.name: getattr(group, each.name) for each in fields(group)}, plain=group)
 
     def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:
         own = [(rank, _tensor(self, _line(_described(tensor)))) for rank, tensor in (*send, *receive)]
         theirs = [(rank, torch.empty_like(line)) for rank, line in own]
-        # What is sent to a rank is held against what it receives, so the answers to this rank's sends come in the order
-        # of its receives there.
+        # Each send to a rank is compared with that rank's receive, so the answers to this rank's sends arrive in the
+        # order of its receives there.
         self.plain.exchange(own[: len(send)], theirs[len(send) :])
         self.plain.exchange(own[len(send) :], theirs[: len(send)])
         for (rank, line), (_, other) in zip(own, theirs, strict=True):

@@ -20,32 +20,32 @@ from paceline.planning.sync_info import ALGORITHMS
 from paceline.units import size
 
 _SIZES = tuple(2**k for k in range(6, 31))  # bytes, at which `auto` compares
-_CLEARLY = 0.9  # of flat's time is what another must promise: measurements and formulas are off by some per cent
-_EXAMPLE = 2**24  # bytes; for which it shows its reckoning
+_CLEARLY = 0.9  # of flat's time that another algorithm must promise, because predictions are off by some per cent
+_EXAMPLE = 2**24  # bytes, for which it shows its predictions
 BLOCK_BYTES = 2**26  # reduced at a time; size of the shared block that stages tensors outside shared memory
 
 
 class Algorithm(Protocol):
-    """What sums tensors over a group: the group itself, or an `OwnAllReduce`. All ranks get the same bits."""
+    """All-reduce over a group: the group itself, or an `OwnAllReduce`. All ranks get the same bits."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros in memory that suits the algorithm; see `Group.empty`."""
+        """Allocate a flat tensor of zeros in memory that suits the algorithm; see `Group.empty`."""
 
     def release(self, tensor: Tensor) -> None:
-        """Let go of a tensor from `empty`."""
+        """Free a tensor from `empty`."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks."""
+        """Replace `tensor` on every rank with the sum, mean or maximum over the ranks."""
 
 
 def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
     """Return the algorithm of a name, and the reason for the choice.
 
-    Every rank of the group calls this; `auto` measures the links between hosts for a fraction of a second, unless the
-    group has their speeds. `close_algorithm` ends it.
+    Every rank of the group must call this. `auto` measures the links between hosts for a fraction of a second, unless
+    the group already has their speeds. Call `close_algorithm` at the end.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: there is no algorithm of that name.
     """
     if name not in (*ALGORITHMS, "auto"):
         raise PlanError(
@@ -65,13 +65,13 @@ def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
 
 
 def close_algorithm(algorithm: Algorithm) -> None:
-    """Close what an algorithm created for itself; the group stays open."""
+    """Close the resources of an algorithm; the group stays open."""
     if isinstance(algorithm, OwnAllReduce):
         algorithm.close()
 
 
 class OwnAllReduce:
-    """An all-reduce that paceline implements with messages between ranks, or with servers."""
+    """All-reduce that paceline implements with messages between ranks, or with servers."""
 
     name: ClassVar[str]
 
@@ -85,10 +85,10 @@ class OwnAllReduce:
         self.group.release(tensor)
 
     def reduce(self, flat: Tensor, op: Any) -> None:
-        """Replace a flat contiguous tensor by the sum or maximum over the ranks.
+        """Replace a flat contiguous tensor with the sum or maximum over the ranks.
 
         Raises:
-            SyncError: a rank is gone, did not come within the deadline, or brought a tensor of another size.
+            SyncError: a rank is gone, missed the deadline, or passed a tensor of another size.
         """
         raise NotImplementedError
 
@@ -104,11 +104,11 @@ class OwnAllReduce:
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def close(self) -> None:
-        """End the groups that the algorithm made for itself."""
+        """Close the groups that the algorithm made for itself."""
 
 
 class RingAllReduce(OwnAllReduce):
-    """The ring over a group, whose ranks stand in it host by host."""
+    """Ring all-reduce over a group, with the ranks ordered by host."""
 
     name = "ring"
 
@@ -117,12 +117,12 @@ class RingAllReduce(OwnAllReduce):
 
 
 class HierarchicalAllReduce(OwnAllReduce):
-    """An all-reduce that sums in each host's memory, so that only sums travel.
+    """All-reduce that sums in each host's memory first, so that only sums cross the network.
 
-    With L ranks a host, each takes one L-th of the tensor: it sums the L contributions, carries the sum around a ring
-    of its counterparts on the other hosts, and writes the result into the memory of all L. So a link between hosts
-    carries 2 (h - 1) / h of the tensor for h hosts, whatever L is, all ranks work, and work in memory overlaps with
-    messages: both go chunk by chunk (see `ring`). The division of the work is that of Cho et al., 2019, "BlueConnect".
+    With L ranks per host, each rank handles one L-th of the tensor: it sums the L contributions, reduces the sum in a
+    ring with its counterparts on the other hosts, and writes the result into the memory of all L ranks. A link between
+    hosts thus carries 2 (h - 1) / h of the tensor for h hosts, independent of L. All ranks work, and work in memory
+    overlaps with messages chunk by chunk (see `ring`). The work is divided as in Cho et al., 2019, "BlueConnect".
     """
 
     name = "hierarchical"
@@ -132,7 +132,7 @@ class HierarchicalAllReduce(OwnAllReduce):
         self.host = group.host
         on_hosts = [[r for r in range(group.size) if group.hosts[r] == host] for host in dict.fromkeys(group.hosts)]
         self.parts = min(len(ranks) for ranks in on_hosts)
-        # ranks that carry the same part; a host with more ranks than another has some that carry none
+        # ranks that handle the same part; a host with more ranks than another has ranks without a part
         self.across: Group | None = None
         if self.host.rank < self.parts:
             self.across = group.subgroup(sorted(ranks[self.host.rank] for ranks in on_hosts))
@@ -140,7 +140,7 @@ class HierarchicalAllReduce(OwnAllReduce):
         self._scratch: Tensor | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros in the host's shared memory; all ranks ask together."""
+        """Allocate a flat tensor of zeros in the host's shared memory. All ranks must call it together."""
         return self.host.empty(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
@@ -153,7 +153,7 @@ class HierarchicalAllReduce(OwnAllReduce):
             self.across.close()
 
     def reduce(self, flat: Tensor, op: Any) -> None:
-        # on every host alike, however its ranks' tensors lie
+        # equal on all hosts, independent of where the tensors lie
         for block in flat.split(BLOCK_BYTES // flat.element_size()):
             self._sum_block(block, op)
 
@@ -171,13 +171,13 @@ class HierarchicalAllReduce(OwnAllReduce):
             if self._lies_alike(memory, shared):
                 self._in_memory(memory, shared, op)
                 block.copy_(shared)
-            else:  # the host has no memory left to be shared
+            else:  # the host has no shared memory left
                 self._over_messages(block, op)
 
     def _lies_alike(self, memory: Transport, flat: Tensor) -> bool:
-        """Meet the ranks of the host: what each has to contribute is there now.
+        """Wait until the contributions of the host's ranks are ready.
 
-        Whether all lie at the same place of shared memory.
+        Return True if all lie at the same place of shared memory.
         """
         arena, start = memory.place_of(flat)
         own = torch.tensor([arena, start, flat.nbytes])
@@ -199,7 +199,7 @@ class HierarchicalAllReduce(OwnAllReduce):
     def _in_memory(self, memory: Transport, flat: Tensor, op: Any) -> None:
         """Reduce in shared memory.
 
-        No two ranks of a host read or write the same elements of anyone's memory, so they meet only before and after.
+        Different ranks of a host access different elements, so they synchronize only before and after.
         """
         part = self._part(flat)
         if self.across is not None and len(part):
@@ -220,7 +220,7 @@ class HierarchicalAllReduce(OwnAllReduce):
     def _over_messages(self, flat: Tensor, op: Any) -> None:
         """Reduce without shared memory, over the host's own transport.
 
-        Each part is then sent by the rank that carried it.
+        Each part is then sent by the rank that handled it.
         """
         self.host.all_reduce(flat, op)
         if self.across is not None:
@@ -230,18 +230,18 @@ class HierarchicalAllReduce(OwnAllReduce):
                 self.host.broadcast(part, root=carrier)
 
     def _part(self, flat: Tensor) -> Tensor:
-        """The part that this rank carries; empty if it carries none."""
+        """The part that this rank handles; empty if there is none."""
         return self._parts(flat)[self.host.rank] if self.across is not None else flat[:0]
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
-        """The part of each carrier; whole cache lines, except for the last one."""
+        """The parts of the tensor; all but the last consist of whole cache lines."""
         line = 64 // flat.element_size()
         length = -(-flat.numel() // (self.parts * line)) * line
         return [flat[i * length : (i + 1) * length] for i in range(self.parts)]
 
 
 class Auto(OwnAllReduce):
-    """Chooses for each size the algorithm with the lowest predicted time, from measured links.
+    """All-reduce that chooses the fastest algorithm for each size, predicted from measured links.
 
     Attributes:
         choices: algorithms by name.
@@ -253,11 +253,11 @@ class Auto(OwnAllReduce):
         super().__init__(group)
         group.links = self.links = group.links or measure_links(group)
         self.choices: dict[str, Algorithm] = {"flat": group, "ring": RingAllReduce(group)}
-        if len(set(group.hosts)) < group.size:  # else no host has several ranks
+        if len(set(group.hosts)) < group.size:  # otherwise no host has several ranks
             self.choices["hierarchical"] = HierarchicalAllReduce(group)
 
     def best(self, nbytes: int) -> str:
-        """The algorithm for a size; equal on all ranks, as all use the same numbers."""
+        """Choose the algorithm for a size. All ranks choose the same one, because they use the same numbers."""
         flat_s, *others_s = [self.links.all_reduce_s(name, nbytes) for name in self.choices]
         least_s = min(others_s)
         return [*self.choices][1 + others_s.index(least_s)] if least_s < _CLEARLY * flat_s else "flat"
@@ -276,7 +276,7 @@ class Auto(OwnAllReduce):
             close_algorithm(choice)
 
     def reasons(self) -> str:
-        """The chosen algorithm from each size on, and the measurements behind the choice, as text."""
+        """Describe the chosen algorithm from each size on, and the measurements behind the choice."""
         best = [(nbytes, self.best(nbytes)) for nbytes in _SIZES]
         starts = [(nbytes, name) for i, (nbytes, name) in enumerate(best) if i == 0 or name != best[i - 1][1]]
         ranges = ", ".join(name if i == 0 else f"{name} from {size(nbytes)}" for i, (nbytes, name) in enumerate(starts))

@@ -13,13 +13,13 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-# Its functions take the default group of the moment when they are imported, which torch.optim does at its first step.
-# Imported before there is a group, they hold none; else its threads outlive `leave`, and now and then one of them
-# aborts the process at Python's end.
+# Its functions bind the default group at import, and torch.optim imports them at its first step.
+# If they are imported before a group exists, they hold none; otherwise the group's threads outlive `leave`, and
+# sometimes one of them aborts the process at Python's end.
 import torch.distributed.nn.functional
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-# Imported before ranks are forked from a seed, which then have it; `register_transport` would import it in each.
+# Imported before ranks are forked from the forkserver; otherwise `register_transport` would import it in each rank.
 import paceline.comm.tcp  # noqa: F401
 from paceline.cluster.launch_engines import is_rank
 from paceline.cluster.machine import host_identity, own_interface
@@ -34,17 +34,17 @@ from paceline.planning.sync_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 from paceline.wire.status import Generation, ends_generation
 
-_joins = count()  # of this process so far
-_joined_by = [0]  # the process that joined last
+_joins = count()  # by this process so far
+_joined_by = [0]  # the process of the last join
 
 
 @contextmanager
 def joined(
     *, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None
 ) -> Iterator[Group]:
-    """Join the group of a run's or a generation's ranks; leave it at the end.
+    """Join the group of a run's or a generation's ranks for the context.
 
-    A process that user code forks from this one leaves no group: the connections belong to its parent.
+    A process that user code forks from this one does not leave the group, because the connections belong to its parent.
     """
     group = join(deadline_s=deadline_s, transport=transport, generation=generation)
     try:
@@ -54,7 +54,7 @@ def joined(
             raise
         over = ends_generation(error)
         if not over:
-            tell_of_failure(error)  # before anything that may take long: the others may be gone
+            tell_of_failure(error)  # before anything slow: the others may be gone
         abort_all(0.0 if over else LAST_WORD_S)
         raise
     finally:
@@ -64,17 +64,17 @@ def joined(
 def join(*, deadline_s: float = 300.0, transport: str = "auto", generation: Generation | None = None) -> Group:
     """Join the run that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-    With a generation, only the processes that take part in it meet.
+    With a generation, only the processes of that generation meet.
 
-    Without these, a group of one.
+    Without these variables, the group has one rank.
 
-    On accelerators torch's library for them. On CPUs, `auto` is shared memory where all ranks are on one host that
-    allows it, and our own TCP between several hosts; otherwise gloo, and the group's `transport_note` says why. A
-    process group that the user's code has already initialised is used as it is.
+    On accelerators, the transport is torch's library for them. On CPUs, `auto` is shared memory if all ranks are on one
+    host that supports it, and paceline's TCP transport between several hosts; otherwise it is gloo, and the group's
+    `transport_note` gives the reason. A process group that user code has already initialized is used as it is.
 
     Raises:
         LaunchError: the variables are incomplete, or the rendezvous cannot be reached or served.
-        ClusterError: the machine has fewer accelerators than ranks, or the transport asked for cannot be had.
+        ClusterError: the machine has fewer accelerators than ranks, or the requested transport is not available.
     """
     _joined_by[0] = os.getpid()
     device, store, note = use(int(os.environ.get(LOCAL_RANK, 0))), None, None
@@ -120,9 +120,9 @@ def _group(store: Store | None, deadline_s: float, device: torch.device, note: s
 
 
 def group_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Group:
-    """The group of a process group that other code has made; None: the default one.
+    """Wrap a process group that other code has made; None is the default process group.
 
-    All its ranks call it.
+    All its ranks must call it.
     """
     backend = process_group or dist.group.WORLD
     assert backend is not None
@@ -132,12 +132,12 @@ def group_of(process_group: dist.ProcessGroup | None, device: torch.device) -> G
 
 
 def _drop() -> None:
-    """End what was begun with ranks that are gone."""
+    """End a group whose other ranks are gone."""
     abort_all(0.0)
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Torch has counted a group that was not finished, and would name the next one by it. Ranks that were not there
-    # have not, and groups of different names do not meet.
+    # Torch has counted an unfinished group, and would derive the next name from that count. Ranks that were absent
+    # have not counted it, and groups with different names do not meet.
     dist.distributed_c10d._world.group_count = 0
     close_stores()
 
@@ -145,8 +145,8 @@ def _drop() -> None:
 def leave(group: Group) -> None:
     """End the process group that `join` made; in a process forked since then, do nothing."""
     if group.store is not None and not _is_fork():
-        # Whoever still holds the process group keeps its threads alive, and one that drops a tensor while Python ends
-        # aborts the process.
+        # A remaining reference to the process group keeps its threads alive. A thread that drops a tensor while Python
+        # ends aborts the process.
         group.close()
         close_stores()
 
@@ -159,16 +159,16 @@ def _is_fork() -> bool:
 def _met(
     environment: RankEnvironment, device: torch.device, transport: str, deadline_s: float, number: int
 ) -> tuple[Store, tuple[str, str | None]]:
-    """The rendezvous' store, and the transport that all ranks chose, with a note.
+    """Return the rendezvous' store, and the transport that all ranks chose, with a note.
 
-    A rank that joins again may find the store of the time before, which rank 0 has yet to close; then it comes back.
+    A rank that joins again may find the previous store, which rank 0 has yet to close; then it retries.
     """
     until = time.monotonic() + deadline_s
     while True:
         try:
             store = rendezvous_store(environment, deadline_s, number)
             if is_accelerator(device):
-                # all come to this store, and none to one that closes
+                # all ranks meet at this store, and none at a closing one
                 tell_all(store, "here", environment.rank, environment.world_size, deadline_s, None)
                 store, note = torchs_store(environment, store, deadline_s)
                 return store, (default_backend(device), note)
@@ -185,7 +185,7 @@ def _met(
 def _keep_gloo_to_the_interface() -> None:
     """Make gloo listen on the cluster's interface.
 
-    Without it gloo listens on the address of the host's name, also for groups that are made later.
+    Otherwise gloo listens on the address of the host's name, also for groups that are made later.
     """
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := own_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface

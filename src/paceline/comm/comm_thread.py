@@ -1,4 +1,4 @@
-"""Communication that overlaps with computation: a thread on CPUs, a stream on accelerators. Tasks run in order."""
+"""Overlap of communication and computation: a thread on CPUs, a stream on accelerators. Tasks run in order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.device import current_stream, event, stream
 
 
 class CommThread:
-    """Runs collectives in one thread, in the order of `start`, the same on every rank.
+    """Thread that runs collectives in the order of `start`, equal on all ranks.
 
-    Where the main thread uses the same group meanwhile, the thread needs a copy of it (`Group.copy`).
+    If the main thread uses the same group meanwhile, the thread needs a copy of the group (`Group.copy`).
     """
 
     def __init__(self, name: str = "paceline-sync") -> None:
@@ -24,7 +24,7 @@ class CommThread:
         self._thread.start()
 
     def start(self, work: Callable[[], None]) -> Task:
-        """Run `work` after all that was handed over before."""
+        """Run `work` after all earlier work."""
         task = Task()
         self._queue.put((work, task))
         return task
@@ -42,21 +42,21 @@ class CommThread:
             except BaseException as error:  # noqa: BLE001 - raised again where the result is waited for
                 task.error = error
             task.done.set()
-            del entry, work, task  # an idle thread keeps no tensor alive
+            del entry, work, task  # an idle thread must not keep tensors alive
 
 
 class CommStream:
-    """Queues collectives on a stream of its own, behind what the current one was given.
+    """Separate stream for collectives, ordered after the work of the current stream.
 
-    The calling thread queues them, so all ranks do in the same order. From a thread, two groups' collectives could
-    cross on the device, and wait for each other forever.
+    The calling thread queues them, so that the order is the same on all ranks. If a second thread queued them,
+    collectives of two groups could deadlock on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = stream(device)
 
     def start(self, work: Callable[[], None]) -> StreamTask:
-        """Queue what `work` does."""
+        """Queue the collectives of `work`."""
         self._stream.wait_stream(current_stream(self._stream.device))
         with self._stream:
             work()
@@ -70,27 +70,27 @@ class CommStream:
 
 @dataclass
 class StreamTask:
-    """Work that was given to a `CommStream`."""
+    """Work queued on a `CommStream`."""
 
     done: torch.Event
 
     def wait(self) -> None:
-        """Order the current stream behind it; the host goes on."""
+        """Order the current stream after the work; the host does not wait."""
         current_stream(self.done.device).wait_event(self.done)
 
 
 @dataclass
 class Task:
-    """Work that was given to a `CommThread`."""
+    """Work queued on a `CommThread`."""
 
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     def wait(self) -> None:
-        """Return when it is done. The collectives in it have deadlines of their own.
+        """Wait until the work is done. Its collectives have their own deadlines.
 
         Raises:
-            SyncError, or whatever else the work raised.
+            SyncError, or any other exception of the work.
         """
         self.done.wait()
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""All-gather of rows that gradients flow through, for losses over a whole batch."""
+"""Differentiable all-gather of rows, for losses over a whole batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.comm.group import Group
 
 
 def gather(group: Group, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """The rows of all ranks, in rank order; rank r has `counts[r]` of them. Only dim 0 may differ.
+    """Gather the rows of all ranks, in rank order; rank r has `counts[r]` rows. Only dim 0 may differ.
 
-    The gradient of a rank's rows is the sum of what every rank's loss has for them. So where all ranks compute the same
-    loss from the gathered rows, each weighs it by 1 / ranks, and the sum of their gradients is that of one process.
+    The gradient of a rank's rows is the sum of the gradients of all ranks' losses. If all ranks compute the same loss
+    from the gathered rows, each must scale it by 1 / ranks to get the gradients of a single process.
     """
     if group.size == 1:
         return rows

@@ -1,4 +1,4 @@
-"""A group of ranks and its collectives, with deadlines and errors that name missing ranks."""
+"""Groups of ranks and their collectives, with deadlines and errors that name missing ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Op = Literal["sum", "mean", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# Their names before torch 2.13 still exist there, and warn.
+# The names from before torch 2.13 still exist in 2.13, but warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -44,17 +44,17 @@ class Counts:
 
 @dataclass
 class Group:
-    """Some ranks that talk to each other. A group of one rank costs nothing: its collectives return at once.
+    """Group of ranks that communicate. A group of one rank costs nothing: its collectives return at once.
 
     Args:
-        rank: this rank's place in the group.
-        size: ranks in the group.
+        rank: this rank's number in the group.
+        size: number of ranks in the group.
         backend: torch's process group; None for a group of one.
-        store: the rendezvous' key-value store, asked only after a failure, to tell who is missing.
-        deadline_s: the longest that a collective may wait.
+        store: the rendezvous' key-value store, used only after a failure, to find the missing ranks.
+        deadline_s: longest wait of a collective.
         hosts: the host index of each rank.
-        links: speeds of the links between the hosts, once they were measured; the same on all ranks.
-        transport_note: why a faster transport was not taken, or that this one does not encrypt; else None.
+        links: measured speeds of the links between the hosts, if available; equal on all ranks.
+        transport_note: reason why a faster transport was not used, or a note that this one does not encrypt; else None.
     """
 
     rank: int = 0
@@ -70,7 +70,7 @@ class Group:
     _host: Group | None = None
     _failures: int = 0
 
-    # What it is
+    # Properties
 
     @property
     def spans_hosts(self) -> bool:
@@ -79,7 +79,7 @@ class Group:
 
     @property
     def transport(self) -> Transport:
-        """The transport, named `shm`, `tcp`, `gloo`, an accelerator's library …; `none` in a group of one."""
+        """Name of the transport: `shm`, `tcp`, `gloo`, an accelerator's library …; `none` for one rank."""
         return transport_of(self.backend if self.size > 1 else None)
 
     @property
@@ -96,31 +96,31 @@ class Group:
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent so far.
 
-        For a collective of the backend, its share of the least that the algorithm moves.
+        For a collective of the backend, this is the rank's share of the algorithm's minimum.
         """
         return self.counts.sent_bytes
 
     def count(self, sent_bytes: int, *, reduced_bytes: int = 0) -> None:
-        """Count the bytes of a call. Every call does so here, also one by other means than the backend."""
+        """Count the bytes of a call. All calls are counted here, including those without the backend."""
         self.counts.sent_bytes += sent_bytes
         self.counts.reduced_bytes += reduced_bytes
 
-    # Other groups of the same ranks, or of some of them
+    # Groups of the same ranks, or of some of them
 
     @property
     def host(self) -> Group:
         """The ranks of this group on this rank's host, over shared memory if possible.
 
-        They ask for it the first time together.
+        All of them must use it for the first time together.
         """
         if self._host is None and self.spans_hosts:
             self._host = self.subgroup([r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]])
         return self._host or self
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A group of some ranks of this one (ascending), made by these ranks only.
+        """Make a group of some of these ranks (ascending). Only these ranks call it.
 
-        Where this group spans hosts and the new one does not, it uses shared memory if the host allows it.
+        If this group spans hosts and the new group does not, the new group uses shared memory if the host supports it.
         """
         ranks = list(ranks)
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
@@ -148,14 +148,14 @@ class Group:
         return made
 
     def copy(self) -> Group:
-        """A group of the same ranks over its own connections, e.g. for a second thread.
+        """Make a group of the same ranks with its own connections, for a second thread.
 
-        Every rank calls it; `close` it at the end.
+        Every rank must call it. Call `close` on the copy at the end.
         """
         return self.subgroup(range(self.size))
 
     def close(self) -> None:
-        """End a group made by `subgroup` or `copy`.
+        """Close a group made by `subgroup` or `copy`.
 
         The ranks need not call it at the same time, but must not use it afterwards.
         """
@@ -168,10 +168,10 @@ class Group:
     # Memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros on the group's device; all ranks ask for it together.
+        """Allocate a flat tensor of zeros on the group's device. All ranks must call it together.
 
-        With the shared-memory transport it lies there, so that an all-reduce of it moves each byte once; it lives until
-        `release`.
+        With the shared-memory transport the tensor lies in shared memory, so that its all-reduce moves each byte once.
+        It lives until `release`.
         """
         transport = self.transport
         if transport.shares_memory:
@@ -192,9 +192,9 @@ class Group:
     # Collectives
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Replace `tensor` on every rank by the sum, mean or maximum over the ranks.
+        """Replace `tensor` on every rank with the sum, mean or maximum over the ranks.
 
-        The bits are the same everywhere.
+        The result has the same bits on all ranks.
 
         Raises:
             SyncError: a rank is gone, or did not come within the deadline.
@@ -203,7 +203,7 @@ class Group:
             return
         self._same("all-reduce", tensor, op)
         self.count(2 * tensor.nbytes * (self.size - 1) // self.size, reduced_bytes=tensor.nbytes)
-        # gloo takes one with gaps, and leaves a wrong result
+        # gloo accepts a tensor with gaps, and returns a wrong result
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
         started = time.monotonic()
         try:
@@ -217,18 +217,18 @@ class Group:
             tensor.copy_(whole)
 
     def start_all_reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
-        """Begin an all-reduce (sum or maximum) and return at once; `wait()` on the result before `tensor` is read."""
+        """Begin an all-reduce (sum or maximum). Call `wait()` on the result before reading `tensor`."""
         self._same("all-reduce", tensor, op)
         self.count(2 * tensor.nbytes * (self.size - 1) // self.size, reduced_bytes=tensor.nbytes)
         return Pending(self, "all-reduce", [self._reduce(tensor, op, waits=False)])
 
     def _reduce(self, tensor: Tensor, op: Op, *, waits: bool) -> dist.Work:
-        """`dist.all_reduce` without its checks and log, which can cost as much as the sum."""
+        """Call `dist.all_reduce` without its checks and log, which can cost as much as the sum."""
         assert self.backend is not None
         return self.backend.allreduce([tensor], _options(op, waits))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Replace `tensor` on every rank by that of rank `root` of the group."""
+        """Replace `tensor` on every rank with the tensor of rank `root` of the group."""
         if self.size > 1:
             with self._call(f"broadcast from rank {root}", tensor, tensor.nbytes * (self.size - 1) // self.size):
                 dist.broadcast(tensor, group_src=root, group=self.backend)
@@ -244,7 +244,7 @@ class Group:
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Op = "sum") -> None:
         """Fill `own` with this rank's part of the reduction of every rank's `whole`.
 
-        `whole` is flat and has `size` equal parts; the reduction is a sum, mean or maximum.
+        `whole` is flat and consists of `size` equal parts; the reduction is a sum, mean or maximum.
         """
         if self.size == 1:
             own.copy_(whole.view_as(own))
@@ -255,9 +255,9 @@ class Group:
             own.div_(self.size)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """The `rows` of every rank, in rank order. Rank r holds `counts[r]` rows; only dim 0 may differ.
+        """Gather the `rows` of every rank, in rank order. Rank r holds `counts[r]` rows; only dim 0 may differ.
 
-        This rank's own entry is `rows` itself, so gradients flow through it and through no other.
+        This rank's own entry is `rows` itself, so gradients flow only through that entry.
         """
         if self.size == 1:
             return [rows]
@@ -275,7 +275,7 @@ class Group:
     ) -> None:
         """Send the next `sends[r]` of `rows` to each rank r, and receive `receives[r]`.
 
-        Received rows are put into `received` in rank order. Without numbers, equal shares. Raises SyncError as
+        Received rows are put into `received` in rank order. Without counts, all shares are equal. Raises SyncError like
         `all_reduce`.
         """
         if self.size == 1:
@@ -288,9 +288,9 @@ class Group:
             )
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value` (JSON), in rank order. Nothing is pickled.
+        """Gather every rank's `value` (JSON), in rank order. Nothing is pickled.
 
-        In a dry run, where nobody answers, as if all had this rank's.
+        In a dry run, every entry is this rank's value.
         """
         if self.size == 1 or self.is_fake:
             return [value] * self.size
@@ -304,43 +304,43 @@ class Group:
         """Wait until every rank is here."""
         arrived = torch.zeros(1, device=self.device)
         self.all_reduce(arrived)
-        arrived.item()  # on accelerators the sum is only queued until somebody reads it
+        arrived.item()  # on accelerators the sum is only queued until its result is read
 
     # Messages
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a contiguous tensor to rank `to`, which calls `receive`. Raises SyncError as `all_reduce`."""
+        """Send a contiguous tensor to rank `to`, which calls `receive`. Raises SyncError like `all_reduce`."""
         self.exchange([(to, tensor)], [])
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Fill a contiguous tensor with what rank `source` sends. Raises SyncError as `all_reduce`."""
+        """Fill a contiguous tensor with the message of rank `source`. Raises SyncError like `all_reduce`."""
         self.exchange([], [(source, tensor)])
 
     def exchange(self, send: Messages, receive: Messages) -> None:
-        """Send and receive contiguous tensors at once, to and from ranks of the group: pairs (rank, tensor).
+        """Send and receive contiguous tensors at the same time, given as pairs (rank, tensor).
 
-        Returns when all are received and what was sent may be overwritten. Messages between two ranks are matched in
-        their order.
+        It returns when all tensors are received and the sent tensors may be overwritten. Messages between two ranks are
+        matched in their order.
 
         Raises:
-            SyncError: a rank is gone, or did not come within the deadline; or a tensor is not contiguous.
+            SyncError: a rank is gone or missed the deadline, or a tensor is not contiguous.
         """
         self.start_exchange(send, receive).wait()
 
     def start_exchange(self, send: Messages, receive: Messages, what: str = "messages") -> Pending:
-        """Begin an exchange and return at once. `what` is its name in errors.
+        """Begin an exchange and return at once. `what` names it in errors.
 
-        `wait()` on the result before received tensors are read or sent ones are changed.
+        Call `wait()` on the result before reading received tensors or changing sent tensors.
         """
         self.count(sum(tensor.nbytes for _, tensor in send))
         assert self.backend is not None
         with self._named(f"the start of {what}"):
             return Pending(self, what, start_messages(self.backend, send, receive), (send, receive))
 
-    # How they are called
+    # Calls
 
     def _same(self, what: str, tensor: Tensor, op: Op | None = None) -> None:
-        """Called before each collective; a `CheckedGroup` compares it over the ranks."""
+        """Hook before each collective, with which `CheckedGroup` compares the call over the ranks."""
 
     @contextmanager
     def _call(self, what: str, tensor: Tensor, sent_bytes: int, op: Op | None = None) -> Iterator[None]:
@@ -360,11 +360,11 @@ class Group:
             raise
 
     def _explain(self, what: str, waited_s: float, error: RuntimeError) -> None:
-        """Raise the cause of an error in a wait for other ranks.
+        """Raise an error that explains a failed wait for other ranks.
 
-        Returns if the cause is this rank itself.
+        It returns if the cause is this rank itself.
         """
-        if "DataLoader worker" in str(error):  # torch raises it from SIGCHLD in whatever the main thread does
+        if "DataLoader worker" in str(error):  # torch raises it from a SIGCHLD handler, anywhere in the main thread
             raise LoaderProcessError(
                 "loader.worker_ended_in_wait",
                 "rank {rank}, in a wait for other ranks ({what}): {error}",
@@ -411,18 +411,18 @@ def _options(op: Op, waits: bool) -> dist.AllreduceOptions:
 
 @dataclass
 class Pending:
-    """A collective or messages in progress."""
+    """Handle of a collective or of messages in progress."""
 
     group: Group
     what: str
     works: Sequence[dist.Work]
-    held: Any = None  # what must live until the end
+    held: Any = None  # objects that must live until the end
 
     def wait(self) -> None:
-        """Return when the result is there (on accelerators: when the current stream is ordered behind it).
+        """Wait for the result (on accelerators: order the current stream after it).
 
         Raises:
-            SyncError: a rank is gone, or did not come within the group's deadline.
+            SyncError: a rank is gone, or missed the group's deadline.
         """
         with self.group._named(self.what):
             for work in self.works:
@@ -433,19 +433,19 @@ Messages = Sequence[tuple[int, Tensor]]  # (rank of the group, tensor)
 
 
 def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages) -> list[dist.Work]:
-    """Begin to send and receive; those between two ranks are matched in their order.
+    """Begin to send and receive. Messages between two ranks are matched in their order.
 
     Raises:
-        SyncError: a tensor has gaps, so that its bytes are not a message.
+        SyncError: a tensor has gaps, and cannot be sent as bytes.
     """
     works = []
-    # On accelerators one launch for all, else two ranks that both send first wait forever
+    # On accelerators one launch for all; otherwise two ranks that both send first would deadlock
     if any(on_accelerator(tensor) for _, tensor in (*send, *receive)):
         return dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, tensor, group=backend, group_peer=to) for to, tensor in send]
             + [dist.P2POp(dist.irecv, tensor, group=backend, group_peer=source) for source, tensor in receive]
         )
-    for source, tensor in receive:  # first, so that what comes has its place
+    for source, tensor in receive:  # first, so that incoming messages have their memory
         works.append(backend.recv([_message(tensor, "receive from", source)], source, 0))
     for to, tensor in send:
         works.append(backend.send([_message(tensor, "send to", to)], to, 0))
@@ -453,7 +453,7 @@ def start_messages(backend: dist.ProcessGroup, send: Messages, receive: Messages
 
 
 def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
-    """The bytes of a tensor, in place: not every transport knows every dtype."""
+    """View a tensor as bytes, because not every transport supports every dtype."""
     if not tensor.is_contiguous():
         raise SyncError(
             "ranks.tensor_not_contiguous",
@@ -469,12 +469,13 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
 
 @dataclass
 class Bucket:
-    """A flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter.
+    """Flat buffer of gradients, scalars (in the last bucket) and one usage count per parameter.
 
     Attributes:
-        used: the tail of `flat`: 1 for a parameter that this replica used; after the sum, how many replicas did.
-        seen: parameters whose gradients of this step are in the buffer, of any microbatch.
-        whole: those of them that the last microbatch has added to.
+        used: tail of `flat`: 1 for a parameter that this replica used; after the sum, the number of replicas that used
+            it.
+        seen: parameters with a gradient in the buffer from any microbatch of this step.
+        whole: parameters in `seen` that also have the gradient of the last microbatch.
     """
 
     flat: Tensor
@@ -488,14 +489,14 @@ class Bucket:
 
     @property
     def gradients(self) -> Tensor:
-        """All gradients, flat."""
+        """All gradients as a flat tensor."""
         return self.flat[: self.gradient_size]
 
     @classmethod
     def of(cls, parameters: list[nn.Parameter], memory: Algorithm, scalar_count: int = 0) -> Bucket:
-        """A bucket for the gradients of `parameters` (of one dtype; float32 without any) and some scalars.
+        """Make a bucket for the gradients of `parameters` (of one dtype; float32 if empty) and some scalars.
 
-        Its buffer is allocated by `memory` (shared memory if the transport has it), which must also release it.
+        `memory` allocates the buffer (in shared memory if the transport has it), and must also release it.
         """
         gradient_size = sum(p.numel() for p in parameters)
         dtype = parameters[0].dtype if parameters else torch.float32
@@ -509,7 +510,7 @@ class Bucket:
     def take(self, i: int, parameter: Tensor) -> None:
         """Move the gradient of parameter `i` into the bucket.
 
-        The first of a step overwrites, those of further microbatches add.
+        The first microbatch of a step overwrites the buffer; further microbatches add to it.
         """
         gradient = parameter.grad
         assert gradient is not None
@@ -523,13 +524,13 @@ class Bucket:
         parameter.grad = None
 
     def take_all(self) -> None:
-        """Move all gradients that there are here, at once."""
+        """Move all existing gradients into the bucket at once."""
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.take(i, parameter)
 
     def fill(self) -> None:
-        """Note who was reached by the backward pass, and zero the others."""
+        """Note the parameters that the backward pass reached, and zero the others."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         self.used.fill_(1.0)
         if unseen:
@@ -537,14 +538,14 @@ class Bucket:
             torch._foreach_zero_([self.views[i] for i in unseen])
 
     def sum_over(self, group: Group) -> None:
-        """Replace the gradients of all parameters by their sums over the group, now."""
+        """Replace the gradients of all parameters with their sums over the group, synchronously."""
         self.take_all()
         self.fill()
         group.all_reduce(self.flat)
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give every parameter its agreed gradient; one that no replica used gets none."""
+        """Give every parameter its reduced gradient; a parameter that no replica used gets None."""
         unseen = [i for i in range(len(self.parameters)) if i not in self.seen]
         used_elsewhere = (
             set() if not unseen else {i for i, n in zip(unseen, self.used[unseen].tolist(), strict=True) if n > 0}
@@ -557,6 +558,6 @@ class Bucket:
 
 
 def _like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of `flat` with the shape and strides of `parameter`, e.g. channels-last."""
-    # the same order, without gaps
+    """View `flat` with the shape and strides of `parameter`, e.g. channels-last."""
+    # the same order of strides, without gaps
     return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())

@@ -19,10 +19,10 @@ import torch
 from paceline.comm.group import Group
 from paceline.device import synchronize
 
-# bytes; 256 KiB take 84 ms at 25 Mbit/s, and more is sent only to fast hosts
+# bytes; 256 KiB take 84 ms at 25 Mbit/s; larger messages go only to fast hosts
 _SMALL, _WARM, _LARGE, _LARGER = 2**10, 2**16, 2**18, 2**21
-_FAST_S = 0.03  # a large message that takes less is repeated with a larger one
-_BUDGET_S, _MOST = 0.04, 20  # for the repetitions of a small call
+_FAST_S = 0.03  # a large message that is faster than this is repeated with a larger one
+_BUDGET_S, _MOST = 0.04, 20  # time for the repetitions of a small call
 _MEMORY_BYTES = 2**20
 
 
@@ -34,22 +34,21 @@ class LinkSpeed:
     bandwidth: float
 
     def message_s(self, nbytes: float) -> float:
-        """Seconds until a message of `nbytes` has arrived."""
+        """Predict the seconds until a message of `nbytes` has arrived."""
         return self.latency_s + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """The ways between the ranks of a group.
+    """Speeds of the links between the ranks of a group.
 
     Attributes:
         hosts: the host of each rank.
-        between: messages from host to host.
-        inside: messages between processes of one host.
-        memory: meetings of all ranks of a host: `latency_s` for one, and the bytes of a sum in the host's memory per
-            second.
-        step_s: latency of messages that all ranks send around a ring at once, which ranks that share cores do more
-            slowly than two alone.
+        between: speed of messages between two hosts.
+        inside: speed of messages between processes of one host.
+        memory: `latency_s` of a barrier of all ranks of a host, and bandwidth of a sum in the host's memory.
+        step_s: latency of messages that all ranks send around a ring at once; it is higher than between two ranks if
+            ranks share cores.
         flat_step_s: latency of one of the 2 (n - 1) steps of the transport's own all-reduce.
     """
 
@@ -61,13 +60,13 @@ class GroupLinks:
     flat_step_s: float
 
     def all_reduce_s(self, algorithm: str, nbytes: int) -> float:
-        """Seconds of an all-reduce of `nbytes` with an algorithm: `flat`, `ring` or `hierarchical`."""
+        """Predict the seconds of an all-reduce of `nbytes` with an algorithm: `flat`, `ring` or `hierarchical`."""
         return {"flat": self.flat_s, "ring": self.ring_s, "hierarchical": self.hierarchical_s}[algorithm](nbytes)
 
     def flat_s(self, nbytes: int) -> float:
-        """Seconds of the transport's own all-reduce: a ring in the order of the ranks.
+        """Predict the seconds of the transport's own all-reduce, a ring in rank order.
 
-        Several of its messages may cross the same link at once.
+        Several of the ring's messages may cross the same link at once.
         """
         n = len(self.hosts)
         part, crossing = nbytes / n, _most_crossings(self.hosts)
@@ -75,18 +74,18 @@ class GroupLinks:
         return 2 * (n - 1) * (self.flat_step_s + slowest)
 
     def ring_s(self, nbytes: int) -> float:
-        """Seconds of a ring that crosses each link once.
+        """Predict the seconds of a ring that crosses each link once.
 
-        It takes 2 (n - 1) steps of one n-th of the tensor, as slow as the slowest link.
+        It takes 2 (n - 1) steps with one n-th of the tensor each, at the speed of the slowest link.
         """
         n = len(self.hosts)
         return 2 * (n - 1) * (self.step_s + nbytes / n / min(self.between.bandwidth, self._inside.bandwidth))
 
     def hierarchical_s(self, nbytes: int) -> float:
-        """Seconds of the hierarchical all-reduce over h hosts.
+        """Predict the seconds of the hierarchical all-reduce over h hosts.
 
-        It has two meetings in each host, and a ring over the hosts that hides the sums in memory unless these are
-        slower.
+        It has two barriers in each host, and a ring over the hosts that overlaps with the sums in memory; the slower of
+        the two counts.
         """
         h = len(set(self.hosts))
         travel = 2 * (h - 1) * nbytes / h / self.between.bandwidth
@@ -94,23 +93,23 @@ class GroupLinks:
 
     @property
     def _inside(self) -> LinkSpeed:
-        """The link inside a host; infinitely fast if no two ranks share one."""
+        """The link inside a host; infinitely fast if no two ranks share a host."""
         return self.inside if len(set(self.hosts)) < len(self.hosts) else LinkSpeed(0.0, inf)
 
 
 def _most_crossings(hosts: Sequence[int]) -> int:
-    """Messages that leave one host in a ring in rank order, at most."""
+    """Maximum number of messages that leave one host in a ring in rank order."""
     leaving = [a for a, b in pairwise((*hosts, hosts[0])) if a != b]
     return max((leaving.count(host) for host in set(leaving)), default=0)
 
 
 def ranks_by_host(group: Group) -> list[int]:
-    """The ranks ordered so that those of a host are neighbours."""
+    """Order the ranks so that ranks of one host are neighbours."""
     return sorted(range(group.size), key=lambda r: group.hosts[r]) if group.spans_hosts else list(range(group.size))
 
 
 def measure_links(group: Group) -> GroupLinks:
-    """Measure the links of a group that spans hosts. Every rank calls this and gets the same."""
+    """Measure the links of a group that spans hosts. Every rank must call this and gets the same result."""
     firsts = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
     on_hosts = [[r for r, h in enumerate(group.hosts) if h == group.hosts[first]] for first in firsts]
     fullest = max(on_hosts, key=len)
@@ -132,9 +131,9 @@ def _latency_s(group: Group, ranks: Sequence[int]) -> float:
 
 
 def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed:
-    """Latency between two ranks, and bandwidth with `ranks` all sending to the next at once."""
+    """Measure the latency between two ranks, and the bandwidth while all of `ranks` send."""
     latency_s = _latency_s(group, pair)
-    timed(group, _messages(group, ranks, _WARM))  # what a shaped link lets through at once does not tell its rate
+    timed(group, _messages(group, ranks, _WARM))  # the burst of a shaped link does not show its rate
     nbytes, time_s = _LARGE, _quickest_s(group, _messages(group, ranks, _LARGE))
     if time_s < _FAST_S:
         nbytes, time_s = _LARGER, _quickest_s(group, _messages(group, ranks, _LARGER))
@@ -142,12 +141,12 @@ def _speed(group: Group, pair: Sequence[int], ranks: Sequence[int]) -> LinkSpeed
 
 
 def _quickest_s(group: Group, call: Callable[[], None]) -> float:
-    """The shorter of two times, as other work on the hosts only slows a message."""
+    """Return the shorter of two times. Other work on the hosts only slows a message."""
     return min(timed(group, call) for _ in range(2))
 
 
 def _messages(group: Group, ranks: Sequence[int], nbytes: int) -> Callable[[], None]:
-    """Messages to the next and from the one before of some ranks. The others only wait for what these measured."""
+    """Exchange messages with the next and the previous rank. The other ranks only wait for the measurement."""
     if group.rank not in ranks or len(ranks) == 1:
         return lambda: None
     place = ranks.index(group.rank)
@@ -167,7 +166,7 @@ def _memory(group: Group) -> LinkSpeed:
 
 
 def _small_s(group: Group, call: Callable[[], None]) -> float:
-    """The median time of a call that takes little, after one that makes connections."""
+    """Measure the median time of a short call, after a call that makes the connections."""
     timed(group, call)
     once_s = timed(group, call)
     repeats = min(int(_BUDGET_S / max(once_s, 1e-9)), _MOST)
@@ -175,15 +174,15 @@ def _small_s(group: Group, call: Callable[[], None]) -> float:
 
 
 def timed(group: Group, call: Callable[[], object], repeats: int = 1) -> float:
-    """The slowest rank's median seconds of `repeats` calls, the same on every rank.
+    """Measure the slowest rank's median seconds of `repeats` calls; return the same on every rank.
 
-    All ranks begin at the same time.
+    All ranks begin together.
     """
     return timed_with_cpu(group, call, repeats)[0]
 
 
 def timed_with_cpu(group: Group, call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Seconds of calls, as `timed`, and the mean CPU seconds of a call."""
+    """Measure the seconds of calls, like `timed`, and the mean CPU seconds of a call."""
     times_s = []
     group.barrier()
     cpu_s = time.process_time()

@@ -1,4 +1,4 @@
-"""Messages between two ranks, matched with the receives that wait for them."""
+"""Messages between two ranks, and their matching with receives."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(eq=False)
 class Message:
-    """A message that is arriving, or was kept until a receive requests it.
+    """Message that is arriving, or is kept until a receive requests it.
 
     Attributes:
         call: the sender's description of the message.
-        data: memory for its bytes: that of the receive that waited for it, or its own.
+        data: memory for its bytes: the memory of the waiting receive, or its own.
     """
 
     call: Any
@@ -29,7 +29,7 @@ class Message:
 
 @dataclass(eq=False)
 class Receive:
-    """A request for the next message from one rank, or from any of several.
+    """Request for the next message from one rank, or from any of several ranks.
 
     Attributes:
         call: the receiver's description of the expected message.
@@ -52,7 +52,7 @@ class Receive:
 
 
 class Matching:
-    """Pairs the messages of one sender with receives. Those of one key are paired in order.
+    """Pairing of one sender's messages with receives. Messages with the same key are paired in order.
 
     A message that was not requested yet is kept, so that it does not block the messages behind it.
     """
@@ -62,7 +62,7 @@ class Matching:
         self._waiting: dict[Hashable, deque[Receive]] = {}
 
     def ask(self, key: Hashable, receive: Receive) -> Message | None:
-        """Return the first kept message of this key, or None; then the receive waits."""
+        """Return the first kept message of this key. If there is none, return None and queue the receive."""
         if (messages := self._kept.pop(key, None)) is None:
             self._waiting.setdefault(key, deque()).append(receive)
             return None
@@ -72,8 +72,8 @@ class Matching:
         return message
 
     def who_waits(self, key: Hashable) -> Receive | None:
-        """The first receive that waits for a message of this key."""
-        receives = self._waiting.pop(key, deque())  # another sender may have served some
+        """Return the first receive that waits for a message of this key."""
+        receives = self._waiting.pop(key, deque())  # another sender may have served some of them
         while receives:
             receive = receives.popleft()
             if receive.message is None:

@@ -22,8 +22,8 @@ from torch.distributed import DistBackendError
 
 from paceline.wire.status import generation_is_over
 
-GRACE_S = 1e-3  # for the caller to wait himself, before the thread drives what he has started
-# how long the thread looks out for more, which spares the callers from waking it each time; a look takes 20 us
+GRACE_S = 1e-3  # time for the caller to wait itself, before the thread drives its operation
+# time that the thread polls for more, which saves wake-ups by callers; a poll takes 20 us
 WATCH_S = 0.01
 
 Calls = list[Callable[[], None]]
@@ -31,10 +31,10 @@ Steps = Generator[None, None, Any]
 
 
 class Operation:
-    """One collective or message in progress.
+    """Collective or message in progress.
 
-    `waits_for` returns the peers that the operation waits for. `started` is the time when
-    the operation became the first of its queue: the deadline does not count the operations before it.
+    `waits_for` returns the peers that the operation waits for. `started` is the time when the operation became the
+    first of its queue: the deadline excludes the time of earlier operations.
     """
 
     def __init__(self, what: str, steps: Steps, deadline_s: float, waits_for: Callable[[], Sequence[Awaited]]) -> None:
@@ -47,7 +47,7 @@ class Operation:
         self._steps = steps
 
     def advance(self) -> bool:
-        """Continue as far as possible without waiting; returns True when done."""
+        """Continue as far as possible without waiting; return True when done."""
         if not self.done:
             if self.started == math.inf:
                 self.started = time.monotonic()
@@ -57,19 +57,19 @@ class Operation:
                 self.result, self.done = end.value, True
             except Exception as error:  # noqa: BLE001 - raised by `Driver.wait`
                 self.fail(error)
-            except BaseException as error:  # Ctrl-C: a second try must not find it done
+            except BaseException as error:  # after Ctrl-C a second attempt must not find it done
                 self.fail(DistBackendError(f"{self.what} was interrupted by {type(error).__name__}"))
                 raise
         return self.done
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, which `Driver.wait` raises."""
+        """End the operation with an error, which `Driver.wait` raises."""
         self._steps.close()
         self.error, self.done = error, True
 
 
 class Breakage:
-    """The error that has ended one or more queues.
+    """Error that has ended one or more queues.
 
     The first operation to fail reports the error itself; later ones report an error that refers to it.
 
@@ -88,7 +88,7 @@ class Breakage:
 
 
 class OperationQueue:
-    """Operations that run one after the other, such as a group's collectives.
+    """Queue of operations that run one after the other, such as a group's collectives.
 
     A failed operation fails the operations behind it, and those of all queues with the same breakage. That includes
     operations that are started after another rank has reported the failure.
@@ -99,7 +99,7 @@ class OperationQueue:
         self.breakage = breakage or Breakage()
 
     def advance(self) -> list[Operation]:
-        """Continue with the first operations as far as possible; returns those that are done."""
+        """Continue with the first operations as far as possible; return the finished ones."""
         done = []
         if self.breakage.error is not None and self.operations:
             self.operations[0].fail(self.breakage.error)
@@ -139,11 +139,11 @@ class Awaited(Protocol):
 
 
 class Driver(ABC):
-    """Drives operations, in the thread that waits or else in a background thread.
+    """Driver of operations, in the waiting thread or in a background thread.
 
     Attributes:
         lock: guards all state here; it is not held while an operation's completion callback runs.
-        advice: last sentence of a time-out, if nothing else explains it.
+        advice: last sentence of a time-out error, if nothing else explains it.
     """
 
     advice: ClassVar[str] = ""
@@ -159,7 +159,7 @@ class Driver(ABC):
 
     @classmethod
     def acquire(cls) -> Self:
-        """The one of this process, which lives from its first group to its last."""
+        """Return the driver of this process, which lives from the first group to the last."""
         with _SHARING:
             cls._of_process = cls._of_process or cls()
             cls._users += 1
@@ -167,7 +167,7 @@ class Driver(ABC):
 
     @classmethod
     def release(cls) -> None:
-        """Let go of what `acquire` gave; the last group's call closes it."""
+        """Release the driver from `acquire`; the last group's call closes it."""
         with _SHARING:
             cls._users -= 1
             if cls._users == 0 and cls._of_process is not None:
@@ -175,7 +175,7 @@ class Driver(ABC):
                 cls._of_process = None
 
     def start(self, queue: OperationQueue, operation: Operation) -> None:
-        """Append an operation to its queue, and continue with all as far as possible."""
+        """Append an operation to its queue, and continue with all operations as far as possible."""
         with self.lock:
             if queue.breakage.error is not None:
                 queue.fail_as_broken(operation)
@@ -186,7 +186,7 @@ class Driver(ABC):
         call_all(calls)
 
     def call_when_done(self, operation: Operation, call: Callable[[], None]) -> None:
-        """Call back from the thread that finishes the operation; at once if it is done."""
+        """Register a callback for the end of the operation. If it is already done, call back at once."""
         with self.lock:
             if not operation.done:
                 operation.on_done.append(call)
@@ -195,7 +195,7 @@ class Driver(ABC):
         call()
 
     def is_done(self, operation: Operation) -> bool:
-        """True if it is done, after continuing as far as possible."""
+        """Continue as far as possible; return True if the operation is done."""
         if not operation.done:
             with self.lock:
                 calls = self._look()
@@ -206,7 +206,7 @@ class Driver(ABC):
         """Drive everything until `operation` is done.
 
         Raises:
-            SyncError, DistBackendError: a peer is gone, did not come within the deadline, or did something else.
+            SyncError, DistBackendError: a peer is gone, missed the deadline, or made a different call.
         """
         if not operation.done:
             self.drive(lambda: operation.done)
@@ -217,11 +217,11 @@ class Driver(ABC):
         """End the background thread."""
         self._end_thread()
 
-    # What a transport adds
+    # Methods that a transport adds
 
     @abstractmethod
     def in_background(self, operation: Operation) -> None:
-        """Drive an operation soon, while nobody waits for it."""
+        """Drive an operation soon, in the background."""
 
     @abstractmethod
     def drive(self, is_over: Callable[[], bool]) -> None:
@@ -237,7 +237,7 @@ class Driver(ABC):
 
     @abstractmethod
     def _hurry(self) -> None:
-        """Have the background thread drive at once; the caller holds the lock."""
+        """Make the background thread drive at once; the caller holds the lock."""
 
     def _look(self) -> Calls:
         """Continue as far as possible without waiting; the caller holds the lock."""
@@ -246,7 +246,7 @@ class Driver(ABC):
     # For the transports; the caller holds the lock
 
     def _advance(self) -> Calls:
-        """Continue with all operations; returns the calls to be made without the lock."""
+        """Continue with all operations; return the callbacks to make without the lock."""
         done: list[Operation] = []
         for queue in list(self._busy):
             try:
@@ -255,7 +255,7 @@ class Driver(ABC):
                 done += queue.break_off(error)
             if not queue.operations:
                 del self._busy[queue]
-        # most looks find nothing done
+        # most polls find nothing done
         if not done:
             return []
         calls = [call for operation in done for call in operation.on_done]
@@ -274,16 +274,16 @@ class Driver(ABC):
                     queue.operations[0].fail(error)
 
     def failure(self, reason: str) -> Exception:
-        """Make the error of an operation that can wait no longer."""
+        """Make the error of an operation that cannot wait any longer."""
         return DistBackendError(reason)
 
     def _hopeless(self, operation: Operation) -> Exception | None:
-        """The error of an operation that can wait no longer; None while it may."""
+        """Return the error of an operation that cannot wait any longer; None while it may."""
         if generation_is_over():
             return self.failure(f"{operation.what}: the generation is over")
         waited_s = time.monotonic() - operation.started
         over = {peer: why for peer in operation.waits_for() if (why := peer.why_over())}
-        # a peer may have done its part just before it ended
+        # a peer may have finished its part just before it ended
         if reasons := [over[peer] for peer in operation.waits_for() if peer in over] if over else []:
             return self.failure(f"{operation.what} failed after {waited_s:.1f} s: {'; '.join(reasons)}")
         if waited_s > operation.deadline_s:
@@ -299,11 +299,11 @@ class Driver(ABC):
     def _start_thread(self, name: str) -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        atexit.register(self._end_thread)  # a thread that is inside torch when Python ends aborts the process
+        atexit.register(self._end_thread)  # a thread inside torch aborts the process when Python ends
 
     def _end_thread(self) -> None:
         atexit.unregister(self._end_thread)
-        if os.getpid() != self._owner:  # a fork has no such thread, and would keep its parent's awake
+        if os.getpid() != self._owner:  # a fork has no such thread, and would keep its parent's thread awake
             return
         with self.lock:
             self._ending = True
@@ -316,7 +316,7 @@ _SHARING = threading.Lock()
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Make the calls of finished operations; they may start others, and wait for them."""
+    """Make the callbacks of finished operations; they may start other operations and wait for them."""
     for call in calls:
         call()
 
@@ -326,9 +326,9 @@ def _follow_up_error(error: Exception) -> DistBackendError:
 
 
 class DrivenWork(dist.Work):
-    """torch's handle on an operation.
+    """Handle of an operation for torch.
 
-    The thread that waits on it drives the operation; for its future the background thread does.
+    The waiting thread drives the operation; for the handle's future, the background thread does.
     """
 
     def __init__(self, progress: Driver, operation: Operation, result: list[Any]) -> None:
@@ -339,10 +339,10 @@ class DrivenWork(dist.Work):
             progress.in_background(operation)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return when the result is there.
+        """Wait for the result.
 
         Raises:
-            DistBackendError: a rank is gone, or did not come in time.
+            DistBackendError: a rank is gone, or missed the deadline.
         """
         if timeout is not None and timeout.total_seconds() > 0:
             self._operation.deadline_s = timeout.total_seconds()
@@ -362,7 +362,7 @@ class DrivenWork(dist.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """The sender of a message that was received from any rank."""
+        """Sender of a message that was received from any rank."""
         self._progress.wait(self._operation)
         return int(self._operation.result)
 
@@ -386,7 +386,7 @@ class DrivenWork(dist.Work):
 
 
 class _Done(dist.Work):
-    """The handle of a collective whose caller has waited for it already."""
+    """Handle of a collective that is already done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

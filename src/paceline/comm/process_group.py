@@ -1,4 +1,4 @@
-"""Base of paceline's process groups, which maps c10d's calls to a transport's collectives."""
+"""Base class of paceline's process groups, which maps c10d's calls to a transport's collectives."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from paceline.errors import SyncError
 from paceline.job.spec import load_object
 from paceline.planning.sync_info import TRANSPORTS
 
-Options = Any  # torch's options of a collective; each kind is a class of its own
+Options = Any  # torch's options of a collective; each kind has its own class
 MessageSteps = tuple[OperationQueue, Steps, Callable[[], Sequence[Awaited]]]
-LAST_WORD_S = 1.0  # for word of a failure to reach the other ranks
+LAST_WORD_S = 1.0  # time for a failure notice to reach the other ranks
 
 
 def abort_all(last_word_s: float = LAST_WORD_S) -> None:
     """End all groups of this process, after this rank has failed.
 
-    The others may be gone, and are not waited for; messages under way to them get `last_word_s`.
+    The other ranks may be gone and are not awaited; pending messages to them get `last_word_s`.
     """
     until = time.monotonic() + last_word_s
     for group in list(_open):
@@ -42,9 +42,9 @@ _open: weakref.WeakSet[DrivenProcessGroup] = weakref.WeakSet()
 
 
 class DrivenProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are generators that a `Driver` advances.
+    """Process group whose collectives are generators that a `Driver` advances.
 
-    CPU tensors of any dtype, contiguous or not.
+    It takes CPU tensors of any dtype, contiguous or not.
 
     A transport adds the steps of its messages, `getBackendName` and `shutdown`.
     """
@@ -264,10 +264,10 @@ class DrivenProcessGroup(dist.ProcessGroup):
         """Return the same for a receive. The steps return the sender; `sender=None`: any rank."""
         raise NotImplementedError
 
-    # How they are run
+    # Execution
 
     def _start(self, what: str, steps: Steps, opts: Options, inputs: Iterable[Tensor], result: list[Any]) -> dist.Work:
-        """Start a collective, and wait for it if torch's options say so."""
+        """Start a collective, and wait for it if torch's options require it."""
         self._check_open()
         timeout = getattr(opts, "timeout", None)
         deadline_s = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._timeout_s
@@ -292,13 +292,13 @@ class DrivenProcessGroup(dist.ProcessGroup):
         return DrivenWork(self._progress, operation, [tensor])
 
     def _begin(self, queue: OperationQueue, operation: Operation, title: str, tensors: Iterable[Tensor]) -> None:
-        """Start an operation; an event with the tensors' shapes for this thread's profiler."""
+        """Start an operation, and record the tensors' shapes in this thread's profiler."""
         if not _profiler_enabled():
             self._progress.start(queue, operation)
             return
         event = _record_function_with_args_enter(f"{self.getBackendName()}:{title}", *tensors)
         self._progress.start(queue, operation)
-        # the event is over when the operation is, not when this call is
+        # the event ends with the operation, not with this call
         self._progress.call_when_done(operation, lambda: _record_function_with_args_exit(event))
 
     def end_within(self, seconds: float) -> None:
@@ -309,9 +309,9 @@ class DrivenProcessGroup(dist.ProcessGroup):
         if self._closed:
             raise SyncError("ranks.group_destroyed", "this process group was destroyed")
 
-    # What torch asks of a group
+    # Interface that torch requires
 
-    # torch asks a group for a device's backend, and the backend for its features. This group is its own backend.
+    # torch asks a group for a device's backend, and the backend for its features. This group is also the backend.
     supports_coalescing = supports_reconfigure = supports_shrinking = supports_splitting = False
     supports_time_estimate = supports_window = False
 
@@ -358,7 +358,7 @@ class DrivenProcessGroup(dist.ProcessGroup):
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """The tensor in one dimension: its own memory if contiguous, else a copy."""
+    """Return the tensor in one dimension: its own memory if contiguous, else a copy."""
     if tensor.device.type != "cpu":
         raise ValueError(
             f"this backend moves tensors of the CPU; this one is on {tensor.device}. "
@@ -380,7 +380,7 @@ def _put_all_back(flats: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _rows(flat: Tensor, tensor: Tensor, counts: Sequence[int], ranks: int) -> list[Tensor]:
-    """A flat tensor divided by rows of dim 0 for each rank; equally without counts."""
+    """Split a flat tensor by rows of dim 0 for each rank; equally without counts."""
     if not counts:
         _check_divides(tensor, ranks)
         return list(flat.chunk(ranks)) if flat.numel() else [flat] * ranks
@@ -398,7 +398,7 @@ def _check_divides(tensor: Tensor, ranks: int) -> None:
 
 
 def different_calls(first: str, other: str) -> SyncError:
-    """The error of two ranks that make different calls, each named with its rank."""
+    """Error of two ranks that make different calls; it names each call with its rank."""
     return SyncError(
         "ranks.calls_differ",
         "the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the same "
@@ -434,18 +434,18 @@ _BINARY: dict[ReduceOp.RedOpType, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
-Op = Any  # torch's ReduceOp, or a member of its enumeration
+Op = Any  # torch's ReduceOp, or a member of its enum
 
 
 class Reduction:
-    """One way to combine the tensors of several ranks."""
+    """Operation that combines the tensors of several ranks."""
 
     @classmethod
     def of(cls, op: Op, dtype: torch.dtype, size: int) -> Reduction:
-        """The way that torch's `op` names.
+        """Return the reduction that torch's `op` names.
 
         Raises:
-            ValueError: it is not offered.
+            ValueError: the operation is not supported.
         """
         return _reduction(getattr(op, "op", op), dtype, size)
 
@@ -457,13 +457,13 @@ class Reduction:
         self.name, self._binary = _BINARY[kind]
         self._divisor = size if self.name == "mean" else 0
         self._whole = not (dtype.is_floating_point or dtype.is_complex)
-        # torch has no arithmetic for 8-bit floating point: it is done in fp32 and rounded once.
+        # torch has no arithmetic for 8-bit floating point, so it is done in fp32 and rounded once.
         self._through = torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else None
 
     def into(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """Reduce `parts`, of all ranks and in their order, into `out`.
+        """Reduce the `parts` of all ranks, in rank order, into `out`.
 
-        `out` may be the first of them.
+        `out` may be the first part.
         """
         if self._through is not None:
             out.copy_(self._scaled(self._wide(parts)))
@@ -485,7 +485,7 @@ class Reduction:
                 self._binary(out, part, out=out)
 
     def scale(self, total: Tensor) -> None:
-        """Make the mean of a sum over all ranks, where a mean is asked for."""
+        """Turn a sum over all ranks into the mean, if the reduction is a mean."""
         if self._divisor and self._through is not None:
             total.copy_(self._scaled(total.to(self._through)))
         else:
@@ -507,32 +507,32 @@ _reduction = cache(Reduction)
 
 
 class Collectives(Protocol):
-    """The collectives of one group, on flat and contiguous tensors.
+    """Collectives of one group, on flat and contiguous tensors.
 
-    The process group copies other tensors. Each collective is a generator that yields while it waits.
-    Reductions have the same bits on every rank.
+    The process group copies other tensors. Each collective is a generator that yields while it waits. Results of
+    reductions have the same bits on every rank.
     """
 
     rank: int
     size: int
 
     def waits_for(self) -> Sequence[Awaited]:
-        """The peers that the current collective waits for."""
+        """Peers that the current collective waits for."""
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
-        """Replace `tensor` by the combination of all ranks'."""
+        """Replace `tensor` with the reduction over all ranks."""
 
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
-        """Replace `tensor` on rank `root` by the combination of all ranks'."""
+        """Replace `tensor` on rank `root` with the reduction over all ranks."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """Replace `tensor` by that of rank `root`."""
+        """Replace `tensor` with the tensor of rank `root`."""
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """Give every rank the tensors of all."""
+        """Give every rank the tensors of all ranks."""
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Steps:
-        """Give rank `root` the tensors of all; the others have no outputs."""
+        """Give rank `root` the tensors of all ranks; the other ranks have no outputs."""
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Steps:
         """Send `tensors[r]` of rank `root` to each rank r; other ranks have no tensors."""
@@ -541,17 +541,17 @@ class Collectives(Protocol):
         """Give rank r the reduction of all ranks' `inputs[r]`, each of `output`'s size."""
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-        """Give rank r this rank's `inputs[r]`, and get `outputs[r]` from it. Sizes may differ from pair to pair."""
+        """Send `inputs[r]` to each rank r, and receive `outputs[r]` from it. Sizes may differ between pairs."""
 
     def barrier(self) -> Steps:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
 
 
 def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps:
-    """Replace a sparse tensor by the sum of all ranks'.
+    """Replace a sparse tensor with the sum over all ranks.
 
     Raises:
-        ValueError: another reduction than the sum.
+        ValueError: the reduction is not a sum.
     """
     if op != ReduceOp.SUM:
         raise ValueError(f"sparse tensors can only be summed, not {op}")
@@ -565,20 +565,20 @@ def all_reduce_sparse(collectives: Collectives, tensor: Tensor, op: Op) -> Steps
     yield from collectives.all_gather([part.view(-1) for part in parts], padded.view(-1))
     total = sum_of_rows([part[: int(count)] for part, count in zip(parts, counts, strict=True)], own)
     with torch.no_grad():
-        tensor.copy_(total)  # not of `tensor.detach()`, whose indices and values are others once they are replaced
+        tensor.copy_(total)  # not of `tensor.detach()`, which keeps the old indices and values when they are replaced
 
 
 def rows_to_send(own: Tensor) -> Tensor:
-    """A sparse tensor's n indices and values as bytes (n, bytes)."""
+    """Return a sparse tensor's n indices and values as bytes, shape (n, bytes)."""
     values = own._values().reshape(own._nnz(), math.prod(own._values().shape[1:]))
     return torch.cat([_packed(own._indices().t()).view(torch.uint8), _packed(values).view(torch.uint8)], 1)
 
 
 def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The coalesced sum of all ranks' rows (see `rows_to_send`), added up in the order of ranks.
+    """Return the coalesced sum of all ranks' rows (see `rows_to_send`), added in rank order.
 
     Args:
-        like: a sparse tensor of the shapes and dtype of the sum.
+        like: a sparse tensor with the shapes and dtype of the sum.
     """
     rows, index_bytes = torch.cat(list(of_ranks)), 8 * like.sparse_dim()
     indices = _packed(rows[:, :index_bytes]).view(torch.int64).t()
@@ -587,18 +587,18 @@ def sum_of_rows(of_ranks: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def _packed(rows: Tensor) -> Tensor:
-    """A copy that can be viewed as any dtype."""
-    # a tensor of one row counts as contiguous with any stride
+    """Make a copy that can be viewed as any dtype."""
+    # torch treats a tensor of one row as contiguous with any stride
     return rows.clone(memory_format=torch.contiguous_format)
 
 
 def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """A coalesced sparse tensor; values of one place are added up in their order."""
+    """Make a coalesced sparse tensor; values with equal indices are added in order."""
     make = partial(torch.sparse_coo_tensor, size=shape, check_invariants=False)
     of_rows = len(indices) == 1 and values.dim() == 2 and values.dtype in (torch.float32, torch.float64)
     if not (of_rows and values.is_cpu and len(values)):
         return make(indices, values).coalesce()
-    # as `coalesce` does, with one vectorised pass over the values
+    # like `coalesce`, with one vectorized pass over the values
     ascending, order = indices[0].sort(stable=True)
     once, counts = ascending.unique_consecutive(return_counts=True)
     first = counts.cumsum(0) - counts
@@ -606,15 +606,15 @@ def added_up(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Transport:
-    """Transport behind a `Group`; this base is that of torch's own process groups.
+    """Transport behind a `Group`; this base class serves torch's own process groups.
 
-    A process group of paceline, or of another package, that has memory of its own returns a subclass as its attribute
+    A process group with its own memory, of paceline or another package, provides a subclass as its attribute
     `transport`.
 
     Attributes:
-        name: as in a plan (`shm`, `tcp`, `gloo`), or torch's name of an accelerator's.
+        name: name in a plan (`shm`, `tcp`, `gloo`), or torch's name of an accelerator's backend.
         shares_memory: True if tensors from `empty` lie in memory that all ranks share.
-        unauthenticated: connections without the run's key that this rank has turned away so far.
+        unauthenticated: number of connections without the run's key that this rank has rejected so far.
     """
 
     shares_memory = False
@@ -624,26 +624,26 @@ class Transport:
         self.name = name
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros in the transport's memory; None where it has none. All ranks ask for it together."""
+        """Allocate zeros in the transport's memory, or return None. All ranks must call it together."""
         return None
 
     def release(self, tensor: Tensor) -> None:
         """Free a tensor from `empty`."""
 
     def place_of(self, tensor: Tensor) -> tuple[int, int]:
-        """Arena and byte offset of a contiguous tensor; arena 0 is no shared memory.
+        """Arena and byte offset of a contiguous tensor; arena 0 means not in shared memory.
 
-        They are equal on ranks whose tensors have the same place.
+        Both are equal on ranks whose tensors have the same place.
         """
         return 0, 0
 
     def everywhere(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' memory at the place of this rank's tensor, where memory is shared."""
+        """Return all ranks' memory at the place of this rank's tensor, if memory is shared."""
         raise NotImplementedError(f"{self.name} shares no memory")
 
 
 def transport_of(group: dist.ProcessGroup | None) -> Transport:
-    """Transport of a process group; `none` without one, as a rank alone."""
+    """Return the transport of a process group; a single rank without a group has `none`."""
     if group is None:
         return Transport("none")
     own = getattr(group, "transport", None)
@@ -651,13 +651,13 @@ def transport_of(group: dist.ProcessGroup | None) -> Transport:
 
 
 def register(name: str) -> None:
-    """Register a plan's transport with torch, so that `new_group` takes its name.
+    """Register a plan's transport with torch, so that `new_group` accepts its name.
 
     Raises:
-        PlanError: it is another package's, and its description cannot be loaded.
-        JobError: what it names cannot be imported.
+        PlanError: the transport's package or its description cannot be loaded.
+        JobError: the class or function that it names cannot be imported.
     """
-    # Packages are not looked for where the name is built in.
+    # Packages are not searched if the name is built in.
     known = name in TRANSPORTS.built_in or name in TRANSPORTS.installed
     if not known or (path := TRANSPORTS[name].backend) is None:
         return

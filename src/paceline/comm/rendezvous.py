@@ -25,17 +25,17 @@ from paceline.wire.key import RunKey, name_of, own_key
 from paceline.wire.status import GenerationOver, generation_is_over, generations_are_watched
 from paceline.wire.store import StoreClient, StoreServer
 
-_TORCHS_PLACE = "torch's store"  # key under which rank 0 says where it serves that one
-_open: list[ChannelStore | StoreServer] = []  # torch holds only the C++ part of a store, so it is kept here
+_TORCHS_PLACE = "torch's store"  # key under which rank 0 publishes the address of that store
+_open: list[ChannelStore | StoreServer] = []  # torch holds only the C++ part of a store
 
 
 def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: int) -> Store:
-    """The store in which the ranks meet, scoped by attempt and number of joins.
+    """Return the store in which the ranks meet, scoped by attempt and number of joins.
 
-    So neither a restarted run nor ranks that meet again read earlier keys.
+    Thus a restarted run, or ranks that meet again, do not read earlier keys.
 
     Raises:
-        LaunchError: it cannot be reached or served.
+        LaunchError: the store cannot be reached or served.
         GenerationOver: another generation has begun meanwhile.
     """
     try:
@@ -57,10 +57,10 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
 
 
 def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) -> tuple[Store, str | None]:
-    """A store of torch's own, and a note on where it listens.
+    """Return a store of torch's own, and a note on where it listens.
 
-    For libraries that take no other. Rank 0 serves it on the cluster's address, and says where in `store`. There is no
-    note where `store` is one already.
+    It is for libraries that accept no other store. Rank 0 serves it on the cluster's address, and publishes the port in
+    `store`. There is no note if `store` already is a store of torch's own.
     """
     if not _open:
         return store, None
@@ -83,13 +83,13 @@ def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) 
 
 
 def drop_torchs_port() -> None:
-    """Close the socket that the launcher opened for torch's own store, where nothing needs that."""
+    """Close the launcher's socket for torch's own store if it is not needed."""
     if (listening := take_store_fd()) is not None:
         os.close(listening)
 
 
 def close_stores() -> None:
-    """Close this rank's connections to the channel's store, and the store where it serves it."""
+    """Close this rank's connections to the channel's store, and any store that it serves."""
     while _open:
         _open.pop().close()
 
@@ -107,10 +107,10 @@ def _channels(place: str, key: RunKey | None, deadline_s: float) -> Store:
 
 
 def _behind_key(environment: RankEnvironment, key: RunKey, deadline_s: float, number: int) -> Store:
-    """The channel's store of ranks without a launcher of ours, served by rank 0.
+    """Return the channel's store of ranks without paceline's launcher, served by rank 0.
 
-    Under torchrun, whose agent has the port, the place is told through the agent's store: who changes it there ends the
-    run, and does not enter it.
+    Under torchrun the agent owns the port, so the address is published in the agent's store. An attacker that changes
+    it there can end the run, but cannot enter it.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         where = environment.master_address, environment.master_port
@@ -148,7 +148,7 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
 
 
 def _listen(address: str, port: int) -> int:
-    """A socket that listens on the cluster's address only; TCPStore alone would use every interface."""
+    """Listen on the cluster's address only; TCPStore by itself would use every interface."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,10 +158,10 @@ def _listen(address: str, port: int) -> int:
 
 
 def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, value: Any) -> list[Any]:
-    """Exchange one JSON value per rank through the store. Returns the values, by rank.
+    """Exchange one JSON value per rank through the store. Return the values by rank.
 
     Raises:
-        LaunchError: ranks did not come in time; the error names them.
+        LaunchError: ranks did not arrive in time; the error names them.
         GenerationOver: another generation has begun meanwhile.
     """
     keys = [f"transport/{what}/{r}" for r in range(size)]
@@ -185,14 +185,14 @@ def tell_all(store: Store, what: str, rank: int, size: int, timeout_s: float, va
 
 
 T = TypeVar("T")
-_LOOK_S = 0.05  # between two looks at whether the generation is over
+_LOOK_S = 0.05  # between two checks for the end of the generation
 
 
 class ChannelStore(Store):
-    """A store whose server only processes of the run reach.
+    """Store whose server only accepts processes of the run.
 
-    torch's own objects hold the C++ part of it alone: whoever makes it keeps it for as long as they live. Its errors
-    are those of torch's `TCPStore`: DistStoreError after a deadline, DistNetworkError where the server is lost.
+    torch's objects hold only the C++ part of it, so its creator must keep a reference for as long as they live. Its
+    errors are those of torch's `TCPStore`: DistStoreError after a deadline, DistNetworkError if the server is lost.
     """
 
     def __init__(self, client: StoreClient) -> None:
@@ -247,14 +247,14 @@ class ChannelStore(Store):
         return self._ask(self._client.num_keys)
 
     def has_extended_api(self) -> bool:
-        """True: `append`, `multi_get` and `multi_set` are there."""
+        """True: `append`, `multi_get` and `multi_set` are supported."""
         return True
 
-    # by these names torch's C++ calls them
+    # torch's C++ calls them by these names
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _came(self, keys: Sequence[str], *, deadline_s: float) -> bool:
-        """True once all keys are there; False after a short wait."""
+        """Return True once all keys exist; False after a short wait."""
         try:
             self._client.wait(keys, max(0.0, min(deadline_s, _LOOK_S)))
         except DeadlineError:
@@ -268,7 +268,7 @@ class ChannelStore(Store):
         return float(self.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def _ask(self, call: Callable[..., T], *arguments: Any, deadline_s: float | None = None) -> T:
-        """Call with a deadline, this store's by default, and fail as torch's store does."""
+        """Call with a deadline, this store's by default, and fail like torch's store."""
         try:
             return call(*arguments, deadline_s=self._deadline_s if deadline_s is None else deadline_s)
         except DeadlineError as error:
@@ -282,30 +282,30 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def register(store: Store | None, rank: int) -> None:
-    """Publish this rank's process id, so that others can see later whether it has died."""
+    """Publish this rank's process id, so that other ranks can detect its death later."""
     if store is not None:
         store.set(f"process/{rank}", f"{_processes()} {os.getpid()}")
 
 
 def _processes() -> str:
-    """An identity that is equal for processes that see each other's process ids.
+    """Identity that is equal for processes that see each other's process ids.
 
-    Containers of a host may each count their own.
+    Each container of a host may have its own process ids.
     """
     return f"{host_identity()}@{os.readlink('/proc/self/ns/pid') if os.path.exists('/proc/self/ns/pid') else ''}"
 
 
 def missing_ranks(store: Store | None, rank: int, size: int, failure: int, patience_s: float = 2.0) -> list[int] | None:
-    """The ranks that do not report their failure number `failure`.
+    """Return the ranks that do not report their failure number `failure`.
 
-    None if there is no store to ask, or it does not answer. Ranks of this host that have ended are not waited for, the
-    others for `patience_s`.
+    None if there is no store, or it does not answer. The wait for other ranks is `patience_s`, except for ranks of this
+    host that have ended.
     """
     if store is None:
         return None
     found: list[list[int]] = []
-    # In a thread: where the link to the store's host is what failed, its calls last as long as the deadline that has
-    # just passed.
+    # In a thread: if the link to the store's host has failed, each call takes as long as the deadline that has just
+    # passed.
     asking = threading.Thread(target=lambda: found.append(_ask(store, rank, size, failure, patience_s)), daemon=True)
     asking.start()
     asking.join(patience_s + 1.0)
@@ -323,19 +323,19 @@ def _ask(store: Store, rank: int, size: int, failure: int, patience_s: float) ->
             if all(_has_ended(store, r) for r in missing) or time.monotonic() > until:
                 return missing
             time.sleep(0.02)
-    except RuntimeError:  # the store went down with the rank that served it
+    except RuntimeError:  # the store ended with the rank that served it
         return [0] if rank else []
 
 
 def _has_ended(store: Store, rank: int) -> bool:
-    """True if a rank is known as a process of this host that has ended."""
+    """True if a rank is known to have ended, as a process of this host."""
     if not store.check([f"process/{rank}"]):
         return False
     host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
     if host != _processes():
         return False
     try:
-        # dead, and its parent has not looked yet
+        # dead, but not reaped by its parent yet
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True

@@ -1,9 +1,10 @@
-"""The ring of an all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
+"""Ring all-reduce: a pipelined reduce-scatter and all-gather around some ranks.
 
 Every rank sends 2 (n - 1) / n of the tensor, the least that is possible: Patarasuk & Yuan, 2009, "Bandwidth Optimal
-All-reduce Algorithms for Clusters of Workstations". A chunk is passed on as soon as it has arrived and was added, while
-others are still under way. Every element is summed along the ring by one chain of ranks and then copied, so that it has
-the same bits everywhere. The algorithm `ring` runs it over any group, the transport `tcp` within its collectives.
+All-reduce Algorithms for Clusters of Workstations". A chunk is forwarded as soon as it has arrived and was added, while
+others are still in transit. Every element is summed along the ring by one chain of ranks and then copied, so that it
+has the same bits on all ranks. The algorithm `ring` runs it over any group; the transport `tcp` runs it within its
+collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from paceline.comm.group import Messages
 from paceline.comm.process_group import Reduction
 
-CHUNK_BYTES = 2**18  # large against the cost of starting a message, small against what a rank sends
+CHUNK_BYTES = 2**18  # large compared with the cost of a message, small compared with the bytes that a rank sends
 IN_FLIGHT = 4  # chunks: one arrives, one is added, and the others wait in the buffers of the connection
 
 T = TypeVar("T")
@@ -29,20 +30,20 @@ OnChunk = Callable[[int, int], object]  # arguments: first and end index of a ch
 
 
 class Wait(Protocol):
-    """Messages under way."""
+    """Handle of messages in transit."""
 
     def wait(self) -> None:
-        """Return when they are received and sent."""
+        """Wait until they are received and sent."""
 
 
 class Wires(Protocol):
-    """The part of a group that a ring needs: messages between ranks."""
+    """Interface of a group that a ring needs: messages between ranks."""
 
     rank: int
     size: int
 
     def start_exchange(self, send: Messages, receive: Messages) -> Wait:
-        """Begin to send and receive contiguous tensors, to and from ranks."""
+        """Begin to send and receive contiguous tensors."""
 
 
 def ring_all_reduce(
@@ -55,15 +56,15 @@ def ring_all_reduce(
     finish: OnChunk | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
-    """Replace a flat contiguous tensor by the sum or maximum over the ranks.
+    """Replace a flat contiguous tensor with the sum or maximum over the ranks.
 
     Args:
         order: the ranks around the ring; ascending by default. Neighbours should be near each other.
-        prepare: called for every chunk before its elements are read, while other chunks are under way.
-        finish: called for every chunk when its elements are final, while other chunks are under way.
+        prepare: called for every chunk before its elements are read, while other chunks are in transit.
+        finish: called for every chunk when its elements are final, while other chunks are in transit.
 
     Raises:
-        SyncError: a rank is gone, or did not come within the deadline (from `wires`).
+        SyncError: a rank is gone, or missed the deadline (from `wires`).
     """
     ranks = list(order) if order is not None else list(range(wires.size))
     n, place = len(ranks), ranks.index(wires.rank)
@@ -87,7 +88,7 @@ def ring_all_reduce(
         finish=finish,
     )
     traced, shown = torch._C._autograd._profiler_enabled(), -1
-    with ExitStack() as span:  # a step's span in the profiler's trace, until its last chunk has arrived
+    with ExitStack() as span:  # span of a step in the profiler's trace, until its last chunk has arrived
         for step, exchange in moves:
             if traced and step != shown:
                 span.close()
@@ -111,27 +112,27 @@ def around(
     prepare: OnChunk | None = None,
     finish: OnChunk | None = None,
 ) -> Iterator[tuple[int, T]]:
-    """Some of the 2 (n - 1) steps of a ring all-reduce among n ranks.
+    """Run some of the 2 (n - 1) steps of a ring all-reduce among n ranks.
 
-    After the first half the rank at place p has the sum of all ranks' share p, after the second the sums of all shares.
-    In step t it receives share p - t - 2 from the place before; what it received, it passes on in the next step.
+    After the first half the rank at place p has the sum of all ranks' share p; after the second half it has the sums of
+    all shares. In step t it receives share p - t - 2 from the previous place, and forwards it in the next step.
 
     Args:
         shares: n flat tensors; a share has the same length on every rank.
-        start: begins to send a tensor to the next place and to receive another from the one before. Either may be
+        start: begins to send a tensor to the next place and to receive another from the previous place. Either may be
             empty if there are fewer elements than places.
         chunk: number of elements that are sent at once.
-        ahead: maximum number of chunks under way.
-        reduction: how to combine what is received in the first half.
-        prepare, finish: as of `ring_all_reduce`; elements are counted over all shares.
+        ahead: maximum number of chunks in transit.
+        reduction: operation for the first half.
+        prepare, finish: as in `ring_all_reduce`; elements are counted over all shares.
 
     Yields:
-        A step and what `start` returned, which the caller waits for before the ring goes on.
+        A step and the handle from `start`, which the caller waits for before the ring continues.
     """
     n, summing = len(shares), len(shares) - 1  # steps of the first half
     begins = [0, *accumulate(map(len, shares))]
     chunks = max(1, -(-max(map(len, shares)) // max(1, chunk)))
-    # A chunk is sent once it has arrived in the previous step, so at most one step's chunks are under way.
+    # A chunk is sent once it has arrived in the previous step, so at most one step's chunks are in transit.
     window = min(ahead, chunks)
     buffers = [shares[0].new_empty(chunk) for _ in range(window if steps.start < summing else 0)]
     under_way: deque[tuple[int, int, Tensor, Tensor, T]] = deque()
@@ -143,10 +144,10 @@ def around(
         return begin + skipped, whole[skipped : skipped + chunk]
 
     def end() -> Iterator[tuple[int, T]]:
-        """Wait for the oldest chunk and add it up; if it is final, call `finish`."""
+        """Wait for the oldest chunk and add it; if it is final, call `finish`."""
         step, at, own, target, exchange = under_way.popleft()
         if prepare is not None and step < summing:
-            prepare(at, at + len(own))  # while it is on its way
+            prepare(at, at + len(own))  # while it is in transit
         yield step, exchange
         if step < summing:
             assert reduction is not None

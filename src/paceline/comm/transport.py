@@ -25,20 +25,20 @@ from paceline.job.spec import load_object
 from paceline.planning.sync_info import BETWEEN_HOSTS, TRANSPORTS, WITHIN_HOST, WITHOUT_SHARED_MEMORY
 from paceline.rank_environment import ENCRYPT
 
-SEVERAL_HOSTS = "the ranks are on several hosts"  # also what `pg_options` of a `tcp` group say where that is known
+SEVERAL_HOSTS = "the ranks are on several hosts"  # also in `pg_options` of a `tcp` group, if known
 
 
 def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) -> tuple[str, str | None]:
-    """The backend for ranks on CPUs, the same on all of them.
+    """Choose the backend for ranks on CPUs, the same on all ranks.
 
-    `auto` is `shm` where all can share memory; between several hosts `tcp`; else, on one host, `gloo`, and then why.
-    Between hosts `tcp`, which encrypts and survives a link that is cut, takes as long as gloo's plaintext: 0.97 to
-    0.99 of its speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback, two ranks, it has 0.83 of it (1.23
-    with encrypt=off) for 16 MiB, and takes a fifth of its time for 1 KiB (`benchmarks/hosts.py`). Where `tcp` is asked
-    for, groups whose ranks are all on one host are shared memory under that name.
+    `auto` is `shm` if all ranks can share memory, and `tcp` between several hosts; else, on one host, it is `gloo`, and
+    the reason is returned. Between hosts `tcp`, which encrypts and survives a cut link, is about as fast as gloo's
+    plaintext: 0.97 to 0.99 of gloo's speed for 16 MiB over emulated links of 1 Gbit/s. Over loopback with two ranks, it
+    has 0.83 of gloo's speed (1.23 with encrypt=off) for 16 MiB, and takes a fifth of gloo's time for 1 KiB
+    (`benchmarks/hosts.py`). With `tcp`, groups whose ranks are all on one host use shared memory under that name.
 
     Raises:
-        ClusterError: the transport that is asked for cannot be had.
+        ClusterError: the requested transport is not available.
     """
     if size == 1:
         return WITHOUT_SHARED_MEMORY, None
@@ -61,10 +61,10 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
 
 
 def encrypts() -> bool:
-    """True unless PACELINE_ENCRYPT=off has tensors travel between hosts as they are.
+    """True unless PACELINE_ENCRYPT=off sends tensors between hosts in plaintext.
 
     Raises:
-        LaunchError: it is neither on nor off.
+        LaunchError: the variable is neither on nor off.
     """
     wanted = os.environ.get(ENCRYPT, "on")
     if wanted not in ("on", "off"):
@@ -81,9 +81,9 @@ def _note(transport: str) -> str | None:
 
 
 def why_not_shared(store: Store, rank: int, size: int, timeout_s: float) -> str | None:
-    """The reason why some rank cannot share memory with all others, or None.
+    """Return the reason why some rank cannot share memory with all others, or None.
 
-    It is found out by trying, and told to all.
+    The ranks try it, and exchange the results.
     """
     own, reason = None, why_no_shared_memory()
     try:
@@ -112,23 +112,24 @@ def _try(attempt: Callable[[], object]) -> str | None:
     return None
 
 
-# how often each set of ranks was asked for, by parent
+# number of requests for each set of ranks, by parent
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 
 def make_process_group(
     parent: dist.ProcessGroup, ranks: Sequence[int], deadline_s: float, *, share_memory: bool, spread: bool
 ) -> tuple[dist.ProcessGroup, Store]:
-    """A process group of some ranks of `parent`, and the store that they met in.
+    """Make a process group of some ranks of `parent`; return it and its store.
 
     `ranks` are numbers in `parent`, ascending.
 
-    Only these ranks call it, all of them. With `share_memory` they are on one host, and talk over its memory where that
-    is allowed; else the group has the parent's backend. `spread`: they are known to be on several hosts.
+    All of these ranks must call it, and no others. With `share_memory` they are on one host, and use shared memory if
+    possible; else the group has the parent's backend. `spread`: the ranks are known to be on several hosts.
 
-    `dist.new_group` names a group made by its members alone by the number of groups that each process has. Ranks that
-    made different groups before would wait under different names, and one made again would find the keys of its
-    predecessor. So the name comes from here: the parent's, the ranks, and how often these asked.
+    If only its members make a group, `dist.new_group` derives its name from the number of groups in each process. Ranks
+    that made different groups before would wait under different names, and a group that is made again would find the
+    keys of its predecessor. The name is therefore made here, from the parent's name, the ranks, and the number of
+    requests.
     """
     everyone = dist.get_process_group_ranks(parent)
     members = [everyone[r] for r in ranks]
@@ -166,7 +167,7 @@ def make_process_group(
 def _not_split_from_the_default_group() -> Iterator[None]:
     """Prevent a split of the default group's communicator.
 
-    With a default group that is bound to a device it would, and every rank of that would have to take part.
+    A default group that is bound to a device would be split, and every rank of it would have to take part.
     """
     default = distributed_c10d._get_default_group()
     device = default.bound_device_id

@@ -1,5 +1,5 @@
-"""Typed messages between a run's processes, which unauthenticated peers cannot read, send or delay.
+"""Typed, authenticated messages between a run's processes.
 
-Read `key` (which processes belong to the run) and `listener` (which connections are accepted), then `connection`;
-`store` is the rendezvous on top.
+Unauthenticated peers cannot read, send or delay messages. Read `key` (which processes belong to the run) and `listener`
+(which connections are accepted), then `connection`; `store` is the rendezvous store on top of them.
 """

@@ -1,10 +1,10 @@
 """Typed messages between two processes, over TLS between hosts or a Unix socket within one.
 
-A message is a `msgspec.Struct` with a tag, packed by msgpack behind its length. Nothing is unpickled, a length beyond
-the limit ends the connection before any memory is taken, and memory grows only with bytes that have come.
+A message is a `msgspec.Struct` with a tag, encoded by msgpack after its length. Nothing is unpickled. A length above
+the limit ends the connection before any memory is allocated, and memory grows only with received bytes.
 
-A length is 4 bytes. Its highest bit says that 8 more follow, which announce as many bytes behind the message: these go
-straight into memory of their own, and their limit is 0 unless a connection is made with one.
+A length has 4 bytes. If its highest bit is set, 8 more bytes follow with the size of an attachment after the message.
+The attachment is received directly into separate memory; its limit is 0 by default.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from paceline.files import user_name
 from paceline.wire.key import RunKey, has_key, name_of, short_path, user_of_peer
 from paceline.wire.silence import end_when_silent, is_heard, patience_s, unanswered
 
-LIMIT_BYTES = 2**22  # of a message
+LIMIT_BYTES = 2**22  # bytes of a message
 _LENGTH, _ATTACHED = struct.Struct("!I"), struct.Struct("!Q")
 _HAS_ATTACHED = 2**31
 
 
 def _untouched_memory(nbytes: int) -> memoryview:
-    """Memory that the system gives page by page, as it is written."""
+    """Allocate memory that the system provides page by page on first write."""
     return memoryview(mmap.mmap(-1, nbytes))
 
 
 class FrameLimits(NamedTuple):
-    """Limits of what may come: messages alone, unless a connection is made with more.
+    """Limits of received data; by default, messages without attachments.
 
     Attributes:
-        attached_bytes: of the memory beside a message.
-        message_bytes: of a message; not more than what is sent.
-        memory: makes memory that costs nothing until it is written.
-        descriptors: number of those that came along and were not yet taken; of Unix sockets only.
+        attached_bytes: size of the memory attached to a message.
+        message_bytes: size of a message; at most the limit for sending.
+        memory: allocates memory that costs nothing until it is written.
+        descriptors: number of received descriptors that were not taken yet; Unix sockets only.
     """
 
     attached_bytes: int = 0
@@ -59,14 +59,14 @@ class FrameLimits(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The bytes of a message, and what is attached to it."""
+    """Bytes of a message, and the memory attached to it."""
 
     body: bytes
     attached: memoryview | None = None
 
 
 def begin_of(body: bytes, attached_bytes: int) -> bytes:
-    """The frame of a message, to which the attached bytes are still to be added.
+    """Begin the frame of a message, to which attached bytes can be added.
 
     Raises:
         ChannelError: the message is too long.
@@ -84,25 +84,25 @@ def begin_of(body: bytes, attached_bytes: int) -> bytes:
 
 
 class Incoming:
-    """Makes frames of bytes as they come."""
+    """Parser of received bytes into frames."""
 
     def __init__(self, limits: FrameLimits) -> None:
         self._limits = limits
         self._bytes: bytes | bytearray = b""
-        self._at = 0  # what lies before was taken
+        self._at = 0  # the bytes before were taken
         self._body = b""
-        self._memory: memoryview | None = None  # attached to the message under way
+        self._memory: memoryview | None = None  # memory attached to the current message
         self._filled = 0
 
     @property
     def holds_bytes(self) -> bool:
-        """True if `next` may have a frame without any further bytes."""
+        """True if `next` may return a frame without further bytes."""
         return self._at < len(self._bytes)
 
     def add(self, data: bytes) -> None:
-        """Take bytes that have come."""
+        """Add received bytes."""
         if self._at == len(self._bytes):
-            self._bytes, self._at = data, 0  # a whole frame, most often
+            self._bytes, self._at = data, 0  # usually a whole frame
             return
         if not isinstance(self._bytes, bytearray):
             self._bytes, self._at = bytearray(self._bytes[self._at :]), 0
@@ -112,18 +112,18 @@ class Incoming:
         self._bytes += data
 
     def target(self) -> memoryview | None:
-        """Memory for the next bytes, accounted for by `advance`; None where `add` takes them."""
+        """Return the memory for the next bytes, or None if `add` takes them. Call `advance` afterwards."""
         return None if self._memory is None else self._memory[self._filled :]
 
     def advance(self, count: int) -> None:
-        """Account for bytes that have come straight into `target`."""
+        """Account for bytes that were received directly into `target`."""
         self._filled += count
 
     def next(self) -> Frame | None:
-        """The next frame, or None while it is not whole.
+        """Return the next frame, or None while it is incomplete.
 
         Raises:
-            ChannelError: more is announced than the limits allow.
+            ChannelError: an announced size exceeds the limits.
         """
         if self._memory is None:
             frame = self._begin()
@@ -135,7 +135,7 @@ class Incoming:
         return frame
 
     def _begin(self) -> Frame | None:
-        """Read the length, and the message behind it."""
+        """Read the length, and the message after it."""
         held, begin = self._bytes, self._at + _LENGTH.size
         if len(held) < begin:
             return None
@@ -167,31 +167,31 @@ class Incoming:
         return None
 
 
-GREETING = b"pace"  # from the end that accepts, once it knows who the other is
+GREETING = b"pace"  # sent by the accepting end, once it has authenticated the other
 HANDSHAKE_S = 5.0
-_BACKLOG_LIMIT = 2**26  # bytes that wait for a peer that reads nothing
+_BACKLOG_LIMIT = 2**26  # pending bytes for a peer that does not read
 _PIECE = 2**14  # bytes of a TLS record
 _SENT_AT_ONCE = 2**20  # bytes
 _INT_BYTES = array.array("i").itemsize
 _SEND_S = 60.0
-_LONG_RTO_S = 0.3  # the least is 0.2: then the way has held packets up
-_REACH_S = 2.0  # for the kernel of the other machine, which answers however busy its processes are
-_PAUSES_S = (0.02, 0.5)  # between attempts to connect, the first and the longest
+_LONG_RTO_S = 0.3  # the minimum is 0.2: above it, the network has delayed packets
+_REACH_S = 2.0  # for the kernel of the other machine, which answers even if its processes are busy
+_PAUSES_S = (0.02, 0.5)  # between attempts to connect: first and longest
 _LIMITS = FrameLimits()
 _CLOSED_ON_EXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connection:
-    """One end of a connection whose other end has proved to belong to the run.
+    """One end of a connection whose other end has proved membership in the run.
 
-    Any thread may send; one at a time receives.
+    Any thread may send; only one thread at a time may receive.
 
     Args:
-        link: connected, and authenticated.
-        messages: what may come: a tagged Struct, or a union of them.
+        link: connected and authenticated socket.
+        messages: type of received messages: a tagged Struct, or a union of them.
         peer: name of the other end, for errors.
-        limits: of what may come.
+        limits: limits of received data.
     """
 
     def __init__(self, link: socket.socket, messages: Any, peer: str, limits: FrameLimits = _LIMITS) -> None:
@@ -203,15 +203,15 @@ class Connection:
         self._descriptors_room = socket.CMSG_SPACE(limits.descriptors * _INT_BYTES)
         self._incoming = Incoming(limits)
         self._outgoing: deque[_Outgoing] = deque()
-        self._kept_bytes = 0  # of `_outgoing`, but for what is attached
+        self._kept_bytes = 0  # bytes of `_outgoing`, without attachments
         self._descriptors: deque[int] = deque()
         self._given_back: list[Any] = []
-        self._lock = threading.Lock()  # TLS serves one thread at a time
+        self._lock = threading.Lock()  # TLS can be used by one thread at a time
         self._lost = False
 
     @property
     def lost(self) -> bool:
-        """True once it has failed or was closed: nothing comes or goes any more."""
+        """True once the connection has failed or was closed."""
         return self._lost
 
     @property
@@ -220,13 +220,13 @@ class Connection:
         return self._link.family == socket.AF_UNIX
 
     def is_unanswered(self, for_s: float, packets: int) -> bool:
-        """True if the other end's kernel has acknowledged nothing for so long.
+        """True if the other end's kernel has acknowledged nothing for this long.
 
-        And if nothing came from there on other connections, as it does on a link that is full. Where round trips were
-        long before, twice the retransmission timeout, if that is longer.
+        In addition, no other connection from that host may have received data, as it does on a full link. If round
+        trips were long before, the limit is at least twice the retransmission timeout.
 
         Args:
-            packets: that were sent since, at least, unless one was sent again.
+            packets: minimum number of packets sent since then, unless one was retransmitted.
         """
         with self._lock:
             again, sent, silent_s = (False, 0, 0.0) if self._lost else unanswered(self._link)
@@ -237,13 +237,13 @@ class Connection:
             return silent_s > limit_s and not is_heard(self._link, limit_s)
 
     def end_when_silent(self, silent_s: int) -> None:
-        """Be lost once the kernel of the other host is silent for about so long."""
+        """End the connection once the other host's kernel is silent for about this long."""
         if not self.is_within_host:
-            with self._lock, suppress(OSError):  # it has ended, as the next call says
+            with self._lock, suppress(OSError):  # it has ended; the next call raises the error
                 end_when_silent(self._link, silent_s)
 
     def fileno(self) -> int:
-        """The descriptor, to wait on; -1 once closed."""
+        """Return the descriptor, for polling; -1 once closed."""
         return self._link.fileno()
 
     def send(
@@ -254,15 +254,15 @@ class Connection:
         attached: Sequence[memoryview] = (),
         descriptor: int | None = None,
     ) -> None:
-        """Send a message, and wait until the kernel has it.
+        """Send a message, and wait until the kernel has accepted it.
 
         Args:
-            attached: memory beside the message, sent without a copy.
-            descriptor: of a file that the other end, of this host, gets; it is closed here.
+            attached: memory to send with the message, without a copy.
+            descriptor: file descriptor to pass to the other end, on this host; it is closed here.
 
         Raises:
             ChannelError: the message is too long, or the connection is lost.
-            DeadlineError: the peer takes nothing.
+            DeadlineError: the peer does not read.
         """
         self.post(message, attached=attached, descriptor=descriptor)
         until = time.monotonic() + deadline_s
@@ -277,11 +277,11 @@ class Connection:
                 )
 
     def receive(self, deadline_s: float) -> Any:
-        """The next message.
+        """Receive the next message.
 
         Raises:
-            ChannelError: the connection is lost, or what came is no message.
-            DeadlineError: none came in time. The connection is as before.
+            ChannelError: the connection is lost, or the received bytes are not a message.
+            DeadlineError: no message arrived in time. The connection stays usable.
         """
         until = time.monotonic() + deadline_s
         message = self.take() if self.holds_bytes else None
@@ -299,9 +299,9 @@ class Connection:
     def post(
         self, message: msgspec.Struct, *, attached: Sequence[memoryview] = (), descriptor: int | None = None
     ) -> None:
-        """Send what goes at once of a message, and keep the remainder for `flush`. Raises ChannelError as `send`.
+        """Send a message as far as possible, and keep the rest for `flush`. Raise ChannelError like `send`.
 
-        What is attached is not copied: it has to stay as it is until `flush` says that nothing waits.
+        Attached memory is not copied, and must not change until `flush` returns True.
         """
         begin = begin_of(msgspec.msgpack.encode(message), sum(map(len, attached)))
         with self._lock:
@@ -320,7 +320,7 @@ class Connection:
             )
 
     def flush(self) -> bool:
-        """Send what the kernel takes of the messages that wait. True if none does."""
+        """Send pending messages as far as possible. Return True if none is left."""
         if not self._outgoing and not self._lost:
             return True
         with self._lock:
@@ -340,17 +340,17 @@ class Connection:
 
     @property
     def holds_bytes(self) -> bool:
-        """True if a message may be here of which `wait` does not tell."""
+        """True if a message may have arrived that `wait` does not report."""
         pending = self._link.pending() if isinstance(self._link, ssl.SSLSocket) and not self._lost else 0
         return bool(self._given_back) or self._incoming.holds_bytes or pending > 0
 
     def take(self) -> Any:
-        """The next message, or None if it is not here yet. Raises ChannelError as `receive`."""
+        """Return the next message, or None if it has not arrived. Raise ChannelError like `receive`."""
         found = self.take_attached()
         return None if found is None else found[0]
 
     def take_attached(self) -> tuple[Any, memoryview | None] | None:
-        """The next message and the memory attached to it, or None. Raises as `receive`."""
+        """Return the next message and its attached memory, or None. Raise like `receive`."""
         if self._given_back:
             return self._given_back.pop(), None
         with self._lock:
@@ -371,10 +371,10 @@ class Connection:
             ) from error
 
     def take_descriptor(self) -> int:
-        """The next of the descriptors that came with messages; the caller closes it.
+        """Return the next received descriptor; the caller must close it.
 
         Raises:
-            ChannelError: none came.
+            ChannelError: no descriptor was received.
         """
         try:
             return self._descriptors.popleft()
@@ -384,21 +384,21 @@ class Connection:
             ) from None
 
     def give_back(self, message: msgspec.Struct) -> None:
-        """Have the next `take` or `receive` return a message once more, for somebody else."""
+        """Push a message back, so that the next `take` or `receive` returns it again."""
         self._given_back.append(message)
 
     def wait(self, events: int, until: float) -> int:
-        """Wait for events of `select.poll`, until a time of `time.monotonic`; 0 when that is over."""
+        """Wait for events of `select.poll`, until a time of `time.monotonic`; return 0 after a time-out."""
         poll = select.poll()
         try:
             poll.register(self._link, events)
-        except ValueError:  # closed meanwhile, as the next call says
+        except ValueError:  # closed meanwhile; the next call raises the error
             return events
         found = poll.poll(max(0.0, until - time.monotonic()) * 1000)
         return int(found[0][1]) if found else 0
 
     def close(self) -> None:
-        """Close the connection. Who waits for a message gets an error."""
+        """Close the connection. Threads that wait for a message get an error."""
         with self._lock:
             self._end()
             self._link.close()
@@ -408,7 +408,7 @@ class Connection:
                 self._outgoing.popleft().close_descriptor()
 
     def end(self) -> None:
-        """Let nothing come or go any more; for any thread. Its owner gets an error, and closes it."""
+        """Shut the connection down, from any thread. Its owner gets an error, and closes it."""
         with self._lock:
             self._end()
 
@@ -422,7 +422,7 @@ class Connection:
             ) from None
 
     def _send(self, data: bytes | memoryview, descriptor: int | None = None) -> int:
-        """Give the kernel what it takes at once, and return how much that is."""
+        """Pass bytes to the kernel without blocking, and return the number accepted."""
         if self._lost:
             raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         try:
@@ -435,7 +435,7 @@ class Connection:
             raise self._failed(error) from error
 
     def _read(self) -> bool:
-        """Read some bytes; False if none are here."""
+        """Read some bytes; return False if none have arrived."""
         if self._lost:
             raise ChannelError("channel.closed", "the connection to {peer} is closed", peer=self.peer)
         target = self._incoming.target()
@@ -479,23 +479,23 @@ class Connection:
         return count
 
     def _failed(self, error: OSError) -> ChannelError:
-        """End the connection after an error. Returns what to raise."""
+        """End the connection after an error. Return the exception to raise."""
         self._end()
-        if isinstance(error, ssl.SSLEOFError):  # without the word that TLS has for it, as by a process that was killed
+        if isinstance(error, ssl.SSLEOFError):  # without TLS's closing message, for instance after the peer was killed
             return ChannelError("channel.closed_by_peer", "{peer} has closed the connection", peer=self.peer)
         return ChannelError(
             "channel.lost", "the connection to {peer} is lost: {reason}", peer=self.peer, reason=error.strerror or error
         )
 
     def _end(self) -> None:
-        """Let nothing come or go any more. Its descriptor is closed by whoever owns it, and wakes who waits for it."""
+        """Shut the connection down, which wakes waiting threads. The owner closes its descriptor."""
         self._lost = True
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
 
 
 class _Outgoing:
-    """Bytes that wait for the kernel: a message's (`kept`), or what is attached to it."""
+    """Bytes that wait for the kernel: those of a message (`kept`), or of its attachment."""
 
     __slots__ = ("data", "descriptor", "kept")
 
@@ -503,7 +503,7 @@ class _Outgoing:
         self.data, self.kept, self.descriptor = data, kept, descriptor
 
     def close_descriptor(self) -> None:
-        """Close the descriptor that goes along, if there is one."""
+        """Close the attached descriptor, if there is one."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -526,12 +526,12 @@ def connect(
 
     Args:
         where: address and port, over TLS with the run's key; or the path of a Unix socket, without a key.
-        stopped: if true, no further try is made.
-        limits: of what may come.
+        stopped: if it returns True, no further attempt is made.
+        limits: limits of received data.
 
     Raises:
-        DeadlineError: nobody with the run's key answered in time.
-        ChannelError: who answers has another key, or is another user's.
+        DeadlineError: no peer with the run's key answered in time.
+        ChannelError: the peer has another key, or belongs to another user.
     """
     until = time.monotonic() + deadline_s
     pause_s, longest_s = _PAUSES_S

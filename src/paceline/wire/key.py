@@ -1,8 +1,8 @@
 """Key of a run, which both ends of a connection must hold.
 
-It is a private key and the certificate that goes with it. There is no authority and no host name: a peer belongs to the
-run if it proves this very certificate in a TLS 1.3 handshake. Whoever starts the run makes the key, and hands it over
-by an inherited descriptor, a file that only its user can read, or a secret of the engine.
+The key is a private key with its certificate. There is no certificate authority and no host name: a peer belongs to the
+run if it proves this certificate in a TLS 1.3 handshake. The program that starts the run makes the key, and passes it
+on by an inherited descriptor, a file that only its user can read, or a secret of the engine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from paceline.files import create_private, home_folder, user_name
 from paceline.rank_environment import KEY_FD, KEY_FILE
 
 _SUBJECT = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "paceline run")])
-# Hosts' clocks may differ by any amount; the key lives as long as its run, and no date adds to that.
+# Hosts' clocks may differ by any amount, so the certificate's dates do not limit its validity.
 _BEGIN, _END = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 9999))
 _PEM_LIMIT = 2**14  # bytes
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class RunKey:
-    """An EC P-256 key and a certificate that it has signed itself."""
+    """EC P-256 key with a self-signed certificate."""
 
     def __init__(self, private: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._private, self._certificate = private, certificate
 
     @classmethod
     def make(cls) -> RunKey:
-        """A new key, for one run."""
+        """Make a new key, for one run."""
         private = ec.generate_private_key(ec.SECP256R1())
         certificate = (
             x509.CertificateBuilder()
@@ -59,10 +59,10 @@ class RunKey:
 
     @classmethod
     def from_pem(cls, pem: bytes) -> RunKey:
-        """The key that `to_pem` wrote.
+        """Read a key that `to_pem` has written.
 
         Raises:
-            LaunchError: the text is no key of paceline's.
+            LaunchError: the text is not a key of paceline.
         """
         try:
             private = serialization.load_pem_private_key(pem, None)
@@ -76,7 +76,7 @@ class RunKey:
         return cls(private, certificate)
 
     def to_pem(self) -> bytes:
-        """Private key and certificate as text. A secret: never for a command line, a log or a store."""
+        """Return private key and certificate as text. It is a secret, for no command line, log or store."""
         return (
             self._private.private_bytes(
                 serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -86,33 +86,33 @@ class RunKey:
 
     @property
     def fingerprint(self) -> str:
-        """The first 16 hexadecimal digits of the certificate's SHA-256. Safe to show."""
+        """First 16 hexadecimal digits of the certificate's SHA-256. Safe to show."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()[:16]
 
     @cached_property
     def certificate_der(self) -> bytes:
-        """The certificate, to be compared with a peer's. No secret."""
+        """Certificate, to be compared with a peer's. Not secret."""
         return self._certificate.public_bytes(serialization.Encoding.DER)
 
     @cached_property
     def client_and_server(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """Contexts of both ends, for all connections of this process. They are not to be changed."""
+        """TLS contexts of both ends, for all connections of this process. They must not be changed."""
         return self.client_context(), self.server_context()
 
     def server_context(self) -> ssl.SSLContext:
-        """TLS 1.3 for the end that accepts; the other must prove this key, too."""
+        """Make the TLS 1.3 context of the accepting end. The other end must prove this key, too."""
         context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # no session is resumed: every connection proves the key itself
+        context.num_tickets = 0  # sessions are not resumed, so that every connection proves the key
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """TLS 1.3 for the end that connects; the other must prove this key, too."""
+        """Make the TLS 1.3 context of the connecting end. The other end must prove this key, too."""
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
     def _context(self, protocol: int) -> ssl.SSLContext:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # the certificate says which run, not which host
+        context.check_hostname = False  # the certificate identifies the run, not the host
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(cadata=self._certificate_pem.decode())
         descriptor = key_descriptor(self)
@@ -128,12 +128,12 @@ class RunKey:
 
 
 def own_key() -> RunKey | None:
-    """The key handed to this process.
+    """Return the key that was passed to this process.
 
-    PACELINE_KEY_FD names an inherited descriptor, PACELINE_KEY_FILE a file; None without either.
+    PACELINE_KEY_FD names an inherited descriptor, PACELINE_KEY_FILE a file; the result is None without either.
 
     Raises:
-        LaunchError: it cannot be read, is no key of paceline's, or others can read it.
+        LaunchError: the key cannot be read, is not a key of paceline, or is readable by others.
     """
     if descriptor := os.environ.get(KEY_FD):
         try:
@@ -155,12 +155,12 @@ def _parsed(pem: bytes) -> RunKey:
 
 
 def default_key_file() -> Path:
-    """File of this user's own key, for hosts to which none was handed."""
+    """File of this user's own key, for hosts that were not given a key."""
     return home_folder() / "key"
 
 
 def key_descriptor(key: RunKey) -> int:
-    """A descriptor of unnamed, sealed memory with the key, to be inherited by children. The caller closes it."""
+    """Make a descriptor of sealed memory with the key, for children to inherit. The caller closes it."""
     descriptor = os.memfd_create("paceline-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(descriptor, key.to_pem())
@@ -175,7 +175,7 @@ def write_key(key: RunKey, path: Path) -> None:
     """Write a key to a new file that only this user can read.
 
     Raises:
-        LaunchError: there is something at `path`, or it cannot be made.
+        LaunchError: `path` exists, or cannot be created.
     """
     try:
         with create_private(path) as file:
@@ -190,13 +190,13 @@ def write_key(key: RunKey, path: Path) -> None:
 
 
 def read_key(path: Path) -> RunKey:
-    """The key of a file that only this user can read.
+    """Read the key from a file that only this user can read.
 
     Raises:
-        LaunchError: it cannot be read, is no key of paceline's, or another user owns or may read it.
+        LaunchError: the file cannot be read, is not a key of paceline, or another user owns or may read it.
     """
     try:
-        # a link is followed, as secrets of Kubernetes are links: whose file it is gets asked of what was opened
+        # symbolic links are followed, because Kubernetes secrets are links; the owner is checked on the opened file
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise LaunchError(
@@ -225,7 +225,7 @@ def read_key(path: Path) -> RunKey:
 
 
 def _not_private(about: os.stat_result) -> str | None:
-    """Reason why the file is not this user's alone; None where it is."""
+    """Reason why the file is not private to this user; None if it is."""
     if not stat.S_ISREG(about.st_mode):
         return "is not a regular file"
     if about.st_uid not in (os.geteuid(), 0):
@@ -238,15 +238,16 @@ def _not_private(about: os.stat_result) -> str | None:
 def _is_a_pods_secret(about: os.stat_result) -> bool:
     """True if the file is a Secret that Kubernetes mounts for a container's group (`fsGroup`).
 
-    Such a file is root's, with mode 0440: a container whose user is not root reads it in no other way. Nobody but the
-    pod's own containers sees its file system, so the group is nobody else there; on a host it may be many users.
+    Such a file belongs to root, with mode 0440, which is the only way for a non-root container to read it. Only the
+    pod's own containers see its file system, so the group has no other members there. On a host the group may have many
+    users.
     """
     only_read_by_group = about.st_uid == 0 and about.st_mode & 0o037 == 0
     ours = about.st_gid in (os.getegid(), *os.getgroups())
     return _IN_A_POD in os.environ and only_read_by_group and ours
 
 
-_IN_A_POD = "KUBERNETES_SERVICE_HOST"  # Kubernetes sets it in every container
+_IN_A_POD = "KUBERNETES_SERVICE_HOST"  # set by Kubernetes in every container
 _MAKE = "`paceline key` makes one, for every host a copy."
 
 
@@ -263,14 +264,14 @@ def has_key(link: socket.socket, key: RunKey) -> bool:
 
 
 def user_of_peer(link: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel tells it."""
+    """User at the other end of a Unix socket, from the kernel."""
     _, user, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(user)
 
 
 @contextmanager
 def short_path(path: Path) -> Iterator[str]:
-    """A path of a Unix socket in any folder; the kernel takes 107 bytes."""
+    """Return a short path for a Unix socket in any folder. The kernel accepts 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
@@ -279,5 +280,5 @@ def short_path(path: Path) -> Iterator[str]:
 
 
 def name_of(where: tuple[str, int] | Path) -> str:
-    """A place as messages name it."""
+    """Format an address for messages."""
     return str(where) if isinstance(where, Path) else f"{where[0]}:{where[1]}"

@@ -1,8 +1,8 @@
 """Listener for the run's own processes, which unauthenticated peers cannot delay.
 
-Each connection is held apart until it proves the run's key. Connections without proof cost little. There are few of
-them at a time, each for a few seconds, and a listener can rest when they come too often. Every listener of paceline
-admits connections here, whatever loop waits for its sockets.
+Each connection is isolated until it proves the run's key. Unproved connections cost little: their number and time are
+limited, and a listener can pause if they are too frequent. All listeners of paceline admit connections here, with any
+event loop.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ Where = tuple[str, int] | Path | socket.socket
 
 
 class Listener:
-    """Accepts connections, and hands over those that belong to the run.
+    """Listener that accepts connections, and hands over those that belong to the run.
 
     Args:
-        where: address and port, for TLS with the run's key; the path of a Unix socket to make in a private folder; or a
-            socket that listens already.
+        where: address and port, for TLS with the run's key; the path of a Unix socket to create in a private folder; or
+            a listening socket.
         key: of the run; None for Unix sockets, where the peer's user is asked of the kernel.
         messages: what peers may send: a tagged Struct, or a union of them.
-        on_connection: called for each, in the listener's thread.
-        on_message: where given, connections stay with the listener, which calls this for each message. It answers by
-            `Connection.post`, which never waits.
-        on_close: called when such a connection has ended.
+        on_connection: called for each connection, in the listener's thread.
+        on_message: if given, connections stay with the listener, which calls this for each message. The function
+            answers with `Connection.post`, which never blocks.
+        on_close: called when a connection of the listener has ended.
         limits: of what may come.
 
     Attributes:
-        admission: who comes in, and who was turned away.
+        admission: admission control of the listener.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Listener:
 
     @property
     def unauthenticated(self) -> int:
-        """Number of connections that were turned away."""
+        """Number of rejected connections."""
         return self.admission.unauthenticated
 
     def close(self) -> None:
-        """Stop listening, and close the connections that are served here. Those handed over stay."""
+        """Stop listening, and close the connections that are served here. Others stay open."""
         if not self._closing:
             self._closing = True
             self._loop.wake()
@@ -106,7 +106,7 @@ class Listener:
         try:
             while not self._closing:
                 ready = self._loop.ready(self.admission.patience_s())
-                # new connections after those that are served already
+                # known connections are served before new ones
                 for fd, events in sorted(ready, key=lambda event: event[0] == self._listening_fd):
                     if fd in self._loop.handlers:  # an earlier handler may have removed it
                         self._loop.handlers[fd][0](events)
@@ -122,14 +122,14 @@ class Listener:
         peer = name_of(self._own_path or Path("a Unix socket")) if self._within_host else peer_name(link)
         try:
             link.send(GREETING)
-        except OSError:  # it has gone again
+        except OSError:  # it has disconnected
             link.close()
             return
         connection = Connection(link, self._messages, peer, self._limits)
         self._on_connection(connection)
         if self._on_message is not None:
             fd = connection.fileno()
-            # the loop tells at once what has come already
+            # the loop reports data that has already arrived
             self._loop.watch(fd, _EDGES, partial(self._serve, fd, connection), lambda _: self._forget_closed(fd))
             self._served[fd] = connection
 
@@ -146,7 +146,7 @@ class Listener:
             self._on_close(connection)
 
     def _forget_closed(self, fd: int) -> None:
-        """Forget a connection that somebody else has closed, and whose descriptor has come again."""
+        """Forget a connection that was closed elsewhere, and whose descriptor number is reused."""
         self._on_close(self._served.pop(fd))
 
     def _tell_of_refused(self, who: str) -> None:
@@ -163,10 +163,10 @@ def _address_of(listener: socket.socket) -> tuple[str, int] | Path:
     return Path(name) if listener.family == socket.AF_UNIX else (name[0], name[1])
 
 
-MOST_UNPROVEN = 64  # connections; beyond, the oldest is dropped
+MOST_UNPROVEN = 64  # connections; above this number, the oldest is dropped
 _MOST_A_TURN = 8  # new connections accepted before known connections are served again
 _BACKLOG = 256
-_UNAUTHENTICATED = 64.0  # in a row, before a listener with a limit rests
+_UNAUTHENTICATED = 64.0  # in a row, before a listener with a limit pauses
 _PAUSE_S = 0.05  # if no descriptor is left
 
 
@@ -174,7 +174,7 @@ OnFault = Callable[[Exception], object]
 
 
 class SocketLoop:
-    """Event loop over sockets and their handlers. Only one thread at a time waits."""
+    """Event loop over sockets and their handlers. Only one thread at a time may wait."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, tuple[Callable[[int], None], OnFault]] = {}
@@ -204,7 +204,7 @@ class SocketLoop:
                 self._epoll.unregister(fd)
 
     def ready(self, patience_s: float | None) -> list[tuple[int, int]]:
-        """Wait until sockets are ready. Returns their descriptors and events."""
+        """Wait until sockets are ready. Return their descriptors and events."""
         return self._epoll.poll(patience_s)
 
     def wake(self) -> None:
@@ -212,27 +212,27 @@ class SocketLoop:
         os.eventfd_write(self._wakes, 1)
 
     def close_loop(self) -> None:
-        """Close what is the loop's own."""
+        """Close the loop's own descriptors."""
         self._epoll.close()
         os.close(self._wakes)
 
 
 class Admission:
-    """Accepts connections, and hands those that belong to the run to `welcome`.
+    """Admission control that passes connections of the run to `welcome`.
 
-    All calls come from the loop's thread, or under its lock.
+    All calls must come from the loop's thread, or hold its lock.
 
     Args:
         listening: socket from `listen`; it is closed with the admission.
         key: of the run; None for Unix sockets, where the peer's user is asked of the kernel.
-        welcome: called with a connection, which is its own from then on, and with the message that came.
-        expects: length of the message that the other end has to say inside TLS, after its proof.
-        unauthenticated_per_s: with more peers without proof than this the listener rests. None: no limit.
-        on_refused: called with the name of each peer that is turned away.
+        welcome: called with a connection, which it then owns, and with the received message.
+        expects: length of the message that the other end must send inside TLS, after its proof.
+        unauthenticated_per_s: rate of unauthenticated peers above which the listener pauses. None: no limit.
+        on_refused: called with the name of each rejected peer.
 
     Attributes:
-        pending: connections that have yet to prove themselves, the oldest first.
-        unauthenticated: number of peers that were turned away.
+        pending: connections without proof yet, oldest first.
+        unauthenticated: number of rejected peers.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Admission:
         self._socket.close()
 
     def look(self, now: float) -> None:
-        """Drop who is late, and end a rest. The loop calls it often, or when `patience_s` is over."""
+        """Drop late connections, and end a pause. The loop calls it often, or when `patience_s` is over."""
         for fd in [fd for fd, pending in self.pending.items() if now >= pending.until]:
             self._turn_away(fd)
         if self.unauthenticated_per_s is not None:
@@ -279,13 +279,13 @@ class Admission:
             self._loop.change(self._socket.fileno(), select.EPOLLIN)
 
     def patience_s(self) -> float | None:
-        """Time until `look` has something to do; None if nothing is under way."""
+        """Time until `look` has something to do; None if nothing is pending."""
         ends = [pending.until for pending in self.pending.values()][:1]
         ends += [] if self._rests_until is None else [self._rests_until]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def rest(self, seconds: float) -> None:
-        """Accept nobody for so long, and until unauthenticated peers are allowed again."""
+        """Pause for this long, and until unauthenticated peers are allowed again."""
         if self._rests_until is None:
             self._rests_until = time.monotonic() + seconds
             self._loop.change(self._socket.fileno(), 0)
@@ -299,7 +299,7 @@ class Admission:
                 link, _who = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # no descriptors left, or the peer has gone again
+            except OSError:  # no descriptors left, or the peer has disconnected
                 for fd in list(self.pending):
                     self._turn_away(fd)
                 self.rest(_PAUSE_S)
@@ -320,7 +320,7 @@ class Admission:
     def _await_proof(self, link: socket.socket, key: RunKey) -> None:
         if len(self.pending) >= MOST_UNPROVEN:
             self._turn_away(next(iter(self.pending)))
-        with suppress(OSError):  # it has gone again, as its first byte will say
+        with suppress(OSError):  # it has disconnected; reading its first byte will fail
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fd, handshake = link.fileno(), TlsHandshake(link, key.client_and_server[1], accepts=True)
         self._loop.watch(fd, select.EPOLLIN, partial(self._go_on, fd, key), partial(self._on_fault, fd))
@@ -330,12 +330,12 @@ class Admission:
         handshake = self.pending[fd].handshake
         try:
             message = handshake.message(self._expects)
-        except (OSError, ValueError):  # includes those of TLS
+        except (OSError, ValueError):  # includes TLS errors
             self._turn_away(fd)
             return
         if message is None:
             return
-        if not has_key(handshake.link, key):  # but another certificate, which the run's key has signed
+        if not has_key(handshake.link, key):  # another certificate, signed by the run's key
             self._turn_away(fd)
             return
         self._welcome(self._forget(fd).link, message)
@@ -367,16 +367,16 @@ class _Pending:
 
 
 class TlsHandshake:
-    """TLS 1.3 handshake with the run's key, on a socket of any timeout.
+    """TLS 1.3 handshake with the run's key, on a socket with any timeout.
 
-    Both ends prove the key, then each may say a message inside TLS. OpenSSL reads whole records and no byte more, so
-    that something else may follow on the socket (`released`).
+    Both ends prove the key, then each may send a message inside TLS. OpenSSL reads whole records and not a byte more,
+    so that another protocol may follow on the socket (`released`).
 
     Args:
-        link: connected; TLS wraps it when `message` is first called.
-        context: of the run's key.
+        link: connected socket; TLS wraps it when `message` is first called.
+        context: TLS context of the run's key.
         accepts: True at the end that was connected to.
-        opening: what to say, inside TLS, once the handshake is done.
+        opening: message to send inside TLS after the handshake.
 
     Attributes:
         link: the connection, which the caller closes.
@@ -389,12 +389,12 @@ class TlsHandshake:
         self._message = b""
 
     def message(self, length: int) -> bytes | None:
-        """Continue as far as possible; returns the other's message once it is whole.
+        """Continue as far as possible; return the peer's message once it is complete.
 
         Raises:
-            OSError: the other does not hold the key, speaks no TLS 1.3, or has gone.
+            OSError: the peer does not hold the key, does not support TLS 1.3, or has disconnected.
         """
-        if not isinstance(self.link, ssl.SSLSocket):  # a peer that says nothing costs no TLS
+        if not isinstance(self.link, ssl.SSLSocket):  # a silent peer does not cost a TLS object
             self.link = self._context.wrap_socket(self.link, server_side=self._accepts, do_handshake_on_connect=False)
         try:
             if not self._shaken:
@@ -406,7 +406,7 @@ class TlsHandshake:
                 if not (found := self.link.recv(length - len(self._message))):
                     raise _closed()
                 self._message += found
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # what it writes, the kernel always has room for
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # the kernel always has room for its writes
             return None
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             raise _closed() from None
@@ -414,15 +414,15 @@ class TlsHandshake:
 
 
 def released(link: socket.socket) -> socket.socket:
-    """The socket below TLS, which ends there without a word."""
+    """Return the socket below TLS, without a TLS closing message."""
     return socket.socket(link.family, link.type, link.proto, link.detach())
 
 
 def listen(where: tuple[str, int] | Path) -> socket.socket:
-    """A socket that listens at an address, or at a path in a private folder.
+    """Listen at an address, or at a path in a private folder.
 
     Raises:
-        ChannelError: it cannot be listened on, or the folder is open to others.
+        ChannelError: the address cannot be used, or the folder is open to other users.
     """
     with ExitStack() as held:
         place: Any
@@ -454,7 +454,7 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
 
 
 def peer_name(link: socket.socket) -> str:
-    """The other end of a TCP connection, for people."""
+    """Format the other end of a TCP connection."""
     try:
         return name_of(link.getpeername()[:2])
     except OSError:

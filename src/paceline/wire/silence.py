@@ -1,4 +1,4 @@
-"""Silence of a TCP peer's kernel, which even a busy process's answers."""
+"""Silence of a TCP peer's kernel, which answers even if its process is busy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ANSWER_S = 1.0  # of the kernel
 
 
 def end_when_silent(link: socket.socket, silent_s: int) -> None:
-    """Have the kernel end a TCP connection whose peer is silent for so long.
+    """Make the kernel end a TCP connection whose peer is silent for this long.
 
-    It asks when nothing else is under way; what is under way it repeats no longer than that.
+    The kernel sends keepalive probes on an idle connection, and limits retransmissions to this time.
     """
     between_s = max(1, silent_s // (1 + _PROBES))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -36,19 +36,19 @@ def end_when_silent(link: socket.socket, silent_s: int) -> None:
 
 
 def is_unacknowledged(link: socket.socket, for_s: float) -> bool:
-    """True if two retransmissions got no acknowledgement, for that many seconds.
+    """True if two retransmissions were not acknowledged for this many seconds.
 
-    TCP alone would try ever more rarely. The first retransmission comes after 0.2 s or more, as the round trip is, and
-    the second after twice that.
+    TCP itself retransmits less and less often. The first retransmission is sent after at least 0.2 s, depending on the
+    round trip, and the second after twice that time.
     """
     retransmits, _, heard_s = _known(link)
     return retransmits >= 2 and heard_s > for_s
 
 
 def patience_s(link: socket.socket) -> float:
-    """Retransmission timeout in seconds, by the round trips so far.
+    """Retransmission timeout in seconds, from the round trips so far.
 
-    At least 0.2; more where queues on the way fill now and then.
+    It is at least 0.2, and more if queues in the network fill from time to time.
     """
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     [after_us] = struct.unpack_from("I", info, _RTO)
@@ -56,37 +56,37 @@ def patience_s(link: socket.socket) -> float:
 
 
 def unanswered(link: socket.socket) -> tuple[bool, int, float]:
-    """Packets that the other end's kernel has left unanswered.
+    """Packets that the other end's kernel has not acknowledged.
 
-    True if one was sent again; their number; seconds since the last acknowledgement.
+    Returns True if one was retransmitted, their number, and the seconds since the last acknowledgement.
 
-    A connection that sends often sends again late: Linux puts that off with each packet (tail loss probes).
+    A connection that sends often retransmits late: Linux delays the retransmission with each packet (tail loss probes).
     """
     retransmits, packets, heard_s = _known(link)
     return retransmits > 0, packets, heard_s
 
 
 def _known(link: socket.socket) -> tuple[int, int, float]:
-    """Retransmissions, packets not acknowledged, and seconds since the last acknowledgement."""
+    """Retransmissions, unacknowledged packets, and seconds since the last acknowledgement."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     [packets], [heard_ms] = struct.unpack_from("I", info, _UNACKED), struct.unpack_from("I", info, _LAST_ACK_RECV)
     return info[_RETRANSMITS], packets, heard_ms / 1000
 
 
 def is_heard(link: socket.socket, within_s: float) -> bool:
-    """True if anything came from the other end's host lately, on any TCP connection.
+    """True if any TCP connection has recently received data from the other end's host.
 
-    A link that is full holds up small messages, while what fills it still comes. False where the kernel does not say.
+    A full link delays small messages, while bulk data still arrives. False if the kernel does not report it.
     """
     found: list[float] = []
 
     def look() -> None:
-        with suppress(OSError):  # also of a connection that was reset, which has no other end any more
+        with suppress(OSError):  # also for a reset connection, which no longer has a peer
             address = ipaddress.ip_address(link.getpeername()[0].partition("%")[0])
             _enter_namespace_of(link)
             found.extend(_silences(address))
 
-    # in a thread of its own, which alone is in the connection's network namespace
+    # in a separate thread, which enters the connection's network namespace
     thread = threading.Thread(target=look, name="paceline-hearing")
     thread.start()
     thread.join()
@@ -94,7 +94,7 @@ def is_heard(link: socket.socket, within_s: float) -> bool:
 
 
 def _enter_namespace_of(link: socket.socket) -> None:
-    """Enter the network namespace of a connection, where that is another: an emulated host's."""
+    """Enter the network namespace of a connection, if it is another one (of an emulated host)."""
     try:
         namespace = fcntl.ioctl(link, _SIOCGSKNS)
     except OSError:  # not allowed, so there is only one
@@ -107,7 +107,7 @@ def _enter_namespace_of(link: socket.socket) -> None:
 
 
 def _silences(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[float]:
-    """Seconds since anything came from an address, on each TCP connection to it."""
+    """Seconds since the last data from an address, for each TCP connection to it."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
         kernel.settimeout(_ANSWER_S)
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -121,7 +121,7 @@ def _silences(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterato
 
 
 def _answers(kernel: socket.socket) -> Iterator[bytes]:
-    """One message for each socket."""
+    """Yield one message for each socket."""
     while True:
         data = kernel.recv(2**16)
         while data:
@@ -133,7 +133,7 @@ def _answers(kernel: socket.socket) -> Iterator[bytes]:
 
 
 def _silence_of(message: bytes) -> Iterator[float]:
-    """Seconds of silence by the `tcp_info` of a message."""
+    """Seconds of silence according to the `tcp_info` of a message."""
     at = _SOCKET.size
     while at + 4 <= len(message):
         length, kind = struct.unpack_from("=HH", message, at)

@@ -1,8 +1,9 @@
-"""Status board, where ranks say what they are doing, and the generations that it announces.
+"""Status board, where ranks publish their phase and the launcher announces generations.
 
 The board is a file in memory. A mark costs three 8-byte stores, so ranks may mark every phase of every step. A
-generation begins when a rank is lost or joins: waits for other ranks end with theirs. `elastic/membership.py` decides
-on generations; in a rank it says with `watch_generation` how to see that one is over. Nothing here imports torch.
+generation begins when a rank is lost or joins, and waits for ranks of an earlier generation end.
+`elastic/membership.py` decides on generations; in a rank, it registers a check with `watch_generation` that shows if a
+generation is over. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ Phase = Literal["starting", "data", "compute", "sync", "optimizer", "checkpoint"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
-_SLOT_BYTES = 64  # a cache line each, so that ranks do not slow each other's marks
+_SLOT_BYTES = 64  # one cache line per slot, so that ranks do not slow each other's marks
 _PID, _ATTEMPT, _PHASE, _STEP, _CHANGED, _GENERATION = range(6)  # 8-byte fields of a slot
-_CURRENT, _WANTED = range(2)  # those of the last slot, which is the launcher's
+_CURRENT, _WANTED = range(2)  # fields of the last slot, which is the launcher's
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank as its slot shows it.
+    """State of one rank, as shown in its slot.
 
     Attributes:
-        phase: `joining` is a replacement that waits to be let in.
-        changed_ns: CLOCK_MONOTONIC, which all processes of a machine share.
-        generation: that it takes part in.
+        phase: `joining` is a replacement that waits to join.
+        changed_ns: time of the last mark by CLOCK_MONOTONIC, which all processes of a machine share.
+        generation: generation in which the rank takes part.
     """
 
     rank: int
@@ -52,14 +53,14 @@ class RankStatus:
 
 
 class StatusBoard:
-    """One fixed slot per rank in a shared memory map, and one of the launcher's.
+    """Shared memory map with one fixed slot per rank, and one of the launcher.
 
     The launcher calls `create`, `read` and `announce`; a rank calls `of_this_rank`, `mark` and `enter`.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int = 0) -> None:
         self._memory = memory
-        self._words = memoryview(memory).cast("q")  # aligned 8-byte stores: a reader never sees half a number
+        self._words = memoryview(memory).cast("q")  # aligned 8-byte stores are atomic
         first = rank * _SLOT_BYTES // 8
         self._slot = self._words[first : first + _SLOT_BYTES // 8]
         self._launchers = self._words[len(self._words) - _SLOT_BYTES // 8 :]
@@ -80,13 +81,13 @@ class StatusBoard:
 
     @classmethod
     def at(cls, path: Path) -> StatusBoard:
-        """A board that another process has made, to read."""
+        """Open a board of another process, for reading."""
         with open(path, "r+b") as file:
             return cls(mmap.mmap(file.fileno(), 0))
 
     @classmethod
     def of_this_rank(cls) -> StatusBoard:
-        """This rank's slot of its launcher's board; a private one without such a launcher."""
+        """Open this rank's slot of the launcher's board; without such a launcher, a private board."""
         environment = RankEnvironment.from_env() if is_our_rank() else None
         if environment is None or environment.status_file is None:
             return cls(mmap.mmap(-1, 2 * _SLOT_BYTES))
@@ -96,40 +97,40 @@ class StatusBoard:
         return board
 
     def mark(self, phase: Phase, step: int) -> None:
-        """Say that this rank is now in `phase` of `step`. Takes well under a microsecond."""
+        """Publish that this rank is now in `phase` of `step`. Takes well under a microsecond."""
         slot = self._slot
         slot[_PHASE] = _CODES[phase]
         slot[_STEP] = step
         slot[_CHANGED] = time.monotonic_ns()
 
     def put(self, rank: int, pid: int, phase: Phase, step: int, changed_ns: int, generation: int = 0) -> None:
-        """Show what the launcher was told of a rank on another host."""
+        """Publish the received state of a rank on another host."""
         first = rank * _SLOT_BYTES // 8
         slot = self._words[first : first + _SLOT_BYTES // 8]
         slot[_PID], slot[_PHASE], slot[_STEP] = pid, _CODES[phase], step
         slot[_CHANGED], slot[_GENERATION] = changed_ns, generation
 
     def enter(self, generation: int) -> None:
-        """Say that this rank takes part in a generation."""
+        """Publish that this rank takes part in a generation."""
         self._slot[_GENERATION] = generation
 
     def announce(self, current: int, wanted: int) -> None:
-        """Tell ranks which generation is begun now, and which after a step."""
+        """Announce the current generation, and the one that begins after a step."""
         self._launchers[_WANTED] = wanted
         self._launchers[_CURRENT] = current
 
     @property
     def current_generation(self) -> int:
-        """The newest generation that was begun; ranks of others leave theirs at once."""
+        """Newest generation that has begun; ranks of other generations leave at once."""
         return self._launchers[_CURRENT]
 
     @property
     def wanted_generation(self) -> int:
-        """The generation to begin after a step; the current one where nobody joins."""
+        """Generation to begin after a step; the current one if no process joins."""
         return self._launchers[_WANTED]
 
     def read(self) -> list[RankStatus]:
-        """Phase and step of every rank, in rank order."""
+        """Read phase and step of every rank, in rank order."""
         words = self._settled()
         width = _SLOT_BYTES // 8
         slots = [words[first : first + width] for first in range(0, len(words) - width, width)]
@@ -139,16 +140,16 @@ class StatusBoard:
         ]
 
     def close(self) -> None:
-        """Unmap the memory. Does not remove the file, which belongs to who created it."""
+        """Unmap the memory. The file stays; its creator removes it."""
         self._slot.release()
         self._launchers.release()
         self._words.release()
         self._memory.close()
 
     def _settled(self) -> list[int]:
-        """All words, read until two readings agree, so phase and step belong together."""
+        """Read all words until two readings are equal, so that phase and step are consistent."""
         words = self._words.tolist()
-        for _ in range(10):  # ranks that mark faster than this reads are alive anyway
+        for _ in range(10):  # ranks that mark faster than this loop are alive anyway
             words, before = self._words.tolist(), words
             if words == before:
                 break
@@ -156,16 +157,16 @@ class StatusBoard:
 
 
 _LOOK_S = 0.002
-# from the moment at which a rank sees a dead peer to that at which the launcher has told of the next generation
+# time between a rank's detection of a dead peer and the launcher's announcement of the next generation
 _ANNOUNCED_WITHIN_S = 2.0
-_WAITED = "_paceline_waited"  # attribute of an error for which that was waited in vain
+_WAITED = "_paceline_waited"  # attribute of an error after a wait without an announcement
 
 _is_over: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation of a run.
+    """Generation of a run.
 
     `members` are the numbers of its processes, ascending; a member's rank is its place among them.
     """
@@ -174,22 +175,22 @@ class Generation:
     members: tuple[int, ...]
 
     def rank_of(self, member: int) -> int:
-        """Rank of a process in this generation's group."""
+        """Return the rank of a process in this generation's group."""
         return self.members.index(member)
 
 
 def next_number(current: int, wanted: int, own: int) -> int | None:
-    """Number of the generation to enter after generation `own`; None while there is none.
+    """Return the number of the generation to enter after generation `own`, or None.
 
-    A wanted one is entered by those who agreed to leave the current one for it. Who joins enters it when they are all
-    there, and it is the current one: until then they may end the run.
+    Members enter a wanted generation after they have decided together to leave the current one. A joining process
+    enters it once all members are there and it is current; until then the members may end the run.
     """
     newest = current if own < 0 else max(current, wanted)
     return newest if newest > own else None
 
 
 class GenerationOver(SyncError):
-    """A wait was broken off, since the ranks meet again in the next generation."""
+    """Raised if a wait is interrupted because the ranks meet again in the next generation."""
 
 
 @contextmanager
@@ -209,14 +210,15 @@ def generations_are_watched() -> bool:
 
 
 def generation_is_over() -> bool:
-    """True if waits for the ranks of this generation are in vain."""
+    """True if this generation is over, so that waits for its ranks must end."""
     return _is_over is not None and _is_over()
 
 
 def ends_generation(error: BaseException) -> bool:
-    """True if an error only tells that the generation is over.
+    """True if the only cause of an error is the end of the generation.
 
-    A lost peer may be seen before the generation's end is announced, which is waited for a moment.
+    A lost peer may be noticed before the end of the generation is announced, so this waits briefly for the
+    announcement.
     """
     if isinstance(error, GenerationOver):
         return True
@@ -232,9 +234,9 @@ def ends_generation(error: BaseException) -> bool:
 
 
 def _is_of_other_ranks(error: BaseException) -> bool:
-    """True for errors of waits for other ranks, or of memory of theirs.
+    """True for errors of waits for other ranks, or of access to their memory.
 
-    Those are ours, and torch's `DistError`.
+    These are paceline's errors, and torch's `DistError`.
     """
     return isinstance(error, (SyncError, ClusterError)) or any(
         kind.__name__ == "DistError" for kind in type(error).__mro__

@@ -1,7 +1,7 @@
 """Rendezvous store: keys and values that only processes of the run read and write.
 
-The calls are those of torch's `TCPStore`, which `paceline.comm.rendezvous` makes of it. The server never blocks: a wait
-is a request that is answered later, and the client's clock ends it.
+The calls are those of torch's `TCPStore`, for which `paceline.comm.rendezvous` wraps it. The server never blocks: a
+wait is a request that is answered later, and the client handles its time-out.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import Listener, Where
 from paceline.wire.status import generation_is_over
 
-KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last of all keys and values
-_MOST_SHOWN = 8  # missing keys in an error
+KEY_LIMIT, VALUE_LIMIT, TOTAL_LIMIT = 2**12, 2**20, 2**28  # bytes; the last is for all together
+_MOST_SHOWN = 8  # missing keys shown in an error
 
 
 What = Literal["set", "get", "wait", "check", "add", "append", "compare_set", "delete", "count"]
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fields=True):
-    """A call, numbered so that an answer after its deadline can be recognized.
+    """Call with a number, by which an answer after the deadline is recognized.
 
-    `get` and `wait` are answered when all keys are there.
+    `get` and `wait` are answered when all keys exist.
     """
 
     number: int
@@ -42,7 +42,7 @@ class Request(msgspec.Struct, array_like=True, tag="request", forbid_unknown_fie
 
 
 class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_fields=True):
-    """Answer to a request; `problem` says why it was refused."""
+    """Answer to a request; `problem` is the reason for a refusal."""
 
     number: int
     values: list[bytes] = []
@@ -52,10 +52,10 @@ class Answer(msgspec.Struct, array_like=True, tag="answer", forbid_unknown_field
 
 
 class StoreServer:
-    """Serves the store in a thread of this process.
+    """Server of the store, in a thread of this process.
 
     Args:
-        key, where: as of `Listener`.
+        key, where: as in `Listener`.
     """
 
     def __init__(self, key: RunKey | None, where: Where) -> None:
@@ -67,7 +67,7 @@ class StoreServer:
 
     @property
     def unauthenticated(self) -> int:
-        """The number of connections that were turned away."""
+        """Number of rejected connections."""
         return self._listener.unauthenticated
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class StoreServer:
         self._waiting.pop(connection, None)
 
     def _obey(self, connection: Connection, request: Request) -> None:
-        self._forget(connection)  # who asks anew waits no more
+        self._forget(connection)  # a new request of a client ends its old wait
         if request.what in ("get", "wait") and (missing := set(request.keys) - self._values.keys()):
             self._waiting[connection] = request, missing
             return
@@ -90,7 +90,7 @@ class StoreServer:
         connection.post(answer)
 
     def _answer(self, request: Request, answer: Answer) -> None:
-        """Carry out a request. Raises ValueError if that is impossible, e.g. for a wrong number of keys."""
+        """Carry out a request. Raise ValueError if that is impossible, e.g. for a wrong number of keys."""
         keys, values = request.keys, request.values
         match request.what:
             case "get":
@@ -139,24 +139,24 @@ class StoreServer:
             self._wake(key)
 
     def _wake(self, key: str) -> None:
-        """Answer those who have waited for this key alone."""
+        """Answer requests that only wait for this key."""
         for connection, (request, missing) in list(self._waiting.items()):
             missing.discard(key)
             if not missing:
                 try:
-                    self._obey(connection, request)  # a key that was deleted meanwhile is waited for again
+                    self._obey(connection, request)  # a deleted key is awaited again
                 except ChannelError:  # the connection's end is handled elsewhere
                     self._forget(connection)
 
 
 class StoreClient:
-    """The store as a process of the run sees it. Any thread may call it.
+    """Client of the store. Any thread may call it.
 
-    Each call raises ChannelError where the server is lost, and DeadlineError where it does not answer in time.
+    Each call raises ChannelError if the server is lost, and DeadlineError if it does not answer in time.
 
     Args:
-        where: the server's address and port, with the run's key; or its Unix socket, without.
-        deadline_s: of calls that are given none, and of connecting.
+        where: the server's address and port, with the run's key; or its Unix socket, without a key.
+        deadline_s: default deadline of calls, and deadline for connecting.
     """
 
     def __init__(self, where: tuple[str, int] | Path, key: RunKey | None, deadline_s: float) -> None:
@@ -176,39 +176,39 @@ class StoreClient:
         self._ask("set", values, deadline_s, values.values())
 
     def get(self, key: str, deadline_s: float | None = None) -> bytes:
-        """A value, waited for until it is there."""
+        """Return a value, after waiting until it exists."""
         return self.get_all([key], deadline_s)[0]
 
     def get_all(self, keys: Iterable[str], deadline_s: float | None = None) -> list[bytes]:
-        """Several values, waited for until all are there."""
+        """Return several values, after waiting until all exist."""
         return self._ask("get", keys, deadline_s).values
 
     def wait(self, keys: Iterable[str], deadline_s: float | None = None) -> None:
-        """Wait until all keys are there. The error names those that are not."""
+        """Wait until all keys exist. The error names the missing keys."""
         self._ask("wait", keys, deadline_s)
 
     def check(self, keys: Iterable[str], deadline_s: float | None = None) -> bool:
-        """True if all keys are there."""
+        """Return True if all keys exist."""
         return not self._ask("check", keys, deadline_s).keys
 
     def add(self, key: str, amount: int, deadline_s: float | None = None) -> int:
-        """Add to a number, 0 where there is none; returns the sum."""
+        """Add to a number (0 if missing); return the sum."""
         return self._ask("add", [key], deadline_s, amount=amount).count
 
     def append(self, key: str, value: bytes, deadline_s: float | None = None) -> None:
-        """Append to a value, empty where there is none."""
+        """Append to a value (empty if missing)."""
         self._ask("append", [key], deadline_s, [value])
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, deadline_s: float | None = None) -> bytes:
-        """Set a value if it is the expected one (empty: if there is none). Returns the value then."""
+        """Set a value if it equals the expected one (empty: if missing). Return the value afterwards."""
         return self._ask("compare_set", [key], deadline_s, [expected, desired]).values[0]
 
     def delete(self, key: str, deadline_s: float | None = None) -> bool:
-        """Delete a key; True if it was there."""
+        """Delete a key; return True if it existed."""
         return bool(self._ask("delete", [key], deadline_s).count)
 
     def num_keys(self, deadline_s: float | None = None) -> int:
-        """The number of keys."""
+        """Return the number of keys."""
         return self._ask("count", [], deadline_s).count
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class StoreClient:
                 connection.close()
 
     def _connect(self, deadline_s: float) -> Connection:
-        # stop waiting for a store whose host was lost when the generation that meets there is over
+        # stop waiting for a store whose host was lost once the generation that uses it is over
         connection = connect(self._where, self._key, Answer, deadline_s=deadline_s, stopped=generation_is_over)
         with self._lock:
             if self._closed:
@@ -235,7 +235,7 @@ class StoreClient:
         values: Iterable[bytes] = (),
         amount: int = 0,
     ) -> Answer:
-        """Send a request over a connection of this thread's own, and wait for its answer."""
+        """Send a request over this thread's own connection, and wait for its answer."""
         request = Request(next(self._numbers), what, list(keys), list(values), amount)
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         until = time.monotonic() + deadline_s
@@ -274,5 +274,5 @@ def _exchange(connection: Connection, request: Request, until: float) -> Answer:
     connection.send(request, max(0.0, until - time.monotonic()) + 1.0)
     while True:
         answer: Answer = connection.receive(max(0.0, until - time.monotonic()))
-        if answer.number == request.number:  # else of a request whose time was over
+        if answer.number == request.number:  # otherwise it answers a request that has timed out
             return answer

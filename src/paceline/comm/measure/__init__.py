@@ -1,4 +1,4 @@
-"""The speed of collectives and links, measured on real ranks.
+"""Measurements of the speed of collectives and links on real ranks.
 
-Read `calls.py` first (how one call is timed).
+Read `calls.py` first, which times one call.
 """

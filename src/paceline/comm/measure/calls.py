@@ -1,4 +1,4 @@
-"""Collectives as calls on buffers with known exact results, timed and checked.
+"""Timed and checked collectives on buffers with exactly known results.
 
 Bandwidths are those of nccl-tests (github.com/NVIDIA/nccl-tests).
 """
@@ -23,22 +23,22 @@ from paceline.comm.process_group import register
 from paceline.device import is_accelerator
 from paceline.planning.calibrate import Collective
 
-_PERIOD = 251  # of the numbers in a buffer: a prime, so that a block that lands in the wrong place does not look right
-_BUDGET_S, _CALLS = 0.25, (5, 200)  # of each measurement
-_LONG_S = 0.2  # a call of so long is not repeated
-MESSAGES = {"send_receive": 2}  # one after the other in a call: there and back; else one
+_PERIOD = 251  # period of the numbers in a buffer: a prime, so that a misplaced block is noticed
+_BUDGET_S, _CALLS = 0.25, (5, 200)  # per measurement
+_LONG_S = 0.2  # a call that takes longer is not repeated
+MESSAGES = {"send_receive": 2}  # sequential messages in a call: there and back; else one
 
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective that is ready to be called again and again.
+    """Collective that can be called repeatedly.
 
     Attributes:
-        source, result: this rank's buffers, of zeros; one and the same where the call is in place.
-        mine: this rank's numbers, small and whole, so that every sum of them is exact.
-        expected: the numbers in `result` after `fill` and `run`.
+        source, result: this rank's buffers, initially zero; the same buffer if the call is in place.
+        mine: this rank's numbers: small integers, so that every sum is exact.
+        expected: expected numbers in `result` after `fill` and `run`.
         run: the call.
-        release: lets go of the buffers.
+        release: frees the buffers.
     """
 
     source: Tensor
@@ -49,28 +49,28 @@ class TimedCollective:
     release: Callable[[], object] = lambda: None
 
     def fill(self) -> None:
-        """Put this rank's numbers into the buffers."""
+        """Write this rank's numbers to the buffers."""
         self.result.fill_(-1.0)
         self.source.copy_(self.mine)
 
     def wrong(self) -> int:
-        """Number of wrong results on this rank, after `fill` and `run`."""
+        """Count the wrong results on this rank, after `fill` and `run`."""
         return int((self.result != self.expected).sum().item())
 
     def clear(self) -> None:
-        """Zero the buffers; zeros stay what they are however often they are summed."""
+        """Zero the buffers; repeated sums of zeros do not overflow."""
         self.result.zero_()
         self.source.zero_()
 
 
 def measure_call(group: Group, collective: str, size_bytes: int, algorithm: Algorithm | None = None) -> CollectiveSpeed:
-    """Time a collective and check its results, before and after the timing. Every rank calls this, and gets the same.
+    """Time a collective, and check its results before and after. Every rank must call this and gets the same result.
 
     Args:
         collective: one of `BUS_FACTORS`.
-        size_bytes: of the larger buffer; rounded down to what the ranks can share evenly, and to one number for each of
-            them at least.
-        algorithm: of an all-reduce; None is the transport's own.
+        size_bytes: size of the larger buffer, rounded down to a multiple that the ranks can share evenly, with at least
+            one number per rank.
+        algorithm: algorithm of an all-reduce; None is the transport's own.
     """
     numel = shared_evenly(group, size_bytes)
     call = prepared(group, collective, numel, algorithm or group)
@@ -106,7 +106,7 @@ SIZES = (2**10, 2**20, 2**24)
 
 @dataclass(frozen=True)
 class Speeds:
-    """One launch's measurements. `note` says why a faster transport was not among them, or is None."""
+    """Measurements of one launch. `note` is the reason why a faster transport was not measured, or None."""
 
     speeds: list[CollectiveSpeed]
     note: str | None = None
@@ -115,7 +115,7 @@ class Speeds:
 def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
     """Join the other ranks of a launch, and measure all-reduces.
 
-    Beside shared memory, gloo is measured as well.
+    If the transport is shared memory, gloo is measured as well.
     """
     with (
         joined(deadline_s=60) as group,
@@ -124,13 +124,13 @@ def measure_all_reduces(sizes: tuple[int, ...]) -> Speeds:
         groups = (group,) if other is group else (other, group)
         speeds = [measure_call(each, "all_reduce", size) for size in sizes for each in groups]
         group.barrier()
-        # what accelerators say of their store is no reason: shared memory is not for them
+        # the store's note on accelerators is no reason: they do not use shared memory
         return Speeds(speeds, None if is_accelerator(group.device) else group.transport_note)
 
 
 @contextmanager
 def over(group: Group, transport: str) -> Iterator[Group]:
-    """A group of the same ranks over a transport, which may be the group itself."""
+    """Return a group of the same ranks over a transport, possibly the group itself."""
     if transport == group.transport.name:
         yield group
         return
@@ -144,7 +144,7 @@ def over(group: Group, transport: str) -> Iterator[Group]:
 
 
 def pair(hosts: Sequence[int]) -> tuple[int, int]:
-    """Two ranks that exchange messages: rank 0, and the first rank of another host.
+    """Choose two ranks that exchange messages: rank 0, and the first rank of another host.
 
     On one host the second is the next rank.
     """
@@ -152,15 +152,15 @@ def pair(hosts: Sequence[int]) -> tuple[int, int]:
 
 
 def shared_evenly(group: Group, size_bytes: int) -> int:
-    """Number of fp32 values in a buffer that ranks share evenly, at least one each."""
+    """Number of fp32 values in a buffer that the ranks share evenly."""
     return max(1, size_bytes // 4 // group.size) * group.size
 
 
 def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = None) -> TimedCollective:
-    """A collective of `BUS_FACTORS` on `numel` fp32 numbers.
+    """Prepare a collective of `BUS_FACTORS` on `numel` fp32 numbers.
 
     Args:
-        by: makes the all-reduce and its buffer; None is `group`, on memory that the transport does not know.
+        by: algorithm of the all-reduce, which allocates its buffer; None is `group`, with ordinary memory.
     """
     rank, size, part = group.rank, group.size, numel // group.size
     own = slice(rank * part, (rank + 1) * part)
@@ -189,7 +189,7 @@ def prepared(group: Group, collective: str, numel: int, by: Algorithm | None = N
 
 
 def _there_and_back(group: Group, tensor: Tensor, pattern: Tensor) -> TimedCollective:
-    """A message between the two ranks of `pair`: the second sends what it got."""
+    """Send a message between the two ranks of `pair` and back."""
     first, second = pair(group.hosts)
     received = torch.zeros_like(tensor)
 
@@ -214,14 +214,14 @@ def _sum(pattern: Tensor, ranks: int) -> Tensor:
 
 
 # Bus bandwidth / algorithm bandwidth over n ranks, by collective:
-# the share of the size that has to pass each rank's link, each way.
+# the share of the size that must pass each rank's link, in each direction.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,  # of n parts, n - 1 have to come in to be added up, and as many sums again
-    "all_gather": lambda n: (n - 1) / n,  # size: that of the whole; all parts but the own one come in
-    "reduce_scatter": lambda n: (n - 1) / n,  # size: that of the whole; a rank's part of it comes in from all others
-    "all_to_all": lambda n: (n - 1) / n,  # size: what each rank hands out; all but its own part leaves
-    "broadcast": lambda n: 1.0,  # all of it comes in
-    "send_receive": lambda n: 1.0,  # size: that of the message
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # out of n parts, n - 1 are received to be added, and then n - 1 sums
+    "all_gather": lambda n: (n - 1) / n,  # size of the whole; all parts except the rank's own are received
+    "reduce_scatter": lambda n: (n - 1) / n,  # size of the whole; a rank's part is received from all others
+    "all_to_all": lambda n: (n - 1) / n,  # size that each rank sends, except its own part
+    "broadcast": lambda n: 1.0,  # all of it is received
+    "send_receive": lambda n: 1.0,  # size of the message
 }
 
 
@@ -232,10 +232,10 @@ class CollectiveSpeed:
     `time_s` is the slowest rank's median over `calls` calls, after a warm-up.
 
     Attributes:
-        size_bytes: size of the larger one of a rank's two buffers, as NVIDIA's tests count it.
+        size_bytes: size of the larger of a rank's two buffers, as in nccl-tests.
         time_s: for `send_receive`, half of the round-trip time.
         algorithm: algorithm of an all-reduce (`flat` is the transport's own).
-        wrong: numbers with a wrong value, over all ranks; None if not checked.
+        wrong: count of wrong values over all ranks; None if not checked.
     """
 
     transport: str
@@ -263,14 +263,14 @@ class CollectiveSpeed:
     def bus_bandwidth(self) -> float:
         """Bus bandwidth in bytes per second and direction: size / time × the collective's factor.
 
-        Each rank's link carries at least that, so it can be compared with the hardware's rate, whatever the number of
+        Each rank's link carries at least this rate, so it is comparable with the hardware's rate for any number of
         ranks.
         """
         return self.algorithm_bandwidth * BUS_FACTORS[self.collective](self.ranks)
 
 
 def repeats_within(one_s: float, budget_s: float, limits: tuple[int, int]) -> int:
-    """Number of timed repetitions that a budget allows, within limits.
+    """Return the number of timed repetitions that a budget allows, within limits.
 
     Args:
         one_s: seconds of one call.
@@ -283,7 +283,7 @@ _CALIBRATION_S, _CALIBRATION_CALLS = 0.05, (4, 60)
 
 
 def measure_on_rank(transport: str) -> list[Collective]:
-    """Join the other ranks of the launch over a transport, and measure. Every rank gets the same times."""
+    """Join the other ranks of the launch over a transport, and measure. All ranks get the same times."""
     with joined(deadline_s=60, transport=transport) as group:
         found = measure_collectives(group, [group.transport.name])
         group.barrier()
@@ -291,9 +291,9 @@ def measure_on_rank(transport: str) -> list[Collective]:
 
 
 def measure_collectives(group: Group, transports: Sequence[str]) -> list[Collective]:
-    """The all-reduce, all-gather, reduce-scatter and message over each transport.
+    """Measure all-reduce, all-gather, reduce-scatter and messages over each transport.
 
-    Every rank calls this, and gets the same.
+    Every rank must call this and gets the same result.
     """
     found = []
     for transport in transports:
@@ -313,7 +313,7 @@ def _measured(group: Group, transport: str, name: str) -> Collective:
 
 
 def _one(group: Group, name: str, size_bytes: int) -> tuple[float, float]:
-    """Wall-clock seconds of a call on the slowest rank, and mean CPU seconds."""
+    """Measure the slowest rank's wall-clock seconds of a call, and the mean CPU seconds."""
     call, messages = prepared(group, name, shared_evenly(group, size_bytes)), MESSAGES.get(name, 1)
     for _ in range(2):
         one_s = timed(group, call.run)

@@ -20,10 +20,10 @@ from paceline.comm.measure.calls import CollectiveSpeed
 from paceline.comm.shm.segment import Handle, OwnedSegment, attach, create
 from paceline.errors import ClusterError, SyncError
 
-_STREAM_S = (0.4, 0.4, 0.2)  # to fill what lies between, to count, and for hosts that began later
-_STRETCHES = 3  # of counting
+_STREAM_S = (0.4, 0.4, 0.2)  # to fill the path, to count, and for late hosts
+_STRETCHES = 3  # of the counting window
 _CHUNK = 2**18
-_COPIES = 5  # of each size
+_COPIES = 5  # per size
 _PINGS_S, _PINGS = 0.3, 100  # at most
 _TOKEN_BYTES = 16
 
@@ -33,11 +33,12 @@ class Limit:
     """Upper limits of the hardware for the collectives of some ranks.
 
     Attributes:
-        hosts: the host index of each rank.
-        copies: bytes per second at which a rank copies what another process of its host has just written, by the size
-            of the copy in bytes: (while all ranks of all hosts do, alone). None: not measured; `why_not` says why.
-        stream: bytes per second of one TCP stream from each host to the next, in a ring, all at once; the slowest. None
-            on one host.
+        hosts: host index of each rank.
+        copies: rate in bytes per second at which a rank copies memory that another process of its host has just
+            written, by size of the copy: (all ranks at once, one alone). None if not measured, for the reason in
+            `why_not`.
+        stream: rate in bytes per second of the slowest of simultaneous TCP streams from each host to the next in a
+            ring. None on one host.
         latency_s: one-way time of one byte between two hosts over TCP; the largest. None on one host.
     """
 
@@ -52,12 +53,12 @@ class Limit:
 
         It is the longer of the times within a host and between hosts; None if neither was measured.
 
-        Between hosts, each host's link has to carry, each way, with H hosts that hold R ranks each (Patarasuk & Yuan,
-        2009, doi:10.1016/j.jpdc.2008.09.002, with a host in the place of a rank): 2 (H - 1)/H × size for an all-reduce,
-        (H - 1)/H for an all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast
-        and a message. Within a host, each rank has to read and write as many bytes as a copy of the size (all-reduce,
-        broadcast, message), of (n - 1)/n of it (all-gather, all-to-all) or of (1 + 1/n)/2 of it (reduce-scatter: it
-        reads all and writes its part).
+        With H hosts of R ranks each, each host's link has to carry in each direction (Patarasuk & Yuan, 2009,
+        doi:10.1016/j.jpdc.2008.09.002, applied to hosts instead of ranks): 2 (H - 1)/H × size for an all-reduce, (H -
+        1)/H for an all-gather and a reduce-scatter, R (H - 1)/H for an all-to-all, the size itself for a broadcast and
+        a message. Within a host, each rank reads and writes at least as many bytes as a copy of the size (all-reduce,
+        broadcast, message), of (n - 1)/n of the size (all-gather, all-to-all), or of (1 + 1/n)/2 of the size
+        (reduce-scatter, which reads everything and writes its part).
         """
         ranks, hosts = len(self.hosts), len(set(self.hosts))
         others, away = (ranks - 1) / ranks, (hosts - 1) / hosts
@@ -74,13 +75,13 @@ class Limit:
         return max(times_s, default=None)
 
     def share(self, speed: CollectiveSpeed) -> float | None:
-        """The least time / the time that was measured. None where no limit was."""
+        """Ratio of the lower bound to the measured time; None without a limit."""
         least_s = self.least_s(speed.collective, speed.size_bytes)
         return None if least_s is None else least_s / speed.time_s
 
     @classmethod
     def best(cls, limits: Sequence[Limit]) -> Limit:
-        """The highest of several measurements of the same ranks, as other work only slows them."""
+        """Return the highest of several measurements of the same ranks. Other work only slows them."""
         known = [limit.copies for limit in limits if limit.copies is not None]
         copies = {size: (max(c[size][0] for c in known), max(c[size][1] for c in known)) for size in (known or [{}])[0]}
         return cls(
@@ -93,9 +94,9 @@ class Limit:
 
 
 def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
-    """Measure copies of `sizes` bytes, and the streams between hosts where there are several.
+    """Measure copies of `sizes` bytes, and the streams between hosts if there are several.
 
-    Every rank calls this, and gets the same.
+    Every rank must call this and gets the same result.
 
     Raises:
         SyncError: the hosts cannot reach each other over TCP.
@@ -111,9 +112,9 @@ def measure_limit(group: Group, sizes: Sequence[int]) -> Limit:
 
 
 def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, float]] | None, str | None]:
-    """Bytes per second by size: (all ranks at once, one alone); or None, and why.
+    """Measure bytes per second by size: (all ranks at once, one alone); or return None and the reason.
 
-    With all at once it is the slowest rank's.
+    For all ranks at once, the rate is that of the slowest rank.
     """
     largest = max(sizes)
     own, reason = None, None
@@ -140,7 +141,7 @@ def _copies(group: Group, sizes: Sequence[int]) -> tuple[dict[int, tuple[float, 
 
 
 def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> tuple[Tensor | None, list[str | None]]:
-    """Memory of the next rank on this host, and reasons by rank for its absence.
+    """Map the memory of the next rank on this host; return failures by rank.
 
     If any rank has none, all get None.
     """
@@ -157,7 +158,7 @@ def _neighbours(group: Group, own: OwnedSegment | None, reason: str | None) -> t
 
 
 def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only: int | None) -> float:
-    """Seconds to copy what another process has just written, on all ranks or one."""
+    """Measure the seconds to copy memory that another process has just written."""
 
     def copy() -> None:
         if only in (None, group.rank):
@@ -165,7 +166,7 @@ def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only
 
     times_s = []
     for value in range(_COPIES):
-        written.fill_(value)  # else it would still lie in the cache of the core that copied it before
+        written.fill_(value)  # otherwise it would still be in the cache of the core that copied it before
         times_s.append(timed(group, copy, 1))
     return statistics.median(times_s)
 
@@ -174,12 +175,12 @@ def _copy_s(group: Group, mine: Tensor, theirs: Tensor, written: Tensor, *, only
 
 
 def _between_hosts(group: Group) -> tuple[float, float]:
-    """The slowest stream in bytes per second, and the largest latency in seconds."""
+    """Measure the slowest stream in bytes per second, and the largest latency in seconds."""
     leaders = [group.hosts.index(host) for host in dict.fromkeys(group.hosts)]
     rates, latencies_s = [0.0] * group.size, [0.0] * group.size
     with _ring(group, leaders) as links:
         for leader in leaders:
-            group.barrier()  # one link after the other: a process that also answers would be late
+            group.barrier()  # one link after the other: a process that also answers would be slow
             if links is not None:
                 onward, back = links
                 if group.rank == leader:
@@ -195,7 +196,7 @@ def _between_hosts(group: Group) -> tuple[float, float]:
 
 @contextmanager
 def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket, socket.socket] | None]:
-    """Connections to the next host's first rank and from the previous host's.
+    """Connect the first ranks of the hosts in a ring.
 
     None on ranks that are not the first of their host.
     """
@@ -204,7 +205,7 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
         if group.rank in leaders:
             listener = made.enter_context(socket.create_server((own_address(), 0)))
             listener.settimeout(group.deadline_s)
-        token = secrets.token_hex(_TOKEN_BYTES)  # of rank 0, known to the ranks of this group only
+        token = secrets.token_hex(_TOKEN_BYTES)  # of rank 0, known only to the ranks of this group
         offers = group.gather_json([listener and listener.getsockname()[:2], token])
         if listener is None:
             yield None
@@ -230,7 +231,7 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
 
 
 def _accepted(listener: socket.socket, token: bytes, deadline_s: float) -> socket.socket:
-    """The connection that knows the token; unauthenticated peers are turned away."""
+    """Accept the connection that sends the token; reject unauthenticated peers."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(deadline_s)
@@ -240,7 +241,7 @@ def _accepted(listener: socket.socket, token: bytes, deadline_s: float) -> socke
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """The next bytes; fewer where the other side has closed."""
+    """Receive the next bytes; fewer if the other side has closed."""
     found = b""
     while len(found) < count and (more := connection.recv(count - len(found))):
         found += more
@@ -248,7 +249,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _ping_s(connection: socket.socket) -> float:
-    """Half of the median time for a byte there and back."""
+    """Measure half of the median round-trip time of a byte."""
     times_s: list[float] = []
     until = time.perf_counter() + _PINGS_S
     while len(times_s) < 3 or (len(times_s) < _PINGS and time.perf_counter() < until):
@@ -268,7 +269,7 @@ def _echo(connection: socket.socket) -> None:
 def _stream(onward: socket.socket, back: socket.socket) -> float:
     """Send to the next host as fast as possible, and measure the receive rate.
 
-    Returns bytes per second from the host before, in the best stretch.
+    Return the bytes per second from the previous host, in the best interval.
     """
     fill_s, stretch_s, margin_s = _STREAM_S
     sender = threading.Thread(
@@ -278,14 +279,14 @@ def _stream(onward: socket.socket, back: socket.socket) -> float:
     _received(back, fill_s)
     rates = [_received(back, stretch_s) for _ in range(_STRETCHES)]
     room = bytearray(_CHUNK)
-    while back.recv_into(room):  # to the end, so that the sender never waits for room
+    while back.recv_into(room):  # until the end, so that the sender never blocks
         pass
     sender.join()
     return max(rates)
 
 
 def _received(connection: socket.socket, seconds: float) -> float:
-    """Bytes per second that come in."""
+    """Measure the received bytes per second."""
     room, count, began = bytearray(_CHUNK), 0, time.perf_counter()
     while (now := time.perf_counter()) < began + seconds:
         count += connection.recv_into(room)

@@ -14,13 +14,13 @@ from paceline.comm.measure.calls import CollectiveSpeed, measure_call
 from paceline.comm.measure.limit import Limit, measure_limit
 from paceline.units import Shown
 
-_LONGEST_S = 1.5  # of a call; sizes that would take longer are left out
-_ABOUT = 1.05  # of the limit: no more than measurements differ by
+_LONGEST_S = 1.5  # per call; sizes that would take longer are skipped
+_ABOUT = 1.05  # of the limit; within the noise of the measurements
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A size that was not measured, because one call was foreseen to take so long."""
+    """Size that was not measured, because one call would have taken too long."""
 
     collective: str
     algorithm: str
@@ -29,9 +29,9 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class TransportMeasurement:
-    """One launch's measurements over one transport.
+    """Measurements of one launch over one transport.
 
-    `note` says why a faster transport was not used; None if there is none.
+    `note` is the reason why a faster transport was not used; None if there is no faster one.
     """
 
     transport: str
@@ -53,9 +53,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinksRequest:
-    """Measurements wanted of a launch's ranks: collectives of `BUS_FACTORS` at sizes in bytes.
+    """Request for measurements: collectives of `BUS_FACTORS` at sizes in bytes.
 
-    The all-reduce is measured by each algorithm.
+    The all-reduce is measured with each algorithm.
     """
 
     transport: str
@@ -65,7 +65,7 @@ class LinksRequest:
 
 
 def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
-    """Join the other ranks of the launch, and measure. Every rank gets the same."""
+    """Join the other ranks of the launch, and measure. All ranks get the same result."""
     with joined(deadline_s=60, transport=request.transport) as group:
         limit = measure_limit(group, request.sizes)
         measured = TransportMeasurement(group.transport.name, limit, [], [], group.transport_note)
@@ -77,7 +77,7 @@ def measure_on_rank(request: LinksRequest) -> TransportMeasurement:
 
 
 def _by_size(group: Group, measured: TransportMeasurement, collective: str, name: str, sizes: Sequence[int]) -> None:
-    """Measure in ascending order of size; sizes that would take too long are left out."""
+    """Measure in ascending order of size, and skip sizes that would take too long."""
     algorithm = algorithm_for(group, name)[0] if collective == "all_reduce" else group
     before: list[CollectiveSpeed] = []
     for size in sizes:
@@ -90,9 +90,9 @@ def _by_size(group: Group, measured: TransportMeasurement, collective: str, name
 
 
 def _foreseen_s(before: Sequence[CollectiveSpeed], size_bytes: int, least_s: float) -> float:
-    """Expected seconds, extrapolated from the two largest sizes before.
+    """Predict the seconds by extrapolation from the two largest sizes so far.
 
-    At least the hardware's least time.
+    The result is at least the hardware's lower bound.
     """
     if len(before) < 2:
         return least_s
@@ -116,7 +116,7 @@ def curves(measured: Sequence[TransportMeasurement], collective: str) -> list[Cu
 
 
 def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
-    """The numbers by name, units in the names."""
+    """The numbers by name, with units in the names."""
     found: dict[str, float] = {}
     if not measured:
         return found
@@ -141,7 +141,7 @@ def figures(measured: Sequence[TransportMeasurement]) -> dict[str, float]:
 
 
 def caveats(measured: Sequence[TransportMeasurement], limit: Limit) -> Iterator[str]:
-    """Caveats of the figures, as sentences."""
+    """Describe the caveats of the figures in sentences."""
     if any((limit.share(s) or 0.0) > _ABOUT for m in measured for s in m.speeds):
         yield (
             "more than 100 % of the limit: a shaped link lets a burst through after a pause, or other work slowed "

@@ -1,14 +1,14 @@
 """Collectives between processes of one host, as generators (see `progress`).
 
-A *round* is: write into one's own slot, count up, wait until all ranks have counted as far, read the others' slots. The
-slots alternate, so a slot is written again only after every rank has begun the round after the one it was read in, that
-is, has read it. One wait a round is enough for any collective.
+In a *round*, a rank writes to its own slot, increments its counter, waits until all ranks have the same count, and
+reads the others' slots. The slots alternate: a slot is written again only after every rank has begun the following
+round, and thus has read the slot. One wait per round is enough for any collective.
 
-A tensor that lies in an arena on every rank is reduced where it lies: each rank reduces a share of it from all ranks'
-memory and writes the result to all, so every byte moves once. Other tensors are copied through the slots in chunks that
-stay in the cache, by the reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective Reduction
-Operations"). Every element is reduced by one rank, or by all in the same order: the result has the same bits
-everywhere.
+A tensor that lies in an arena on every rank is reduced in place: each rank reduces a share of it from all ranks' memory
+and writes the result to all ranks, so that every byte moves once. Other tensors are copied through the slots in chunks
+that stay in the cache, with the reduce-scatter and all-gather of Rabenseifner, 2004 ("Optimization of Collective
+Reduction Operations"). Every element is reduced by one rank, or by all ranks in the same order, so that the result has
+the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from paceline.comm.shm.progress import Peer, ShmProgress, fence
 from paceline.comm.shm.segment import Handle, OwnedSegment, Segment, attach, create
 from paceline.errors import SyncError
 
-_SMALL_BYTES = 2**15  # up to here every rank combines all; beyond, it pays to share the work
-# of each rank's memory at a time, so that all of it stays in a core's cache until the result is written
+_SMALL_BYTES = 2**15  # up to this size every rank reduces everything; above it, sharing the work is faster
+# bytes of each rank's memory at a time, so that they stay in a core's cache until the result is written
 _CACHED_BYTES = 2**18
 
 
 class ShmCollectives(Collectives):
-    """The collectives of one group."""
+    """Collectives of one group."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.rounds, self.rank, self.size = rounds, rounds.rank, rounds.size
@@ -171,7 +171,7 @@ class ShmCollectives(Collectives):
         slots[self.rank][0][: 2 * self.size] = torch.tensor([len(t) for t in (*sources, *targets)])
         yield from self._meet(b"all_to_all")
         sizes = [slot[: 2 * self.size].tolist() for slot, _ in slots]
-        # all ranks look at all pairs, so that all stop where one is wrong
+        # all ranks check all pairs, so that all stop if one pair is wrong
         for a, b in itertools.product(range(self.size), repeat=2):
             if sizes[a][b] != sizes[b][self.size + a]:
                 raise SyncError(
@@ -200,7 +200,7 @@ class ShmCollectives(Collectives):
         return self.rounds.missing()
 
     def forget(self, arena: int) -> None:
-        """Keep no views of an arena."""
+        """Drop all views of an arena."""
         for key in [key for key in self._shares if key[0] == arena]:
             del self._shares[key]
 
@@ -212,7 +212,7 @@ class ShmCollectives(Collectives):
             yield
 
     def _meet(self, call: bytes) -> Steps:
-        """The first round of a collective: the ranks see whether they mean the same."""
+        """Run the first round of a collective, in which the ranks compare their calls."""
         line = self.rounds.announce(call)
         self.rounds.count()
         while not self.rounds.met():
@@ -228,7 +228,7 @@ class ShmCollectives(Collectives):
         return call
 
     def _small_slots(self, tensor: Tensor) -> list[Tensor]:
-        """The first `len(tensor)` elements of every rank's slot for the next round."""
+        """View the first `len(tensor)` elements of every rank's slot for the next round."""
         key = (tensor.dtype, len(tensor), (self.rounds.round + 1) & 1)
         found = self._small.get(key)
         if found is None:
@@ -240,7 +240,7 @@ class ShmCollectives(Collectives):
         return found
 
     def _share_of(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
-        """This rank's share of a tensor in an arena, in parts that fit a cache.
+        """Yield this rank's share of an arena tensor, in parts that fit a cache.
 
         Each part is a list of views by rank, this rank's first.
         """
@@ -254,7 +254,7 @@ class ShmCollectives(Collectives):
 
     def _split_share(self, tensor: Tensor, place: tuple[int, int]) -> list[list[Tensor]]:
         number, offset = place
-        line = 64 // tensor.element_size()  # two ranks never write to one cache line
+        line = 64 // tensor.element_size()  # two ranks never write to the same cache line
         share = ceil(len(tensor) / self.size / line) * line
         start, end = (min(len(tensor), share * r) for r in (self.rank, self.rank + 1))
         order = [self.rank, *(r for r in range(self.size) if r != self.rank)]
@@ -269,18 +269,18 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-# of a tensor that is copied through the slots: small enough for a core's cache, large enough to outlast a wait
+# chunk of a tensor that is copied through the slots: it fits a core's cache, and outlasts a wait
 CHUNK_BYTES = 2**20
 _SLOT_BYTES = 2 * CHUNK_BYTES  # contributions for the other ranks, then this rank's result
 MAIL_BYTES = 2**21  # a ring for messages to each of the other ranks
-MAIL_WORDS_BYTES = 128  # how far it was written, how far read, on cache lines of their own
+MAIL_WORDS_BYTES = 128  # positions of the writer and of the reader, on separate cache lines
 _WORDS_AT, _CALLS_AT, _SLOTS_AT = 0, 256, 4096
 _CALL_BYTES = 512
 _PLACE = struct.Struct("<QQ")
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of the segment that every rank of a group of `size` shares."""
+    """Size in bytes of each rank's segment in a group of `size` ranks."""
     return _SLOTS_AT + 2 * _SLOT_BYTES + size * (MAIL_BYTES + MAIL_WORDS_BYTES)
 
 
@@ -293,16 +293,16 @@ class Arena:
 
 
 class Rounds:
-    """The shared control of one group, seen from one rank.
+    """Shared control state of one group, as seen from one rank.
 
-    `met` and `count` are all that collectives need to wait for each other.
+    Collectives synchronize with `met` and `count` only.
     """
 
     def __init__(self, store: Store, rank: int, size: int, progress: ShmProgress, timeout_s: float) -> None:
         self.rank, self.size, self.progress, self.timeout_s = rank, size, progress, timeout_s
         self.round = 0
         self.arenas: dict[int, Arena] = {}
-        self._arenas_made = 0  # the same on all ranks
+        self._arenas_made = 0  # equal on all ranks
         own = create(segment_bytes(size), "group")
         try:
             told = tell_all(store, "shm", rank, size, timeout_s, [asdict(own.handle), asdict(progress.doorbell)])
@@ -322,7 +322,7 @@ class Rounds:
     # Rounds
 
     def count(self) -> None:
-        """Say that this rank's slot is written, and wake who waits for that."""
+        """Mark this rank's slot as written, and wake waiting ranks."""
         self.round += 1
         self._own_counter[0] = self.round
         fence()
@@ -330,12 +330,12 @@ class Rounds:
             peer.ring()
 
     def met(self) -> bool:
-        """True once all ranks have counted as far as this one."""
+        """True once all ranks have reached this rank's count."""
         this_round = self.round
         return all(counter[0] >= this_round for counter in self._others_counters)
 
     def missing(self) -> list[Peer]:
-        """The peers that have not counted as far."""
+        """Peers that have not reached this rank's count."""
         return [peer for peer in self.others if self._counters[peer.rank][0] < self.round]
 
     def slots(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -347,7 +347,7 @@ class Rounds:
             self._typed[dtype, parity] = typed
         return typed
 
-    # What the ranks are about to do
+    # Announced calls
 
     def announce(self, call: bytes, place: tuple[int, int] = (0, 0)) -> bytes:
         """Record a collective and its tensor's place in an arena for the next round."""
@@ -357,10 +357,10 @@ class Rounds:
         return line
 
     def agree(self, line: bytes) -> bool:
-        """After the round: whether all ranks announced the very same, places included.
+        """After the round, return True if all ranks announced the same call and place.
 
         Raises:
-            SyncError: they announced different collectives, types or sizes; names both.
+            SyncError: the ranks announced different collectives, types or sizes; the error names both.
         """
         at = _CALLS_AT + (self.round & 1) * _CALL_BYTES
         end = at + len(line) + 1
@@ -373,15 +373,15 @@ class Rounds:
         return same
 
     def _compare(self, rank: int, at: int, own: bytes) -> None:
-        """Equal but for the place is well."""
+        """Compare two announcements; they may differ in the place."""
         theirs = bytes(self.segments[rank].map[at + _PLACE.size : at + _CALL_BYTES]).split(b"\0", 1)[0]
         if theirs != own:
             raise different_calls(f"rank {self.rank} {own.decode()}", f"rank {rank} {theirs.decode()}")
 
-    # Memory that all share
+    # Shared memory
 
     def add_arena(self, own: OwnedSegment, handles: list[Handle]) -> Arena:
-        """Map the segments that the ranks made for tensors."""
+        """Map the segments that the ranks have made for tensors."""
         segments = [own.segment if r == self.rank else attach(handle) for r, handle in enumerate(handles)]
         self._arenas_made += 1
         arena = self.arenas[self._arenas_made] = Arena(self._arenas_made, segments)
@@ -398,9 +398,9 @@ class Rounds:
         return 0, 0
 
     def mailbox(self, sender: int, receiver: int) -> tuple[memoryview, memoryview, Tensor]:
-        """The ring buffer for messages between two ranks.
+        """Return the ring buffer for messages between two ranks.
 
-        Returns the written and read counts, and its bytes, for Python and for torch.
+        The result is the written and read counts, and the buffer's bytes, for Python and for torch.
         """
         at = _SLOTS_AT + 2 * _SLOT_BYTES + receiver * (MAIL_BYTES + MAIL_WORDS_BYTES)
         segment, ring = self.segments[sender], slice(at + MAIL_WORDS_BYTES, at + MAIL_WORDS_BYTES + MAIL_BYTES)

@@ -1,8 +1,8 @@
 """The process group `shm`: c10d's collectives and messages between processes of one host.
 
-A message goes through a ring buffer in the sender's memory: a header (tag, size) and its bytes; one that is larger than
-the ring flows through it. The receiver matches tags: a message that was not requested yet is taken out and kept, so
-that it does not block the messages behind it.
+A message passes through a ring buffer in the sender's memory, as a header (tag, size) and its bytes. A message that is
+larger than the ring is streamed through it. The receiver matches tags: a message that was not requested yet is removed
+and kept, so that it does not block the messages behind it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 class ShmProcessGroup(DrivenProcessGroup):
-    """A process group over memory that the processes of one host share. CPU tensors of any dtype, contiguous or not.
+    """Process group over shared memory of one host. It takes CPU tensors of any dtype, contiguous or not.
 
-    Made by `torch.distributed`, once `paceline.comm.shm` is imported: `dist.init_process_group("shm")`,
+    `torch.distributed` makes it, once `paceline.comm.shm` is imported: `dist.init_process_group("shm")`,
     `dist.new_group(backend="shm")`.
     """
 
@@ -75,13 +75,13 @@ class ShmProcessGroup(DrivenProcessGroup):
     def _inbox(self, sender: int) -> ShmInbox:
         return self._inboxes.get(sender) or self._inboxes.setdefault(sender, ShmInbox(self._rounds, sender))
 
-    # The end
+    # Shutdown
 
     def shutdown(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         if not self._closed:
             self._closed = True
-            # torch's own caches may keep this object for as long as the process lives.
+            # torch's caches may keep this object for as long as the process lives.
             del self._collectives, self._rounds, self._progress
             self._outboxes.clear()
             self._inboxes.clear()
@@ -103,10 +103,10 @@ class SharedMemory(Transport):
         self._group = group
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros in shared memory; all ranks ask for it together.
+        """Allocate a flat tensor of zeros in shared memory; all ranks must call it together.
 
-        Reductions of it, or of contiguous parts of it that are at the same place on all ranks, move each byte once. It
-        lives until `release`, or the end of the group. None on every rank if one of them is refused the memory.
+        Reductions of it, or of contiguous parts at the same place on all ranks, move each byte once. It lives until
+        `release`, or until the end of the group. Every rank gets None if the allocation fails on one of them.
         """
         own = None
         try:
@@ -121,7 +121,7 @@ class SharedMemory(Transport):
             if own is None or not all(found):
                 return None
             arena = self._group._rounds.add_arena(own, [Handle.from_bytes(handle) for handle in found])
-            self._group.barrier().wait()  # all have mapped it
+            self._group.barrier().wait()  # all ranks have mapped it
         finally:
             if own is not None:
                 own.close_descriptor()
@@ -130,7 +130,7 @@ class SharedMemory(Transport):
     def release(self, tensor: Tensor) -> None:
         """Free the shared memory of a tensor from `empty`.
 
-        It ends when all ranks have, and no view is left.
+        The memory is freed after all ranks have called it, and no view is left.
         """
         if self._group._closed:
             return
@@ -148,9 +148,9 @@ class SharedMemory(Transport):
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
 
 
-_HEADER = struct.Struct("<qq")  # tag, size; a message is padded to a whole number of headers, so that none wraps around
-_STEP_BYTES = MAIL_BYTES // 8  # moved at a time, so that one side writes while the other reads
-_WRITTEN, _READ = 0, 8  # words: how many bytes ever, on cache lines of their own
+_HEADER = struct.Struct("<qq")  # tag, size; messages are padded to a multiple of it
+_STEP_BYTES = MAIL_BYTES // 8  # bytes moved at a time, so that one side writes while the other reads
+_WRITTEN, _READ = 0, 8  # words: total bytes so far, on separate cache lines
 
 
 class ShmOutbox:
@@ -162,7 +162,7 @@ class ShmOutbox:
         self._written = 0
 
     def send(self, tensor: Tensor, tag: int) -> Steps:
-        """Write a message; done when all of it is in the ring or taken."""
+        """Write a message; done when all of it is in the ring or received."""
         data, size = tensor.view(torch.uint8), tensor.nbytes
         while self._free() < _HEADER.size:
             yield
@@ -209,10 +209,10 @@ class ShmInbox:
         self._matching = Matching()
 
     def request(self, request: Receive) -> None:
-        """Ask for a message; those who ask first are served first.
+        """Request a message; requests are served in order.
 
         Raises:
-            SyncError: one was asked for and not waited for, so nobody knows which message is whose.
+            SyncError: an earlier request was abandoned, so that messages can no longer be matched.
         """
         if self._abandoned:
             raise SyncError(
@@ -225,11 +225,11 @@ class ShmInbox:
             request.take(message, self.peer.rank)
 
     def abandon(self) -> None:
-        """Take no further requests."""
+        """Accept no further requests."""
         self._abandoned = True
 
     def pump(self) -> None:
-        """Take what has come out of the ring."""
+        """Read the available bytes from the ring."""
         while (there := self._words[_WRITTEN] - self._read) > 0:
             at = self._read % MAIL_BYTES
             if self._coming is None:
@@ -247,11 +247,11 @@ class ShmInbox:
                 self._coming = None
 
     def waits_for(self) -> list[Peer]:
-        """The sender, while nothing of it is there to be read."""
+        """The sender, while the ring is empty."""
         return [self.peer] if self._words[_WRITTEN] == self._read else []
 
     def _begin(self, tag: int, size: int) -> Message:
-        """Straight into the first place that waits for it; else into memory of its own."""
+        """Receive into the first waiting tensor; else into separate memory."""
         request = self._matching.who_waits(tag)
         fits = request is not None and len(request.target) == size
         message = Message(tag, request.target if request and fits else torch.empty(size, dtype=torch.uint8))
@@ -269,10 +269,10 @@ class ShmInbox:
 
 
 def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
-    """Fill the place with the first message of its tag; returns the sender.
+    """Fill the tensor with the first message of its tag; return the sender.
 
     Raises:
-        SyncError: the message has another size than the place.
+        SyncError: the message and the tensor have different sizes.
     """
     for inbox in inboxes:
         inbox.request(request)

@@ -1,9 +1,8 @@
-"""Progress of shared-memory operations: whoever waits drives all generators of the process.
+"""Progress of shared-memory operations: a waiting thread drives all generators of the process.
 
-A wait spins briefly, then offers its core to others, then sleeps on this process' *doorbell*: a word of shared memory
-that peers ring after they have stored data that this process may be waiting for. So no rank spins for long on a core
-that another one needs, and waiting for one group never holds up another. Every wait ends: at its deadline, or soon
-after a peer has died.
+A wait spins briefly, then yields its core, then sleeps on this process's *doorbell*: a word of shared memory that peers
+ring after storing data for this process. Thus no rank spins for long on a core that another rank needs, and waiting for
+one group never blocks another. Every wait ends: at its deadline, or soon after a peer has died.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from paceline.comm.operation import GRACE_S, WATCH_S, Driver, Operation, call_al
 from paceline.comm.shm.segment import Handle, Segment, attach, create
 from paceline.rank_environment import RankEnvironment, is_our_rank
 
-# longer than a wait of ranks that keep step; they may have been put on one core, so no longer than that
+# longer than a wait of ranks in lockstep; not much longer, as ranks may share a core
 _SPIN_S = 20e-6
-_YIELD_S = 2e-3  # still looking, but any thread that wants the core gets it
+_YIELD_S = 2e-3  # still polling, but yielding the core to any other thread
 _YIELD_OVERSUBSCRIBED_S = 200e-6  # the same with more ranks than cores
-_NAP_S = 0.1  # the longest sleep between two looks at whether the peers live
+_NAP_S = 0.1  # longest sleep between two checks that the peers live
 _SLEEPERS, _RUNG = 0, 1  # the words of a doorbell
 
 
 @dataclass(eq=False)
 class Peer:
-    """Another process of this host: rank, doorbell, and a pidfd that shows its end."""
+    """Process of this host: rank, doorbell, and a pidfd that shows its end."""
 
     rank: int
     pid: int
@@ -43,7 +42,7 @@ class Peer:
 
     def why_over(self) -> str | None:
         """Report that the process has ended, even if its parent has not reaped it yet."""
-        poll = select.poll()  # `select` knows no descriptor above 1023
+        poll = select.poll()  # `select` does not support descriptors above 1023
         poll.register(self.life, select.POLLIN)
         return f"{self.state()} has ended" if poll.poll(0) else None
 
@@ -51,18 +50,18 @@ class Peer:
         return f"rank {self.rank} (pid {self.pid})"
 
     def ring(self) -> None:
-        """Wake it if it sleeps. A fence must lie between the store that it waits for and this look."""
+        """Wake the peer if it sleeps. A fence must separate the store that it waits for from this check."""
         if self.doorbell[_SLEEPERS]:
             self.doorbell[_RUNG] = (self.doorbell[_RUNG] + 1) & 0xFFFFFFFF
             futex_wake(self.bell_address)
 
 
 class ShmProgress(Driver):
-    """Drives the operations of this process, of all its groups over shared memory."""
+    """Driver of all shared-memory operations of this process."""
 
     def __init__(self) -> None:
         super().__init__(threading.RLock())
-        self.oversubscribed = False  # whether there are more ranks on this host than cores for them
+        self.oversubscribed = False  # True if this host has more ranks than cores for them
         self._own = create(4096, "doorbell")
         self._doorbell = self._own.segment.words(0, 2)
         self._doorbell_address = self._own.segment.address + 8 * _RUNG
@@ -73,11 +72,11 @@ class ShmProgress(Driver):
 
     @property
     def doorbell(self) -> Handle:
-        """The handle that peers need to ring this process' doorbell."""
+        """Handle that peers need to ring this process's doorbell."""
         return self._own.handle
 
     def meet(self, rank: int, doorbell: Handle) -> Peer:
-        """The process that has this doorbell, as a rank of a group."""
+        """Make the peer with this doorbell, as a rank of a group."""
         if doorbell not in self._peers:
             segment = attach(doorbell)
             self._peers[doorbell] = (segment, os.pidfd_open(doorbell.pid))
@@ -85,11 +84,11 @@ class ShmProgress(Driver):
         return Peer(rank, doorbell.pid, segment.words(0, 2), segment.address + 8 * _RUNG, life)
 
     def expect(self, ranks: int) -> None:
-        """Register a group with so many ranks on this host.
+        """Register a group with this number of ranks on this host.
 
         With more ranks than cores, spinning would slow down the others.
         """
-        # then its affinity says nothing of the other ranks' cores
+        # then its affinity does not show the other ranks' cores
         pinned = is_our_rank() and bool(RankEnvironment.from_env().cores)
         cores = (os.cpu_count() or 1) if pinned else len(os.sched_getaffinity(0))
         self.oversubscribed = self.oversubscribed or ranks > min(cores, cpu_quota() or cores)
@@ -138,7 +137,7 @@ class ShmProgress(Driver):
     def _sleep(self, is_over: Callable[[], bool]) -> None:
         """Sleep until the doorbell rings or a short time is over, then fail hopeless operations.
 
-        Hopeless ones are late or wait for a dead peer.
+        Hopeless operations are late or wait for a dead peer.
         """
         with self.lock:
             self._doorbell[_SLEEPERS] += 1
@@ -146,7 +145,7 @@ class ShmProgress(Driver):
             rung = self._doorbell[_RUNG]
         try:
             with self.lock:
-                calls = self._advance()  # what came before the doorbell could be rung
+                calls = self._advance()  # data that arrived before the doorbell could be rung
             call_all(calls)
             if not is_over():
                 futex_wait(self._doorbell_address, rung, _NAP_S)
@@ -160,7 +159,7 @@ class ShmProgress(Driver):
         call_all(calls)
 
     def _run(self) -> None:
-        """The background thread: drives operations that nobody has waited for.
+        """Run the background thread, which drives operations without a waiting caller.
 
         It sleeps while nothing is in progress.
         """
@@ -171,7 +170,7 @@ class ShmProgress(Driver):
             while self._keeps_watching(until):
                 urgent = self._urgent.wait(GRACE_S)
                 self._urgent.clear()
-                # It never spins: what it would gain, it would take from the thread that computes.
+                # It never spins, because that would slow down the computing thread.
                 while self._busy and not self._ending and (urgent or self._is_late()):
                     until = time.monotonic() + WATCH_S
                     self._sleep(lambda: not self._busy or self._ending)
@@ -181,7 +180,7 @@ class ShmProgress(Driver):
             return self._oldest_s() > GRACE_S
 
     def _keeps_watching(self, until: float) -> bool:
-        with self.lock:  # so that whoever starts an operation either is seen here, or sees that nobody watches
+        with self.lock:  # so that a new operation is either noticed here, or its caller sees that no thread watches
             self._watching = not self._ending and (bool(self._busy) or time.monotonic() < until)
             return self._watching
 
@@ -201,10 +200,10 @@ class _Timespec(ctypes.Structure):
 
 
 def why_no_shared_memory() -> str | None:
-    """The reason why this machine cannot use shared memory, or None.
+    """Return the reason why this machine cannot use shared memory, or None.
 
-    Flags and data are plain stores, which other cores must see in their order. x86-64 promises that; other processors
-    would need barriers that Python cannot give.
+    Flags and data are plain stores, which other cores must see in order. x86-64 guarantees that; other processors would
+    need barriers, which Python does not have.
     """
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create (Linux 3.17 has)"
@@ -216,11 +215,11 @@ def why_no_shared_memory() -> str | None:
 def futex_wait(address: int, expected: int, timeout_s: float) -> None:
     """Sleep until woken at `address`, or until the time is over.
 
-    Returns at once if the word is not `expected`.
+    It returns at once if the word is not `expected`.
     """
     seconds = int(timeout_s)
     timespec = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
-    # ctypes gives up the GIL around the call.
+    # ctypes releases the GIL around the call.
     result = _syscall(
         _SYS_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(expected), ctypes.byref(timespec), None, 0
     )
@@ -229,7 +228,7 @@ def futex_wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def futex_wake(address: int) -> None:
-    """Wake all who wait at `address`, in whatever process."""
+    """Wake all threads that wait at `address`, in any process."""
     _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, ctypes.c_uint32(_EVERYBODY), None, None, 0)
 
 

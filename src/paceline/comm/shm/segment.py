@@ -1,8 +1,8 @@
 """Shared memory between processes of one host: anonymous files (memfd) without a name.
 
-A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows to the
-same user only, and once all have mapped it the descriptor is closed: the memory ends with the last process that maps
-it, however that ends. Nothing lies in `/dev/shm`, so neither its size nor its absence matters.
+A segment is a memfd of one process. The others open it through `/proc/<pid>/fd/<n>`, which the kernel allows only for
+the same user. Once all have mapped it, the descriptor is closed, and the memory ends with the last process that maps
+it, in any case. Nothing lies in `/dev/shm`, so neither its size nor its absence matters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.errors import ClusterError
 
-# at the end of every segment; proves that a process number was not given to another process meanwhile
+# at the end of every segment; proves that the process id was not reused
 TOKEN_BYTES = 16
 
 
@@ -31,12 +31,12 @@ class Handle:
     token: str
 
     def to_bytes(self) -> bytes:
-        """The handle as JSON."""
+        """Encode the handle as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Handle:
-        """A handle from JSON."""
+        """Decode a handle from JSON."""
         return cls(**json.loads(data))
 
 
@@ -45,8 +45,7 @@ class Segment:
 
     def __init__(self, fd: int, size: int) -> None:
         self.size = size
-        # Python's own mmap would keep a copy of the descriptor for as long as the memory is mapped, and leave the door
-        # open.
+        # Python's mmap would keep a copy of the descriptor open for as long as the memory is mapped.
         try:
             mapped = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size + TOKEN_BYTES, dtype=torch.uint8)
         except RuntimeError as error:
@@ -56,30 +55,30 @@ class Segment:
         self.address = self.bytes.data_ptr()
 
     def words(self, start: int = 0, count: int | None = None) -> memoryview:
-        """64-bit unsigned words from byte `start` on. A store to one is one instruction, so nobody reads half of it."""
+        """View 64-bit unsigned words from byte `start` on. A store to a word is atomic."""
         end = self.size if count is None else start + 8 * count
         return self.map[start : end - (end - start) % 8].cast("Q")
 
 
 @dataclass
 class OwnedSegment:
-    """A segment that this process made.
+    """Segment that this process has made.
 
-    Others open its descriptor until `close_descriptor`.
+    Other processes can open it until `close_descriptor`.
     """
 
     segment: Segment
     handle: Handle
 
     def close_descriptor(self) -> None:
-        """Let nobody else map it from now on."""
+        """Prevent other processes from mapping it from now on."""
         if self.handle.fd >= 0:
             os.close(self.handle.fd)
             self.handle = Handle(self.handle.pid, -1, self.handle.size, self.handle.token)
 
 
 def create(size: int, name: str) -> OwnedSegment:
-    """A new segment. `name` shows in /proc/<pid>/maps only.
+    """Make a new segment. `name` appears only in /proc/<pid>/maps.
 
     Raises:
         ClusterError: the system refuses the memory.
@@ -106,7 +105,7 @@ def attach(handle: Handle) -> Segment:
     """Map a segment of another process (or of this one).
 
     Raises:
-        ClusterError: it cannot be opened from here, for instance from another container or by another user.
+        ClusterError: the segment cannot be opened, for instance from another container or by another user.
     """
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:

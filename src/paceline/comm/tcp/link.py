@@ -1,8 +1,8 @@
-"""The link to another rank: a stream over a TCP connection, re-made when lost.
+"""Link to another rank: a stream over a TCP connection, which is re-made when lost.
 
-Of two ranks the one with the higher number connects. The other can only request to be reconnected: open a connection to
-say that it misses one. A reconnect request, like a connect, also tells whether the process is still there: where the
-address answers and nobody listens any more, it is gone; where nothing answers, it is the network, which may come back.
+In each pair of ranks, the rank with the higher number connects. The other rank can only request a reconnect, by a
+connection that carries just this request. Both kinds of connection also show if the process still runs: if the address
+answers but the port is closed, the process is gone; if nothing answers, the network is down, and may recover.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from paceline.wire.key import RunKey
 from paceline.wire.listener import TlsHandshake, released
 from paceline.wire.silence import is_unacknowledged
 
-_FIRST_REQUEST_S = 1.0  # for the other rank to connect by itself at first
-_BACK_OFF_S = (0.05, 0.5)  # between two attempts: at first, at most
-_ATTEMPT_S = (0.5, 4.0)  # until an attempt is given up; more after several, for networks on which that is not enough
-_GONE_S = 3.0  # of being refused
-_ALTERED = (5, 60.0)  # connections that carried altered bytes, within so many seconds: somebody does it on purpose
-_SILENCE_S = 0.6  # without an acknowledgement from the other's kernel, with retransmissions under way
-_KEEPALIVE_S = (5, 2, 3)  # idle, between probes, probes: for a rank that only waits, and whose peer's host is gone
+_FIRST_REQUEST_S = 1.0  # time for the other rank to connect first
+_BACK_OFF_S = (0.05, 0.5)  # between two attempts: initially, at most
+_ATTEMPT_S = (0.5, 4.0)  # time limit of an attempt; longer after several attempts, for slow networks
+_GONE_S = 3.0  # of refused connections
+_ALTERED = (5, 60.0)  # connections with altered bytes within this many seconds, which indicates an attack
+_SILENCE_S = 0.6  # without an acknowledgement from the peer's kernel, during retransmissions
+_KEEPALIVE_S = (5, 2, 3)  # keepalive of a waiting rank: idle time, interval, probes
 _READ, _WRITE = select.EPOLLIN, select.EPOLLIN | select.EPOLLOUT
 
 
 @dataclass(frozen=True)
 class RankAddress:
-    """A rank of a group: its host's name, where it listens, and its process."""
+    """Address of a rank: its host's name, the address where it listens, and its process."""
 
     rank: int
     host: str
@@ -56,9 +56,9 @@ class Membership:
     """Proof that a connection belongs to a group, and whether it is encrypted.
 
     Attributes:
-        group: a random name of it, no secret.
-        key: of the run.
-        sealed: what follows the handshake is encrypted, too.
+        group: random name of the group, not secret.
+        key: key of the run.
+        sealed: the bytes after the handshake are encrypted, too.
     """
 
     group: bytes
@@ -67,7 +67,7 @@ class Membership:
 
 
 class PeerLink:
-    """This rank's end of the link to `peer`. All of it is called under the loop's lock."""
+    """This rank's end of the link to `peer`. All methods are called under the loop's lock."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class PeerLink:
     ) -> None:
         self.own, self.peer = own, peer
         self.stream = ByteStream(sink)
-        self.connections = 0  # made so far
+        self.connections = 0  # connections made so far
         self._loop, self.member = loop, member
         self._connects = own.rank > peer.rank
         self._attempt: _Connecting | None = None
-        self._number = 0  # the number of the connection, counted by the rank that accepts
+        self._number = 0  # number of the connection, counted by the rank that accepts
         self._attempts = 0  # since the connection was lost
         self._since = time.monotonic()  # connected, or not
         self._next_attempt = self._since + (0.0 if self._connects else _FIRST_REQUEST_S)
@@ -99,21 +99,21 @@ class PeerLink:
         loop.expect(self)
 
     def begin(self) -> None:
-        """Make the first connection at once, where that is this rank's to do."""
+        """Make the first connection at once, if this rank is the one that connects."""
         if self._connects:
             self._try(time.monotonic())
 
     @property
     def connected(self) -> bool:
-        """True if there is a connection; it may be lost without anybody knowing."""
+        """True if there is a connection; its loss may not be noticed yet."""
         return self.stream.connection is not None
 
     def why_over(self) -> str | None:
-        """The reason why nothing more will come: the other rank has left or is gone."""
+        """Reason why the peer will send nothing more: it has left or is gone."""
         return self._over or None
 
     def state(self) -> str:
-        """The peer and the state of the connection, as text for an error."""
+        """Describe the peer and the state of the connection, for an error."""
         for_s = f"{time.monotonic() - self._since:.1f} s"
         if self.connected:
             how = f"connected for {for_s}" + (
@@ -125,7 +125,7 @@ class PeerLink:
         return f"{self.own} for {self.peer}: {how}{error}; {self.stream.outstanding} bytes sent and not acknowledged"
 
     def flush(self) -> None:
-        """Write what the connection takes, and the remainder when it does."""
+        """Write as much as the connection accepts, and keep the remainder for later."""
         if not self.connected:
             return
         try:
@@ -136,7 +136,7 @@ class PeerLink:
         self._watch()
 
     def adopt(self, wire: Wire, number: int, has_received: int) -> None:
-        """Go on over a connection whose other end is known to be the peer.
+        """Continue over a connection whose other end is known to be the peer.
 
         Raises:
             SyncError: the two ends do not fit together.
@@ -154,7 +154,7 @@ class PeerLink:
         self.flush()
 
     def accept(self, connection: socket.socket, hello: Greeting) -> None:
-        """The other rank has connected, or requests a reconnect; this link owns the connection.
+        """Take over a connection of the other rank, which has connected or requests a reconnect.
 
         Raises:
             SyncError: the two ends do not fit together.
@@ -180,7 +180,7 @@ class PeerLink:
         self.adopt(wire_after(released(connection), own, hello), own.number, hello.received)
 
     def lose(self, error: OSError) -> None:
-        """The connection is lost: make another."""
+        """Handle a lost connection: make another."""
         if not self.connected:
             return
         self._last_error = error.strerror or str(error)
@@ -202,9 +202,9 @@ class PeerLink:
             )
 
     def say_goodbye(self) -> None:
-        """Tell the other rank, once, that nothing more will come.
+        """Notify the other rank, once, that nothing more will be sent.
 
-        It closes the connection then, and the link is over.
+        The other rank then closes the connection, and the link is over.
         """
         if self.connected and not self.stream.said_goodbye:
             try:
@@ -229,10 +229,10 @@ class PeerLink:
         self.stream.detach()
         self._over = self._over or "the group has ended here"
 
-    # The connection there is
+    # Current connection
 
     def _on_event(self, events: int) -> None:
-        if not self.connected:  # lost or closed since the event was seen
+        if not self.connected:  # lost or closed since the event
             return
         if self._ending and events & ~select.EPOLLOUT:
             self.close()
@@ -242,7 +242,7 @@ class PeerLink:
                 self.stream.read()
             if self.stream.ended:
                 self.lose(ConnectionError("it has left the group"))
-            elif self.connected:  # what was read may have ended the group here
+            elif self.connected:  # the bytes read may have ended the group here
                 self.stream.write()
         except OSError as error:
             self.lose(error)
@@ -263,7 +263,7 @@ class PeerLink:
         if self.stream.connection is not None:
             self._loop.forget(self.stream.connection.fileno())
 
-    # Making another
+    # Reconnection
 
     def _look(self, now: float) -> None:
         """Periodic work: overdue acknowledgements, dead connections, and due connection attempts."""
@@ -302,7 +302,7 @@ class PeerLink:
                 return
             if not welcome.answers(attempt.hello):
                 raise ConnectionError(f"another rank listens at {self.peer.address}:{self.peer.port}")
-            if not self._connects:  # a reconnect request, heard
+            if not self._connects:  # an answered reconnect request
                 self._end_attempt()
                 self._next_attempt = time.monotonic() + _FIRST_REQUEST_S
                 return
@@ -350,7 +350,7 @@ class PeerLink:
         self._end_attempt()
         now = time.monotonic()
         self._last_error = error.strerror or str(error)
-        waited = isinstance(error, TimeoutError)  # that was back-off enough
+        waited = isinstance(error, TimeoutError)  # no further back-off is needed
         self._next_attempt = now + (
             0.0 if waited else min(_BACK_OFF_S[0] * 2 ** min(self._attempts, 10), _BACK_OFF_S[1])
         )
@@ -394,11 +394,11 @@ class _Connecting:
         return self._handshake.link
 
     def go_on(self) -> Greeting | None:
-        """Continue as far as possible; returns the answer when it has arrived."""
+        """Continue as far as possible; return the answer when it has arrived."""
         if not self._connected:
             code = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                raise OSError(code, os.strerror(code))  # of the subclass that belongs to the code
+                raise OSError(code, os.strerror(code))  # the subclass that belongs to the code
             self._connected = True
         answer = self._handshake.message(GREETING_BYTES)
         return None if answer is None else Greeting.from_bytes(answer)
@@ -423,15 +423,15 @@ GROUP_BYTES = 16
 
 @dataclass(frozen=True)
 class Greeting:
-    """The message of each side, of the one that connects first.
+    """First message of each side; the side that connects sends first.
 
     Attributes:
-        group: a random name of the group.
-        reconnect: the sender may not connect, and asks the other to, as its connection is lost.
-        sealed: what the sender sends afterwards is encrypted.
-        number: the number of this connection, counted by the rank that accepts; before, of the last one.
-        received: bytes of the stream that the sender has.
-        key: what it seals with, new for every connection.
+        group: random name of the group.
+        reconnect: the sender has lost its connection and may not connect, so it asks the other side to.
+        sealed: the sender encrypts all later bytes.
+        number: number of this connection, counted by the rank that accepts; in its request, the number of the last one.
+        received: bytes of the stream that the sender has received.
+        key: the sender's encryption key, new for every connection.
     """
 
     group: bytes
@@ -444,7 +444,7 @@ class Greeting:
     key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES), repr=False)
 
     def to_bytes(self) -> bytes:
-        """For the wire."""
+        """Encode the message."""
         return _GREETING.pack(
             *(_MAGIC, _VERSION, self.group, self.sender, self.receiver),
             *(self.reconnect, self.sealed, self.number, self.received, self.key),
@@ -452,10 +452,10 @@ class Greeting:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Greeting:
-        """The message from its bytes.
+        """Decode a message.
 
         Raises:
-            ConnectionError: it is none.
+            ConnectionError: the bytes are not a message.
         """
         magic, version, *fields = _GREETING.unpack(data)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -463,10 +463,10 @@ class Greeting:
         return cls(*fields)
 
     def answers(self, other: Greeting) -> bool:
-        """True if it comes from the rank and group that `other` was for."""
+        """True if it comes from the rank and group that `other` was sent to."""
         return (self.group, self.sender, self.receiver) == (other.group, other.receiver, other.sender)
 
 
 def wire_after(connection: socket.socket, own: Greeting, other: Greeting) -> Wire:
-    """The connection as a stream uses it, when both sides have greeted."""
+    """Return the connection for a stream, after both sides have greeted."""
     return SealedWire(connection, own.key, other.key) if own.sealed else Wire(connection)

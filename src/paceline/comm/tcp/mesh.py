@@ -1,4 +1,4 @@
-"""A rank's links to all others of a group, with messages and failure notices.
+"""Links of a rank to all others of a group, with messages and failure notices.
 
 Two channels share a stream. On the channel of collectives, the next message goes to the first request. On the channel
 of c10d's messages, it goes to the first request for its tag. A message that was not requested yet is kept, so that it
@@ -34,30 +34,30 @@ from paceline.wire.key import RunKey, own_key
 from paceline.wire.listener import Admission, listen
 
 _SMALL_BYTES = 2**15  # a message up to here is copied into one chunk with its header
-_GOODBYE_S = 2.0  # for another rank to hear it, by which it knows later that this one has not died
-_LINGER_BROKEN_S = 1.0  # for word of a failure to go out
-_UNAUTHENTICATED_PER_S = 50.0  # peers without the key, before the listener rests
+_GOODBYE_S = 2.0  # for another rank to receive it, which shows later that this rank has not died
+_LINGER_BROKEN_S = 1.0  # time to send a failure notice
+_UNAUTHENTICATED_PER_S = 50.0  # peers without the key, before the listener pauses
 _REST_S = 0.05  # after a fault
 
 
 class TcpSend:
-    """A message being sent. After `end_loan` the tensor may change."""
+    """Message that is being sent. After `end_loan` the tensor may change."""
 
     def __init__(self, link: PeerLink, chunk: OutgoingBytes) -> None:
         self.link, self._chunk, self._end = link, chunk, chunk.end
 
     @property
     def done(self) -> bool:
-        """True once the kernel has all of it; only a lost connection needs it again."""
+        """True once the kernel has all of it. It is needed again only after a lost connection."""
         return self.link.stream.written >= self._end
 
     def end_loan(self) -> None:
-        """Keep a copy of what may have to be sent again."""
+        """Copy the bytes that may have to be sent again."""
         self.link.stream.keep(self._chunk)
 
 
 class LinkMesh(Breakage):
-    """This rank's links to all others. All but the making and `close` is called under the loop's lock."""
+    """This rank's links to all others. All methods but the constructor and `close` are called under the loop's lock."""
 
     def __init__(self, loop: TcpProgress, store: Store, rank: int, size: int, timeout_s: float) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LinkMesh(Breakage):
         self._timeout_s = timeout_s
         self.links: dict[int, PeerLink] = {}
         self._inboxes: dict[int, TcpInbox] = {}
-        # of peers, before this rank knows where all are
+        # connections of peers, before this rank knows all addresses
         self._early: dict[int, tuple[socket.socket, Greeting]] | None = {}
         member = _membership(store, rank, size, timeout_s)
         self.address, self.admission = self._listen(member)
@@ -91,7 +91,7 @@ class LinkMesh(Breakage):
             raise
 
     def send(self, to: int, channel: int, call: CurrentCall, tensor: Tensor) -> TcpSend:
-        """Send a flat tensor, behind all that was sent to that rank before."""
+        """Send a flat tensor, after all earlier messages to that rank."""
         link, data = self.links[to], bytes_of(tensor)
         head = header(channel, call, len(data))
         if len(data) <= _SMALL_BYTES:
@@ -103,7 +103,7 @@ class LinkMesh(Breakage):
         return TcpSend(link, chunk)
 
     def receive(self, source: int | None, channel: int, call: CurrentCall, tensor: Tensor) -> Receive:
-        """Receive the next message of the call's tag into a flat tensor.
+        """Receive the next message with the call's tag into a flat tensor.
 
         Without `source`, it may come from any rank.
         """
@@ -114,9 +114,9 @@ class LinkMesh(Breakage):
         return receive
 
     def links_of(self, under_way: Sequence[TcpSend | Receive]) -> list[PeerLink]:
-        """The links that messages wait for.
+        """Return the links that messages wait for.
 
-        A message from any rank waits for all links, unless every other rank is over, since one may still send.
+        A message from any rank waits for all links that are not over.
         """
         found: dict[PeerLink, None] = {}
         for message in under_way:
@@ -131,9 +131,9 @@ class LinkMesh(Breakage):
         return list(found)
 
     def fail(self, error: Exception) -> None:
-        """Fail all operations of this group, and tell the others why.
+        """Fail all operations of this group, and send the reason to the others.
 
-        A rank that was told tells it, too: whoever sees it leave the group then has the reason already.
+        A notified rank forwards the notice, so that ranks that see it leave already know the reason.
         """
         if self.error is not None:
             return
@@ -200,8 +200,8 @@ class LinkMesh(Breakage):
         self._give(connection, hello)
 
     def _give(self, connection: socket.socket, hello: Greeting) -> None:
-        """Hand a connection to the link of the rank that greeted."""
-        if self._early is not None:  # else that one would try again later, and this rank wait for it
+        """Pass a connection to the link of the rank that greeted."""
+        if self._early is not None:  # otherwise the peer would retry later, and this rank would wait for it
             before, _ = self._early.pop(hello.sender, (None, None))
             if before is not None:
                 before.close()
@@ -240,9 +240,9 @@ class LinkMesh(Breakage):
 
 
 def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Membership:
-    """The key of the run; where none was handed over, one of the group.
+    """Return the key of the run, or else a new key of the group.
 
-    Rank 0 makes that one, and the store tells it: whoever can read the store can join the group.
+    Rank 0 makes that key and publishes it in the store: any process that can read the store can join the group.
     """
     key, sealed = own_key(), encrypts()
     made = RunKey.make() if key is None and rank == 0 else None
@@ -281,7 +281,7 @@ def _must_be_reachable(own: RankAddress, places: Sequence[RankAddress]) -> None:
 
 
 COLLECTIVE, MESSAGE, FAILURE = range(3)  # channels
-LONGEST_FAILURE_BYTES = 10_000  # of UTF-8
+LONGEST_FAILURE_BYTES = 10_000  # bytes of UTF-8
 _CALLS = "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier"
 _WHAT = ("message", *_CALLS.split(), "failure")
 _HOW = ("", "sum", "mean", "product", "min", "max", "and", "or", "xor")
@@ -295,9 +295,9 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class CurrentCall(NamedTuple):
-    """A rank's current call, which both ends of a message must agree about.
+    """Current call of a rank, which must be equal on both ends of a message.
 
-    `elements` are those of the whole call.
+    `elements` is the number of elements of the whole call.
     """
 
     what: int
@@ -319,7 +319,7 @@ class CurrentCall(NamedTuple):
         root: int = -1,
         number: int = 0,
     ) -> CurrentCall:
-        """A call in numbers."""
+        """Encode a call as numbers."""
         return cls(_WHAT_CODES[what], _HOW_CODES[how], _DTYPE_CODES[dtype], root, number, 0, elements)
 
     def __str__(self) -> str:
@@ -342,9 +342,9 @@ def header(channel: int, call: CurrentCall, nbytes: int) -> bytes:
 
 
 class TcpInbox:
-    """Receiver of one rank's messages.
+    """Receiver of the messages of one rank.
 
-    `on_mismatch` gets a message that is not the expected one, `on_failure` the other's failure.
+    `on_mismatch` is called with an unexpected message, `on_failure` with the other rank's failure.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class TcpInbox:
         self._coming: Message | None = None
 
     def ask(self, channel: int, receive: Receive) -> None:
-        """Wait for a message; those who ask first are served first."""
+        """Request a message; requests are served in order."""
         message = self._matching.ask(_key(channel, receive.call.tag), receive)
         if message is not None:
             self._give(receive, message)
@@ -387,7 +387,7 @@ class TcpInbox:
                 self._on_failure(bytes(message.data).decode(errors="replace"))
 
     def _begin(self) -> Message:
-        """Straight into the place that waits for it, else into memory of its own."""
+        """Receive into the waiting tensor, else into separate memory."""
         channel, what, how, dtype, root, number, tag, elements, nbytes = MESSAGE_HEADER.unpack(self._header)
         call = CurrentCall(what, how, dtype, root, number, tag, elements)
         if channel == FAILURE:
@@ -411,7 +411,7 @@ class TcpInbox:
             self._on_mismatch(self.source, receive, message)
         else:
             receive.target[: message.received] = message.data[: message.received]
-            message.data = receive.target  # the bytes still to come go straight to the target
+            message.data = receive.target  # the remaining bytes go directly to the target
             receive.take(message, self.source)
 
     @staticmethod
@@ -424,6 +424,6 @@ def _key(channel: int, tag: int) -> tuple[int, int]:
 
 
 def bytes_of(flat: Tensor) -> memoryview:
-    """The memory of a flat, contiguous tensor."""
+    """Return the memory of a flat, contiguous tensor."""
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view

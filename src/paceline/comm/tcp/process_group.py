@@ -1,8 +1,8 @@
 """The process group `tcp`: c10d's collectives and messages between ranks on several hosts.
 
-Small tensors go from every rank to every other, for a single wait. Large ones go around a ring in chunks: one chunk is
-added while the next is under way. Every element is added up along one chain of ranks, or by all ranks in the same
-order: the result has the same bits everywhere.
+Small tensors go from every rank to every other, with a single wait. Large tensors go around a ring in chunks: one chunk
+is added while the next is in transit. Every element is added along one chain of ranks, or by all ranks in the same
+order, so that the result has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.comm.tcp.progress import TcpProgress
 
 
 class TcpProcessGroup(DrivenProcessGroup):
-    """A process group over links that outlive their connections.
+    """Process group over links that outlive their connections.
 
     It takes CPU tensors of any dtype, contiguous or not. Once `paceline.comm.tcp` is imported, `torch.distributed`
     makes it: `dist.init_process_group("tcp")`, `dist.new_group(backend="tcp")`.
@@ -45,7 +45,7 @@ class TcpProcessGroup(DrivenProcessGroup):
 
     @property
     def transport(self) -> Transport:
-        """The transport for `Group`, with the unauthenticated peers that came to this process so far."""
+        """Transport for `Group`, with the number of unauthenticated peers of this process so far."""
         described = Transport("tcp")
         described.unauthenticated = 0 if self._closed else self.mesh.loop.unauthenticated
         return described
@@ -74,10 +74,10 @@ class TcpProcessGroup(DrivenProcessGroup):
 
         return OperationQueue(mesh), steps(), lambda: mesh.links_of(under_way)
 
-    # The end
+    # Shutdown
 
     def shutdown(self) -> None:
-        """Let the others receive what they have not yet, and close all connections."""
+        """Wait until the others have received everything, and close all connections."""
         self._end(self._timeout_s)
 
     def abort(self) -> None:
@@ -92,7 +92,7 @@ class TcpProcessGroup(DrivenProcessGroup):
         if not self._closed:
             self._closed = True
             self.mesh.close(linger_s)
-            # torch's own caches may keep this object for as long as the process lives.
+            # torch's caches may keep this object for as long as the process lives.
             del self._collectives, self.mesh, self._operations, self._progress
             TcpProgress.release()
 
@@ -104,14 +104,14 @@ def _message(flat: Tensor, tag: int) -> CurrentCall:
     return CurrentCall.of("message", flat.dtype, flat.numel())._replace(tag=tag)
 
 
-_SMALL_BYTES = 2**16  # what a rank may send to all others together rather than have it go round
+_SMALL_BYTES = 2**16  # bytes that a rank may send to all others together instead of around the ring
 _CHUNK_BYTES = (2**17, 2**20)  # smallest and largest
-_CHUNKS = 8  # fewest per rank's share, unless they would be too small
-_AHEAD_BYTES = 2**22  # sent round the ring before as much has come: what a link of 1 Gbit/s carries in 30 ms
+_CHUNKS = 8  # minimum number per rank's share, unless they would be too small
+_AHEAD_BYTES = 2**22  # bytes sent ahead around the ring: the volume of a link of 1 Gbit/s in 30 ms
 
 
 class TcpCollectives(Collectives):
-    """The collectives of one group."""
+    """Collectives of one group."""
 
     def __init__(self, mesh: LinkMesh) -> None:
         self._mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
@@ -212,12 +212,12 @@ class TcpCollectives(Collectives):
         nothing = torch.empty(0, dtype=torch.uint8)
         yield from self._all_of(self._call("barrier", nothing), nothing)
 
-    # Parts of them
+    # Parts of collectives
 
     def _ring(
         self, call: CurrentCall, shares: Sequence[Tensor], steps: range, reduction: Reduction | None = None
     ) -> Steps:
-        """Some steps of a ring all-reduce in the order of the ranks (see `comm.ring`)."""
+        """Run some steps of a ring all-reduce in the order of the ranks (see `comm.ring`)."""
         chunk, sends = self._chunk(max(shares, key=len)), list[TcpSend]()
         ahead = max(1, _AHEAD_BYTES // (chunk * shares[0].element_size()))
 
@@ -232,7 +232,7 @@ class TcpCollectives(Collectives):
         yield from self._done(sends)
 
     def _all_of(self, call: CurrentCall, tensor: Tensor) -> Steps:
-        """The tensors of all ranks, in rank order; this rank's is `tensor` itself."""
+        """Return the tensors of all ranks, in rank order; this rank's is `tensor` itself."""
         parts = [tensor if r == self.rank else torch.empty_like(tensor) for r in range(self.size)]
         receives = [self._receive(r, call, parts[r]) for r in self._others]
         yield from self._done([*receives, *(self._send(r, call, tensor) for r in self._others)])
@@ -245,10 +245,10 @@ class TcpCollectives(Collectives):
             yield from self._done([self._send(root, call, tensor)])
 
     def _done(self, messages: Sequence[TcpSend | Receive]) -> Steps:
-        """Wait until they all are; then what was sent may change.
+        """Wait until all are done; then the sent tensors may change.
 
-        What goes round a ring is lent to its stream until the ring is done: where it is written to before, that is
-        because the sum that it went into came back, and so the next rank has it.
+        Memory that goes around a ring is lent to its stream until the ring is done. If it is overwritten earlier, its
+        sum has come back, so the next rank has already received it.
         """
         yield from self._wait(messages)
         for message in messages:
@@ -277,13 +277,13 @@ class TcpCollectives(Collectives):
         return nbytes * (self.size - 1) <= _SMALL_BYTES
 
     def _chunk(self, share: Tensor) -> int:
-        """Elements of a chunk, the same on all ranks."""
+        """Number of elements of a chunk, equal on all ranks."""
         least, most = _CHUNK_BYTES
         return max(1, min(most, max(least, share.nbytes // _CHUNKS)) // share.element_size())
 
 
 def _combine(reduction: Reduction, out: Tensor, parts: Sequence[Tensor]) -> None:
-    """In rank order, also where `out` is one of the parts."""
+    """Reduce in rank order, also if `out` is one of the parts."""
     total = torch.empty_like(out)
     reduction.into(total, parts)
     out.copy_(total)

@@ -1,8 +1,9 @@
-"""Progress of socket operations: a thread that waits drives all; a background thread the others.
+"""Progress of socket operations: a waiting thread drives all of them, otherwise a background thread.
 
 One thread at a time is the *driver*: it sleeps until a socket is ready, reads and writes, and continues all operations.
-Others that wait sleep until it has done theirs, or leaves off. While nobody waits, the thread looks in now and then:
-lost connections are made anew, and what was received is acknowledged, also while this rank computes.
+Other waiting threads sleep until their operation is done, or the driver stops. While no thread waits, the background
+thread polls from time to time, so that lost connections are made anew and received bytes are acknowledged while this
+rank computes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from paceline.comm.operation import GRACE_S, WATCH_S, Calls, Driver, Operation, 
 from paceline.errors import SyncError
 from paceline.wire.listener import OnFault, SocketLoop
 
-_NAP_S = 0.02  # the longest sleep between two looks at whether waits are in vain
-_CLOCK_S = 0.05  # between two looks of the links
-_IDLE_S = 0.05  # how often the thread looks in while nothing is asked of it
+_NAP_S = 0.02  # longest sleep between two checks for hopeless waits
+_CLOCK_S = 0.05  # between two checks of the links
+_IDLE_S = 0.05  # polling interval of the idle background thread
 
 
 class TcpProgress(Driver, SocketLoop):
-    """Drives the operations and the connections of this process, of all its groups over TCP.
+    """Driver of the operations and connections of all TCP groups of this process.
 
     Attributes:
-        unauthenticated: connections that the groups' listeners have turned away so far.
+        unauthenticated: number of connections that the groups' listeners have rejected so far.
     """
 
     advice = (
@@ -34,7 +35,7 @@ class TcpProgress(Driver, SocketLoop):
     )
 
     def failure(self, reason: str) -> SyncError:
-        """Make the error of an operation that can wait no longer."""
+        """Make the error of an operation that cannot wait any longer."""
         return SyncError("ranks.operation_failed", "{reason}", reason=reason)
 
     def __init__(self) -> None:
@@ -59,23 +60,23 @@ class TcpProgress(Driver, SocketLoop):
     # Sockets (see `SocketLoop`) and clocks; the caller holds the lock
 
     def add_clock(self, key: object, look: Callable[[float], None], on_fault: OnFault) -> None:
-        """Call `look` with the time every few hundredths of a second; `on_fault` as in `watch`."""
+        """Call `look` with the time every few hundredths of a second. `on_fault` is as in `watch`."""
         self._clocks[key] = look, on_fault
 
     def remove_clock(self, key: object) -> None:
-        """Call it no more."""
+        """Stop calling it."""
         self._clocks.pop(key, None)
 
     def expect(self, key: object) -> None:
-        """Have the thread answer at once, also while nobody waits.
+        """Make the background thread react at once, also while no thread waits.
 
-        So it is until `expect_no_more`, while a connection is made.
+        It does so until `expect_no_more`, while a connection is made.
         """
         self._expected.add(key)
         self._wanted.notify()
 
     def expect_no_more(self, key: object) -> None:
-        """End what `expect` has begun."""
+        """End the effect of `expect`."""
         self._expected.discard(key)
 
     # Operations
@@ -100,7 +101,7 @@ class TcpProgress(Driver, SocketLoop):
         return [] if self._driving else self._turn(0)
 
     def drive(self, is_over: Callable[[], bool]) -> None:
-        """Drive everything until `is_over`, which is asked under the lock."""
+        """Drive everything until `is_over`, which is called under the lock."""
         while True:
             with self.lock:
                 self._waiting += 1
@@ -119,7 +120,7 @@ class TcpProgress(Driver, SocketLoop):
     def _turn(self, nap_s: float) -> Calls:
         """Wait for a ready socket without the lock, then continue with everything.
 
-        Returns the calls to be made without the lock.
+        Returns the callbacks to make without the lock.
         """
         self._driving = True
         try:
@@ -167,7 +168,7 @@ class TcpProgress(Driver, SocketLoop):
             call_all(calls)
 
     def _is_needed(self) -> bool:
-        """True if something is in progress that nobody waits for."""
+        """True if an operation is in progress without a waiting thread."""
         if self._waiting or self._driving:
             return False
         return bool(self._expected) or (bool(self._busy) and (self._urgent or self._oldest_s() > GRACE_S))

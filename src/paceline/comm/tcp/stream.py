@@ -1,16 +1,16 @@
-"""A byte stream between two ranks that survives lost connections, without loss or repetition.
+"""Byte stream between two ranks that survives lost connections, without loss or repetition.
 
 Every byte has a position, counted from the stream's beginning. Sent bytes are kept until the other side acknowledges
 them; each frame carries an acknowledgement for the other direction. After a lost connection, both sides announce on the
-next one what they have received, and the sender resumes there. A frame is a header (bytes that follow, bytes received
-so far) and the bytes. These are not the frames of `wire.connection`: they carry positions instead of whole messages,
-and tensors go from and into their own memory.
+next one what they have received, and the sender resumes there. A frame consists of a header (number of bytes that
+follow, bytes received so far) and the bytes. These are not the frames of `wire.connection`: they carry positions
+instead of whole messages, and tensors are sent from and received into their own memory.
 
-On the connection the bytes are sealed with AES-128-OCB (RFC 7253), or, by name, as they are. Sealed, each direction of
-each connection has a random key of its own, exchanged in the handshake. The bytes go in records: their length, the
-ciphertext, and a tag; the nonce is the record's number. A record that was changed, repeated, left out, moved, or comes
-from another direction or connection does not fit its tag. TLS's own records would do the same at several times the
-cost, as Python's `ssl` copies every 16 KiB several times.
+On the connection the bytes are encrypted with AES-128-OCB (RFC 7253), or sent in plaintext if encryption is off. Each
+direction of each connection has its own random key, exchanged in the handshake. The bytes are sent in records: length,
+ciphertext and tag; the nonce is the record's number. A record that was changed, repeated, omitted, moved, or taken from
+another direction or connection does not match its tag. TLS records would do the same at several times the cost, because
+Python's `ssl` copies every 16 KiB several times.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from paceline.errors import SyncError
 
 KEY_BYTES, TAG_BYTES = 16, 16
 _LENGTH = struct.Struct("<I")
-RECORD_BYTES = 2**20  # most plaintext: a chunk of a ring, so that Python's overhead is small beside the cipher's
+RECORD_BYTES = 2**20  # maximum plaintext: large enough to hide Python's overhead
 _SEALED_BYTES = _LENGTH.size + RECORD_BYTES + TAG_BYTES
 # Consecutive parts of at most this size are copied into one record, up to _MOST_GATHERED of them.
 _GATHERED_BYTES = 2**12
 _MOST_GATHERED = 16
 _SEALED_GATHERED_BYTES = _LENGTH.size + _MOST_GATHERED * _GATHERED_BYTES + TAG_BYTES
-_MOST_BYTES = 2**42  # sealed with one key; beyond, a new connection brings new ones
+_MOST_BYTES = 2**42  # bytes encrypted with one key; after that, a new connection brings new keys
 
 
 class AlteredError(ConnectionError):
-    """Received bytes differ from those that the other rank sent."""
+    """Raised if received bytes differ from the sent bytes."""
 
 
 class Wire:
-    """A connection, as a stream writes and reads it; here bytes go as they are.
+    """Connection as a stream writes and reads it; this class sends plaintext.
 
-    The bytes can be changed on the way. The socket does not block: a call that would block raises BlockingIOError.
+    The bytes are not protected against changes in transit. The socket does not block: a call that would block raises
+    BlockingIOError.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -54,44 +55,44 @@ class Wire:
 
     @property
     def pending(self) -> bool:
-        """True if bytes that were taken wait for the kernel."""
+        """True if accepted bytes wait for the kernel."""
         return False
 
     @property
     def buffered(self) -> bool:
-        """True if bytes can be read of which no poll tells."""
+        """True if bytes can be read that `poll` does not report."""
         return False
 
     def flush(self) -> None:
-        """Give the kernel what is pending."""
+        """Pass the pending bytes to the kernel."""
 
     def send(self, parts: list[memoryview]) -> int:
-        """Take some bytes of the first parts, and return how many."""
+        """Accept some bytes of the first parts, and return their number."""
         return self.connection.sendmsg(parts)
 
     def receive(self, *targets: memoryview) -> int:
-        """Fill the targets as far as bytes are there; 0 at the end."""
+        """Fill the targets with the available bytes; return 0 at the end."""
         return self.connection.recvmsg_into(targets)[0]
 
 
 class SealedWire(Wire):
-    """Bytes in encrypted, authenticated records.
+    """Connection with encrypted, authenticated records.
 
     Args:
-        sending, receiving: the key of each direction.
+        sending, receiving: keys of the two directions.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
         super().__init__(connection)
         self._sending, self._receiving = AESOCB3(sending), AESOCB3(receiving)
-        self._sent = self._received = 0  # records: the numbers of the next
+        self._sent = self._received = 0  # numbers of the next records
         self._sent_bytes = 0
         self._out = _memory(_SEALED_GATHERED_BYTES + _SEALED_BYTES)
         self._unsent = self._out[:0]
         self._in = _memory(_SEALED_BYTES + _AHEAD_BYTES)
-        self._begin = self._end = 0  # what lies in `_in`
+        self._begin = self._end = 0  # range of the content of `_in`
         self._opened = _memory(RECORD_BYTES)
-        self._rest = self._opened[:0]  # opened, and not yet taken
+        self._rest = self._opened[:0]  # decrypted, but not read yet
 
     @property
     def pending(self) -> bool:
@@ -106,9 +107,9 @@ class SealedWire(Wire):
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def send(self, parts: list[memoryview]) -> int:
-        """Seal one record, or two where the first is small.
+        """Seal one record, or two if the first is small.
 
-        The kernel gets what it takes of them.
+        The kernel gets as many of their bytes as it accepts.
         """
         self.flush()
         if self._sent_bytes >= _MOST_BYTES:
@@ -118,17 +119,17 @@ class SealedWire(Wire):
         if small:
             plain = small[0] if len(small) == 1 else b"".join(small)
             end, taken = self._seal(plain, 0), len(plain)
-        if len(small) < min(len(parts), _MOST_GATHERED):  # a large one, sealed without a copy
+        if len(small) < min(len(parts), _MOST_GATHERED):  # a large part, sealed without a copy
             plain = parts[len(small)][:RECORD_BYTES]
             end, taken = self._seal(plain, end), taken + len(plain)
         self._sent_bytes += end
         self._unsent = self._out[:end]
-        with suppress(BlockingIOError):  # taken all the same: it is pending
+        with suppress(BlockingIOError):  # accepted anyway: it is pending
             self.flush()
         return taken
 
     def _seal(self, plain: memoryview | bytes, begin: int) -> int:
-        """Write a record to `_out`; returns where it ends."""
+        """Write a record to `_out`; return its end."""
         _LENGTH.pack_into(self._out, begin, len(plain))
         begin += _LENGTH.size
         end = begin + len(plain) + TAG_BYTES
@@ -137,7 +138,7 @@ class SealedWire(Wire):
         return end
 
     def receive(self, *targets: memoryview) -> int:
-        """Open records into the first target, straight where one fits."""
+        """Decrypt records into the first target, directly if a record fits."""
         target = targets[0]
         if not self._rest:
             while (length := self._whole()) is None:
@@ -154,7 +155,7 @@ class SealedWire(Wire):
         return count
 
     def _whole(self) -> int | None:
-        """The length of the next record, if all of it is here."""
+        """Length of the next record, if all of it has arrived."""
         there = self._end - self._begin
         if there < _LENGTH.size:
             return None
@@ -164,7 +165,7 @@ class SealedWire(Wire):
         return length if there >= _LENGTH.size + length + TAG_BYTES else None
 
     def _fill(self) -> bool:
-        """Read the rest of the record under way, and little more. False: the connection has ended."""
+        """Read the rest of the current record, and little more. Return False if the connection has ended."""
         there = self._end - self._begin
         if self._begin:
             self._in[:there] = self._in[self._begin : self._end]  # they may overlap
@@ -185,7 +186,7 @@ class SealedWire(Wire):
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Memory that costs nothing until it is written.
+    """Allocate memory that costs nothing until it is written.
 
     Most links never carry a record of full length.
     """
@@ -198,21 +199,21 @@ def _nonce(number: int) -> bytes:
 
 MESSAGE_HEADER = struct.Struct("<BBBBiQqQQ")  # channel, what, how, dtype, root, number, tag, elements, bytes
 _FRAME = struct.Struct("<IQ")
-_GOODBYE = 0xFFFFFFFF  # as a length: the sender will send no more, on this connection or any other
+_GOODBYE = 0xFFFFFFFF  # as a length: the sender will send nothing more, on any connection
 # Most bytes in a frame: a ring's chunk and its header. So an acknowledgement is never far behind.
 FRAME_BYTES = RECORD_BYTES + MESSAGE_HEADER.size
-_ACKNOWLEDGE_BYTES = 2**18  # received before the other side is told, where nothing goes its way anyhow
-WINDOW_BYTES = 2**24  # sent and not acknowledged, at most: what a lost connection may have to carry again
-_AHEAD_BYTES = 2**12  # read beyond a frame, and copied: headers, and whole small messages
+_ACKNOWLEDGE_BYTES = 2**18  # received bytes before an acknowledgement, if no frame is sent anyway
+WINDOW_BYTES = 2**24  # maximum of unacknowledged bytes, which may have to be sent again after a lost connection
+_AHEAD_BYTES = 2**12  # bytes read beyond a frame and copied: headers, and whole small messages
 _NO_LINGER = struct.pack("ii", 1, 0)
-_TURN_BYTES = 2**21  # read at a time, so that no peer holds up the others
+_TURN_BYTES = 2**21  # bytes read at a time, so that no peer delays the others
 
 
 class Sink(Protocol):
-    """The consumer of received bytes."""
+    """Consumer of received bytes."""
 
     def target(self) -> memoryview:
-        """The memory for the next bytes; not empty."""
+        """Return the memory for the next bytes; not empty."""
 
     def advance(self, count: int) -> None:
         """Account for `count` received bytes."""
@@ -221,7 +222,7 @@ class Sink(Protocol):
 class OutgoingBytes:
     """Bytes given to the stream: `start` is the position of the first.
 
-    `lent`: the memory is the caller's, who may change it.
+    `lent`: the memory belongs to the caller, who may change it.
     """
 
     __slots__ = ("data", "lent", "start")
@@ -236,41 +237,41 @@ class OutgoingBytes:
 
 
 class ByteStream:
-    """One end.
+    """One end of the stream.
 
     `attach` it to a connection; `read` and `write` raise OSError when that is lost, and then `detach` it.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._wire: Wire | None = None
-        self.given = 0  # bytes that were given to this end to send, ever
-        self.sent = 0  # of these, bytes in frames of this connection or known to be received
-        self.acknowledged = 0  # bytes that the other side has
+        self.given = 0  # total bytes given to this end to send
+        self.sent = 0  # bytes thereof in frames of this connection, or known to be received
+        self.acknowledged = 0  # bytes that the other side has received
         self.received = 0  # bytes received from it
         self.said_goodbye = self.ended = False  # this side, and the other
         self._sink = sink
-        self._told = 0  # of `received`, what the other side knows
+        self._told = 0  # part of `received` that was acknowledged
         self._acknowledge_now = False
-        self._queued: deque[OutgoingBytes] = deque()  # not sent, or in part
+        self._queued: deque[OutgoingBytes] = deque()  # not sent, or sent in part
         self._kept: deque[OutgoingBytes] = deque()  # sent, and not all of it acknowledged
-        self._frame: list[memoryview] = []  # of the frame under way, what the kernel has not taken yet
+        self._frame: list[memoryview] = []  # part of the current outgoing frame that the kernel has not accepted yet
         self._frame_left = 0  # bytes of it
         self._frame_payload = 0  # bytes of it that belong to the stream
-        self._reading = 0  # bytes of the frame under way that are still to come
+        self._reading = 0  # remaining bytes of the current incoming frame
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
-        self._begin = self._end = 0  # what lies in `_ahead`
+        self._begin = self._end = 0  # range of the content of `_ahead`
 
     @property
     def connection(self) -> socket.socket | None:
         """The socket, if there is one."""
         return None if self._wire is None else self._wire.connection
 
-    # Giving
+    # Sending
 
     def give(self, data: memoryview, *, lent: bool) -> OutgoingBytes:
-        """Send bytes after all given before.
+        """Send bytes after all earlier ones.
 
-        Lent ones must stay as they are until `written` has passed them and `keep` was called.
+        Lent bytes must not change until `written` has passed them and `keep` was called.
         """
         chunk = OutgoingBytes(self.given, data, lent)
         self._queued.append(chunk)
@@ -279,16 +280,16 @@ class ByteStream:
 
     @property
     def written(self) -> int:
-        """The position up to which the kernel, or the other side, has the bytes."""
+        """Position up to which the kernel, or the other side, has the bytes."""
         return self.sent - min(self._frame_left, self._frame_payload)
 
     @property
     def outstanding(self) -> int:
-        """Bytes that the other side is not known to have."""
+        """Number of bytes that the other side has not acknowledged."""
         return self.given - self.acknowledged
 
     def keep(self, chunk: OutgoingBytes) -> None:
-        """End a loan: copy what may have to be sent again."""
+        """End a loan: copy the bytes that may have to be sent again."""
         if chunk.lent:
             begin = max(chunk.start, self.acknowledged)
             chunk.data, chunk.start = (
@@ -300,10 +301,10 @@ class ByteStream:
     # Connections
 
     def attach(self, wire: Wire, has_received: int) -> None:
-        """Continue over a new connection, on which the other side said what it has received.
+        """Continue over a new connection, on which the other side has reported its received bytes.
 
         Raises:
-            SyncError: it cannot be.
+            SyncError: the report is not possible.
         """
         if not self.acknowledged <= has_received <= self.given:
             raise SyncError(
@@ -321,10 +322,10 @@ class ByteStream:
         self.sent = has_received
 
     def detach(self) -> None:
-        """Close the connection. All that is not acknowledged is to be sent again."""
+        """Close the connection. All unacknowledged bytes will be sent again."""
         if self._wire is not None:
             connection, self._wire = self._wire.connection, None
-            if not self.said_goodbye:  # what the kernel still has would only be in the way of the next connection
+            if not self.said_goodbye:  # the bytes that the kernel still has would only delay the next connection
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             connection.close()
         self._frame.clear()
@@ -337,17 +338,17 @@ class ByteStream:
 
     @property
     def wants_to_write(self) -> bool:
-        """True if there is something to write as soon as the connection takes it."""
+        """True if there are bytes to write as soon as the connection accepts them."""
         can_send = self.given > self.sent and self.sent - self.acknowledged < WINDOW_BYTES
         pending = self._wire is not None and self._wire.pending
         return pending or bool(self._frame) or can_send or self._owes_word()
 
     def acknowledge_soon(self) -> None:
-        """Acknowledge received bytes with the next `write`, however few they are."""
+        """Acknowledge all received bytes with the next `write`."""
         self._acknowledge_now = self.received > self._told
 
     def write(self) -> None:
-        """Write what the connection takes."""
+        """Write as much as the connection accepts."""
         assert self._wire is not None
         try:
             self._wire.flush()
@@ -357,7 +358,7 @@ class ByteStream:
             return
 
     def say_goodbye(self) -> None:
-        """Write the last frame, if nothing else is under way."""
+        """Write the last frame, if no other frame is pending."""
         if self._wire is not None and not self._frame and not self._wire.pending:
             self._wire.send([memoryview(_FRAME.pack(_GOODBYE, self.received))])
             self.said_goodbye = True
@@ -399,14 +400,14 @@ class ByteStream:
     # Reading
 
     def read(self) -> None:
-        """Read what has come, or a good part of it.
+        """Read the available bytes, or a large part of them.
 
         Raises:
-            ConnectionError: the other side has closed the connection, and not said goodbye.
+            ConnectionError: the other side has closed the connection without a last frame.
         """
         until = self.received + _TURN_BYTES
         try:
-            # What lies ahead is taken as well: no poll would tell of it.
+            # Bytes read ahead are consumed as well, because `poll` would not report them.
             while (self.received < until or self._lies_ahead()) and not self.ended:
                 if self._reading:
                     self._read_bytes()
@@ -447,7 +448,7 @@ class ByteStream:
         self._sink.advance(count)
 
     def _open_wire(self) -> Wire:
-        if self._wire is None:  # what was read may have ended it
+        if self._wire is None:  # the bytes read may have ended the stream
             raise BlockingIOError
         return self._wire
 
@@ -461,7 +462,7 @@ class ByteStream:
         return count
 
     def _acknowledge(self, position: int) -> None:
-        """The other side has all bytes before `position`."""
+        """Note that the other side has all bytes before `position`."""
         if not self.acknowledged <= position <= self.given:
             raise AlteredError(f"the other side acknowledges {position} bytes of {self.given}")
         self.acknowledged = position
