@@ -19,14 +19,14 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from paceline.job.data import Arrays, Cifar10, Custom, Digits, Images, Synthetic, Text
-from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
-from paceline.job.loss import LossSpec
-from paceline.job.model import ModelSpec
+from paceline.job.job import CheckpointSpec, EvaluateSpec, Job, TrackerSpec
+from paceline.job.loss import LossSpec, MetricSpec
+from paceline.job.model import Dimensions, ModelSpec
 from paceline.job.optimizer import OptimizerSpec
 from paceline.job.partition import PartitionSpec
 from paceline.job.schedule import ScheduleSpec
 from paceline.job.spec import SECTIONS
-from paceline.job.stop import PlateauSpec, StopSpec
+from paceline.job.stop import BestSpec, PatienceSpec, PlateauSpec, SpikeSpec, StopSpec
 from paceline.job.zoo import _MODELS
 from paceline.job.zoo.losses import _LOSSES
 from paceline.job.zoo.metrics import _METRICS
@@ -49,6 +49,8 @@ PARTS: dict[str, type[BaseModel]] = {
     "stop": StopSpec,
     "evaluate": EvaluateSpec,
     "checkpoint": CheckpointSpec,
+    "trackers": TrackerSpec,
+    "spike": SpikeSpec,
     "federate": FederateSpec,
     "federate.partition": ClientsSpec,
     "federate.secure": SecureSpec,
@@ -119,8 +121,21 @@ def test_the_reference_has_every_loss_and_metric() -> None:
     assert set(re.findall(r"^- `(\w+)`", section("metrics"), re.MULTILINE)) == _METRICS.keys()
 
 
-def test_the_reference_has_the_keys_of_a_plateau() -> None:
-    assert all(f"{key}: " in rows(section("stop"))["plateau"] for key in PlateauSpec.model_fields)
+@pytest.mark.parametrize(
+    ("part", "key", "model"),
+    [
+        ("stop", "plateau", PlateauSpec),
+        ("stop", "patience", PatienceSpec),
+        ("checkpoint", "best", BestSpec),
+    ],
+)
+def test_the_reference_has_the_keys_of_a_value(part: str, key: str, model: type[BaseModel]) -> None:
+    assert [name for name in model.model_fields if f"{name}: " not in rows(section(part))[key]] == []
+
+
+def test_the_reference_has_the_keys_of_a_metric_and_of_a_models_dimensions() -> None:
+    assert [name for name in MetricSpec.model_fields if f"{name}: " not in section("metrics")] == []
+    assert rows(section("A model by its dimensions")).keys() == Dimensions.model_fields.keys()
 
 
 def test_the_page_on_plans_has_every_key_with_its_default() -> None:
