@@ -290,8 +290,8 @@ _FAMILIES = {
     "TPU-v5e": r"(?:\b|tpu)v5 ?(?:e|litepod|lite)",
     "TPU-v4": r"\btpu ?v4|^v4\b",
     "TPU-v3": r"\btpu ?v3|^v3\b",
-    "Gaudi-3": r"\bgaudi ?3|\bhl ?325",
-    "Gaudi-2": r"\bgaudi ?2|\bhl ?225",
+    "Gaudi-3": r"\bgaudi ?3|\bhl ?325l?",
+    "Gaudi-2": r"\bgaudi ?2|\bhl ?225[a-h]?",
     "Trainium-2": r"\btrainium ?2|\btrn2u?\b",
     "Trainium-1": r"\btrainium(?: ?1)?|\btrn1n?\b",
 }
@@ -343,7 +343,7 @@ def known(name: str) -> Accelerator | None:
     family = (
         None
         if _OTHERS.search(text)
-        else next((f for f, spelling in _FAMILIES.items() if re.search(rf"(?:{spelling})(?!\d)", text)), None)
+        else next((f for f, spelling in _FAMILIES.items() if re.search(rf"(?:{spelling})s?(?![a-z\d])", text)), None)
     )
     if family is None:
         return None
@@ -391,7 +391,8 @@ def nearest_to(name: str) -> str:
 
 
 def _words(name: str) -> str:
-    return re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
+    words = re.sub(r"[\s_\-/,()]+", " ", name.lower()).strip()
+    return re.sub(r"(\d)(?=sxm|pcie|nvl|hbm)", r"\1 ", words)  # H100PCIe
 
 
 def _plain(key: str) -> str:
