@@ -206,12 +206,18 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Means of the clients' metrics by samples, and the range of the first one."""
+        """Mean of each metric over the clients, weighted by samples, and the range of the first one.
+
+        Such a mean is not the metric of all samples together, as F1 or perplexity show, and its name says so.
+        """
         found = [dict(reply.content[METRICS]) for reply in replies if not reply.has_error()]
         if not found:
             return None
         weights = [float(metrics.pop(EXAMPLES)) for metrics in found]
-        means = {name: float(np.average([each[name] for each in found], weights=weights)) for name in found[0]}
+        means = {
+            f"{name}, mean over clients": float(np.average([each[name] for each in found], weights=weights))
+            for name in found[0]
+        }
         fairness = Fairness.of(self._measure.of_clients, [each[self._measure.of_clients] for each in found])
         if fairness is None:
             return MetricRecord(means)
