@@ -370,7 +370,7 @@ class Trial:
 
 
 HEADING = (
-    f"  {'plan or knob':<30} {'predicted':<10} {'step (95 % interval)':<30} "
+    f"  {'plan or setting':<30} {'predicted':<10} {'step (95 % interval)':<30} "
     f"{'ratio to the best, in the same rounds':<36} verdict"
 )
 
@@ -420,9 +420,9 @@ def steps_are_too_few(job: Job) -> str | None:
     """Reason why the job is too short for measuring, or None. The stop rule is judged without the data."""
     stop = job.stop
     if stop.steps is not None and stop.steps < LEAST_STEPS:
-        return f"{stop.steps} steps are over before measuring knobs would pay (from {LEAST_STEPS} steps)"
+        return f"{stop.steps} steps are over before measuring settings would pay (from {LEAST_STEPS} steps)"
     if stop.seconds is not None and stop.seconds < LEAST_RUN_S:
-        return f"{stop.seconds:g} s are over before measuring knobs would pay (from {LEAST_RUN_S:g} s)"
+        return f"{stop.seconds:g} s are over before measuring settings would pay (from {LEAST_RUN_S:g} s)"
     return None
 
 

@@ -119,7 +119,7 @@ def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_p
     network(tmp_path, slow, stop={"loss_below": 1e9})
     first = paceline("train", "job.yaml", folder=tmp_path)
     assert first.code == 0, first.err
-    assert first.says("plan auto: measuring plans and knobs for this job", "ratio to the best, in the same rounds")
+    assert first.says("plan auto: measuring plans and settings for this job", "ratio to the best, in the same rounds")
     assert first.says("the plan to begin with")
     row = next(line for line in first.err.splitlines() if line.startswith("  memory_format=channels_last"))
     assert row.endswith("kept")
@@ -193,7 +193,7 @@ def test_a_run_of_a_few_steps_starts_no_trial(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(auto, "forecast", does_not_begin)
     monkeypatch.setattr(auto, "measure", does_not_begin)
     choice = choose(Job.load(write_job(tmp_path / "job.yaml")), TWO_CORES)
-    why = "6 steps are over before measuring knobs would pay (from 400 steps)"
+    why = "6 steps are over before measuring settings would pay (from 400 steps)"
     assert choice.lines == [f"plan auto: dp=2; nothing is measured: {why}"]
     assert choice.plan == Plan(dp=2)
     assert choice.seconds == 0

@@ -139,7 +139,7 @@ class _Search:
         why = too_few or why_not_measured(listed, None if run_s is None else run_s * self.runs, self.before_s)
         begin = Plan.parse(listed[0].plan) if listed else self.default
         if not why and len(listed) < 2 and all(knob.untried for knob in knobs(self.job, self.cluster, begin)):
-            why = "no other plan and no knob can help here"
+            why = "no other plan and no setting can help here"
         if why:
             return self._unmeasured(forecasts, listed, run_s or 0.0, why)
         if calibration is None and run_s is not None and SHARE_OF_RUN * run_s > 3 * CALIBRATION_S:
@@ -204,7 +204,7 @@ class _Search:
         begin = listed[0].plan if listed else str(self.default)
         others_s = self.before_s + (run_s or 0.0) * (self.runs - 1)
         busy = cache.other_work()
-        self._tell("plan auto: measuring plans and knobs for this job, once for all starts")
+        self._tell("plan auto: measuring plans and settings for this job, once for all starts")
         found = TuningResult(begin, begin, forecasts=listed, share=share_to_spend(listed, run_s, others_s))
         try:
             found = measure(self.job, self.cluster, found, self._tell_rows)
