@@ -125,7 +125,7 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
         try:
             spec = spec.model_copy(update={"test": spec.resolved(source)})
         except ValueError as error:
-            raise DataError("data.no_such_set", "{source}: {error}", source=source, error=str(error)) from error
+            raise DataError("data.source_invalid", "{source}: {error}", source=source, error=str(error)) from error
         spec.fetch()
     sets = spec.build(input_shape=job.model.input_shape(), seed=job.seed)
     found = getattr(sets, source if source in SETS else "test")
