@@ -206,7 +206,7 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean of each metric over the clients, weighted by samples, and the range of the first one.
+        """Mean of each metric over the clients by samples, and the first one's range.
 
         Such a mean is not the metric of all samples together, as F1 or perplexity show, and its name says so.
         """
