@@ -1,7 +1,7 @@
-"""The catalogue of hardware: every device by its name, with its maker's figures, not derated.
+"""Catalogue of hardware: every device by name, with its vendor's figures, not derated.
 
-Makers print links both ways together; here is one way. A peak that a sheet prints with sparsity is halved. Memory is in
-GiB, about what drivers report, whatever a sheet calls it.
+Vendors state link bandwidth for both directions together; here it is per direction. A peak that a data sheet states
+with sparsity is halved. Memory is in GiB, close to the value that drivers report, even if a sheet states GB.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from paceline.errors import ClusterError
 TPU = "tpu"
 HPU = "hpu"
 NEURON = "neuron"
-_COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled, no kernel is started by the host
+_COMPILED = (TPU, HPU, NEURON)  # whole graphs are compiled, so that the host starts no kernels
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """A link's bandwidth (bytes per second and direction) and latency (seconds), as its maker states.
+    """Bandwidth (bytes per second and direction) and latency (seconds) of a link, from its vendor.
 
-    One device sends at that rate while it receives as much.
+    A device can send and receive at this rate at the same time.
     """
 
     name: str
@@ -36,30 +36,31 @@ class Accelerator:
     """Peak capabilities of a device.
 
     Attributes:
-        name: in the catalogue, such as `H100-SXM`.
-        kind: torch's type, `cuda` also for AMD's; `cpu` for a core.
-        peak_flops: dense, without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`; where the
-            hardware has them `fp8`, `fp4` and `int8`, the same however their scales are laid out. 16-bit products are
-            summed in fp32. Of the first five, one that the hardware does not have stands there with the peak of the one
-            that it is computed in.
+        name: name in the catalogue, such as `H100-SXM`.
+        kind: torch's device type; `cuda` also for AMD devices, `cpu` for a core.
+        peak_flops: peak without sparsity, by precision: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`; also `fp8`, `fp4` and
+            `int8` if the hardware has them, for any layout of their scales. 16-bit products are summed in fp32. If the
+            hardware lacks one of the first five, the entry is the peak of the precision that replaces it.
         memory_bytes: memory of the device.
         memory_bandwidth: bytes per second.
-        inside: link to the other devices of its host; a host is what such links join, as the 72 of an NVL72.
-        launch_s: shortest time from one kernel's start to the next one's.
+        inside: link to the other devices of its host. Devices that such links join form a host, like the 72 of an
+            NVL72.
+        launch_s: shortest time between the starts of two kernels.
         per_host: number of devices in its usual host.
-        network: link of one device to other hosts in its maker's own systems, the default of a cluster without a stated
+        network: link of one device to other hosts in its vendor's systems; the default for a cluster without a stated
             rate.
-        multiprocessors: streaming multiprocessors (compute units) among which the tiles of a product are divided.
-        sustained: part of `peak_flops` that lasts within its power, where that binds.
-        generation: of its units for products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`, `tpu`, …; "" if
-            unknown.
-        power_w: watts at full load, its memory's included; None if unknown.
-        host_link: link to its host's memory, its part of one that devices share.
-        host_memory_bytes: memory of its host, for each device.
-        machine: devices of one operating system, where `per_host` counts those of a domain of several; 0: `per_host`.
-        mesh: True if its host's devices are joined in pairs, without a switch.
-        torus: dimensions of the torus that joins its domain; 0: a switch, or links between all.
-        sources: for each attribute, or `all`, where the figure is printed.
+        multiprocessors: number of streaming multiprocessors (compute units), over which the tiles of a product are
+            distributed.
+        sustained: fraction of `peak_flops` that its power limit sustains, if power is the limit.
+        generation: generation of its units for products and attention: `ampere`, `hopper`, `blackwell`, `cdna3`, `tpu`,
+            …; "" if unknown.
+        power_w: watts at full load, including its memory; None if unknown.
+        host_link: link to its host's memory; for a shared link, the device's share.
+        host_memory_bytes: memory of its host per device.
+        machine: devices per operating system, if `per_host` counts a domain of several machines; 0: same as `per_host`.
+        mesh: True if its host's devices are connected in pairs, without a switch.
+        torus: dimensions of the torus that connects its domain; 0: a switch, or links between all devices.
+        sources: source of the figure for each attribute, or for `all`.
     """
 
     name: str
@@ -84,22 +85,22 @@ class Accelerator:
 
     @property
     def is_core(self) -> bool:
-        """True if it is a core of a processor."""
+        """True if the device is a core of a processor."""
         return self.kind == CPU
 
     @property
     def is_gpu(self) -> bool:
-        """True if the host starts its kernels one by one, unlike a TPU's.
+        """True if the host starts its kernels one by one, unlike for a TPU.
 
-        Products are cut into tiles, one for each of its multiprocessors at a time.
+        Products are cut into tiles, and each multiprocessor computes one tile at a time.
         """
         return self.kind not in (CPU, *_COMPILED)
 
     def peak(self, precision: str) -> float:
-        """FLOPs per second, dense.
+        """Return the peak in FLOP/s, without sparsity.
 
         Raises:
-            ClusterError: the device does not compute in that precision.
+            ClusterError: the device does not support the precision.
         """
         if precision in self.peak_flops:
             return self.peak_flops[precision]
@@ -118,14 +119,14 @@ HOP = "latency: NCCL 2.x, src/graph/tuning, hwLat of rings, Simple"
 PCIE_3 = LinkSpec("PCIe 3 x16", 16e9, _PCIE_S)
 PCIE_4 = LinkSpec("PCIe 4 x16", 32e9, _PCIE_S)
 PCIE_5 = LinkSpec("PCIe 5 x16", 64e9, _PCIE_S)
-# two devices behind a switch whose way to the host is one slot wide
+# two devices behind a switch, which share one slot to the host
 PCIE_3_SHARED = LinkSpec("PCIe 3 x16, one for 2 devices", 8e9, _PCIE_S)
 PCIE_4_SHARED = LinkSpec("PCIe 4 x16, one for 2 devices", 16e9, _PCIE_S)
 C2C = LinkSpec("NVLink-C2C", 450e9, _PCIE_S)
 
 
 def nvlink(generation: int, bandwidth: float) -> LinkSpec:
-    """NVLink of a device: all of its links together, in bytes per second each way."""
+    """NVLink of a device: all of its links together, in bytes per second and direction."""
     return LinkSpec(f"NVLink {generation}", bandwidth, _NVLINK_S)
 
 
@@ -135,7 +136,7 @@ def fabric(bandwidth: float) -> LinkSpec:
 
 
 def network(gbps: float) -> LinkSpec:
-    """Network of a device, in Gbit/s each way."""
+    """Network of a device, in Gbit/s per direction."""
     return LinkSpec(f"network of {gbps:g} Gbit/s", gbps * 1e9 / 8, _NETWORK_S)
 
 
@@ -143,14 +144,14 @@ class UsualHost(NamedTuple):
     """Usual host of a device.
 
     Attributes:
-        inside: link of a device to the others of the host, or of the domain of several.
-        network_gbps: Gbit/s of one device to other hosts.
+        inside: link of a device to the others of the host, or of a domain of several hosts.
+        network_gbps: rate of one device to other hosts, in Gbit/s.
         host_link: link of a device to the host's memory.
-        memory_gib: GiB of the host's memory for each device.
-        source: of these figures.
-        per_host: devices of the host or the domain.
-        machine: devices of one operating system, where they are fewer; else 0.
-        mesh: True if devices are joined in pairs, without a switch.
+        memory_gib: host memory per device, in GiB.
+        source: source of these figures.
+        per_host: number of devices of the host or the domain.
+        machine: number of devices per operating system if it is smaller; else 0.
+        mesh: True if devices are connected in pairs, without a switch.
     """
 
     inside: LinkSpec
@@ -174,10 +175,10 @@ G5 = UsualHost(PCIE_4, 12.5, PCIE_4, 96, "AWS: g5.48xlarge")
 G6 = UsualHost(PCIE_4, 12.5, PCIE_4, 96, "AWS: g6.48xlarge")
 G6E = UsualHost(PCIE_4, 50, PCIE_4, 192, "AWS: g6e.48xlarge")
 
-# an NIC of 100 Gbit/s for two devices
+# one NIC of 100 Gbit/s for two devices
 DGX1_P100 = UsualHost(nvlink(1, 80e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet, P100", mesh=True)
 DGX1 = UsualHost(nvlink(2, 150e9), 50, PCIE_3_SHARED, 64, "DGX-1 data sheet", mesh=True)
-# an NIC for each device
+# one NIC per device
 DGX_A100 = UsualHost(nvlink(3, 300e9), 200, PCIE_4_SHARED, 256, "DGX A100 data sheet, 640 GB")
 DGX_A100_40 = DGX_A100._replace(memory_gib=128, source="DGX A100 data sheet, 320 GB")
 HGX_A800 = UsualHost(nvlink(3, 200e9), 200, PCIE_4_SHARED, 128, "A800 data sheet: NVLink 400 GB/s; others as an A100's")
@@ -190,7 +191,7 @@ DGX_B200 = UsualHost(nvlink(5, 900e9), 400, PCIE_5, 256, "DGX B200 data sheet")
 DGX_B300 = UsualHost(nvlink(5, 900e9), 800, PCIE_5, 256, "DGX B300 data sheet: a ConnectX-8 for each device")
 GB200_NVL72 = UsualHost(nvlink(5, 900e9), 400, C2C, 240, "GB200 NVL72 data sheet", per_host=72, machine=4)
 GB300_NVL72 = GB200_NVL72._replace(network_gbps=800, source="GB300 NVL72 data sheet: a ConnectX-8 for each device")
-# the nodes of Alps and JUPITER: four superchips, an NIC for each
+# the nodes of Alps and JUPITER: four superchips with one NIC each
 QUAD_GH200 = UsualHost(nvlink(4, 450e9), 200, C2C, 120, "Alps user documentation, CSCS: 4 to a node", per_host=4)
 
 FRONTIER = UsualHost(
@@ -206,7 +207,7 @@ OF_8_MI355X = UsualHost(
     fabric(537.6e9), 400, PCIE_5, 384, "network assumed, as an H100's; memory: MLPerf 6.0, MI355X", mesh=True
 )
 
-# 21 of the 24 ports of a device go to the others of the host, 3 leave it
+# 21 of a device's 24 ports connect to other devices of the host, 3 leave it
 _GAUDI_MEMORY = "white paper; host memory assumed"
 GAUDI_2 = UsualHost(
     LinkSpec("21 ports of 100 Gbit/s", 262.5e9, 5e-6), 300, PCIE_4, 128, f"Gaudi 2 {_GAUDI_MEMORY}", mesh=True
@@ -216,7 +217,7 @@ GAUDI_3 = UsualHost(
 )
 
 
-# Products of the same chip go with its power to this exponent, rounded from two pairs that are published:
+# The speed of products on the same chip scales with its power to this exponent, rounded from two published pairs:
 # 0.45: an H100 at 500 W reaches 69 % of its peak in bf16 (torchao, roofline_utils), one at 700 W 80 % (ml-engineering,
 # Bekman, MAMF). 0.61 to 0.67: MI300X at 750 W and MI325X at 1000 W, fp16, bf16 and fp8 (ROCm blogs, Measuring
 # Max-Achievable FLOPs, part 2).
@@ -224,10 +225,10 @@ EXPONENT = 0.5
 
 
 def at_power(device: Accelerator, watts: float) -> Accelerator:
-    """A device built for, or capped at, another power than its data sheet's.
+    """Derive a device that is built for, or capped at, another power.
 
-    `sustained` goes with the square root of the power, and is 1 at most; memory and links stay. A device whose power is
-    not known stays as it is.
+    `sustained` scales with the square root of the power, up to 1; memory and links do not change. A device with unknown
+    power does not change.
 
     Raises:
         ClusterError: the power is not above 0.
@@ -261,7 +262,7 @@ def peaks(
     fp4: float | None = None,
     int8: float | None = None,
 ) -> Mapping[str, float]:
-    """Peak FLOP/s by precision, from TFLOP/s. `half` is fp16's, and bf16's without `bf16`."""
+    """Peak FLOP/s by precision, from TFLOP/s. `half` is the value for fp16, and for bf16 unless `bf16` is given."""
     always = {"fp64": fp64, "fp32": fp32, "tf32": tf32 or fp32, "bf16": bf16 or half, "fp16": half}
     where_there = {"fp8": fp8, "fp4": fp4, "int8": int8}
     found = always | {precision: tflops for precision, tflops in where_there.items() if tflops}
@@ -272,11 +273,11 @@ class Chip(NamedTuple):
     """Chip that several entries share.
 
     Attributes:
-        generation: as `Accelerator` has it.
-        multiprocessors: those that are in use.
-        figures: its peaks.
-        sustained: part of them that lasts within its power.
-        measured: source of the measurement; "" if power does not bind or no measurement is known.
+        generation: as in `Accelerator`.
+        multiprocessors: number of active multiprocessors.
+        figures: peaks of the chip.
+        sustained: fraction of the peaks that its power limit sustains.
+        measured: source of the measurement; "" if power is not the limit or no measurement is known.
     """
 
     generation: str
@@ -296,7 +297,7 @@ def gpu(
     source: str,
     kind: str = GPU,
 ) -> Accelerator:
-    """Entry of a GPU, or of another card."""
+    """Make the entry of a GPU, or of another card."""
     measured = {"sustained": chip.measured} if chip.measured else {}
     return Accelerator(
         name,
@@ -336,7 +337,7 @@ def tpu(
     power_w: float | None = None,
     assumed: Mapping[str, str] | None = None,
 ) -> Accelerator:
-    """Entry of a TPU: a chip, its pod a torus of `torus` dimensions. `assumed` says which figures are."""
+    """Make the entry of a TPU chip, whose pod is a torus of `torus` dimensions. `assumed` lists assumed figures."""
     source = f"Cloud {name.replace('-', ' ')} documentation, Google"
     always = {"latency": "assumed", "fp32": "assumed: six passes in bf16 (XLA's HIGHEST)"}
     return Accelerator(
@@ -369,7 +370,7 @@ def neuron(
     host_gib: float,
     source: str,
 ) -> Accelerator:
-    """Entry of a core of a Trainium chip as torch sees it. The 16 chips of an instance are a torus of 4 × 4."""
+    """Make the entry of a core of a Trainium chip, as in torch. The 16 chips of an instance form a 4 × 4 torus."""
     return Accelerator(
         name,
         NEURON,
@@ -388,7 +389,7 @@ def neuron(
 
 
 def core(name: str, fp32_per_cycle: int, bf16_per_cycle: int | None = None) -> Accelerator:
-    """Entry of one core of a processor. A job that runs on CPUs had better be measured."""
+    """Make the entry of one core of a processor. Jobs on CPUs should be measured instead."""
     fp32 = fp32_per_cycle * 2.5e-3
     return Accelerator(
         name,
@@ -413,7 +414,7 @@ _RTX_BLACKWELL = "RTX Blackwell GPU architecture, NVIDIA, appendix A"
 _PRO_BLACKWELL = "RTX PRO Blackwell GPU architecture, NVIDIA"
 _A_DIE = "half of a card: torch sees its two dies as two devices"
 _P100_SHEET = "P100 data sheet; its sums in fp32 take an fp32 unit, so that fp16 is no faster"
-# Part of the peak that the largest products reach, over the 0.869 of an A100.
+# Fraction of the peak that the largest products reach, divided by the 0.869 of an A100.
 _MAMF = "largest products measured, of an A100's part (ml-engineering, Bekman, MAMF)"
 _MAF = "largest products measured, of an A100's part (ROCm blogs, Measuring Max-Achievable FLOPs, part 2)"
 _SCALED = "an H100-SXM's, by power for each multiprocessor (catalogue/power.py)"
@@ -461,7 +462,7 @@ _MI350X = Chip("cdna4", 256, peaks(72.1, 144.2, 2306.9, fp8=4613.7, fp4=9227.5, 
 
 
 def _of_another_memory(device: Accelerator, name: str, memory_gib: float, memory_gbps: float) -> Accelerator:
-    """The device with other memory chips."""
+    """Return the device with other memory chips."""
     return replace(device, name=name, memory_bytes=int(memory_gib * 2**30), memory_bandwidth=memory_gbps * 1e9)
 
 
@@ -469,7 +470,7 @@ _H100_SXM = gpu("H100-SXM", _H100, 80, 3350, 700, DGX_H100, "H100 data sheet")
 _GRAND_TETON = "an H100 with 96 GB of HBM2e at 2.4 TB/s, of 500 W: torchtitan, benchmarks; torchao, roofline_utils"
 _H100_HBM2E = at_power(_of_another_memory(_H100_SXM, "H100-SXM-96", 96, 2400), 500)
 
-# of one family the usual one first
+# the usual device of each family first
 GPUS = (
     gpu("GB300", _GB300, 277, 8000, 1400, GB300_NVL72, "GB300 NVL72 data sheet"),
     gpu("GB200", _GB200, 186, 8000, 1200, GB200_NVL72, "GB200 NVL72 data sheet"),
@@ -526,7 +527,7 @@ _HALF = "a core, half of a chip, as frameworks see it; ICI: 4 links of 656 Gbit/
 _AS_V5P = {"network": "assumed, as a v5p's"}
 _V3_ASSUMED = {"device": _HALF, "network": "assumed: 100 Gbit/s for a host of 8", "host": "assumed"}
 
-# fp32 and tf32: an eighth and a quarter of bf16's, as the Gaudi 3 has them; fp64 in software
+# fp32 and tf32: an eighth and a quarter of bf16, as for Gaudi 3; fp64 in software
 _GAUDI_2 = Chip("gaudi", 2, peaks(9, 54, 432, tf32=108, fp8=865))
 _GAUDI_3 = Chip("gaudi", 8, peaks(38, 229, 459, tf32=459, bf16=1835, fp8=1835), 0.78, _MAMF)
 _TRAINIUM_1 = (

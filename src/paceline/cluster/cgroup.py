@@ -1,7 +1,7 @@
-"""Limits on cores and memory from Linux's control groups (v1, v2), and groups of our own.
+"""Linux control groups (v1, v2): limits on cores and memory, and groups that paceline makes.
 
-`root` is the root of the file system to read; a container's limits are those of its own group and of every group above
-it that it can see.
+`root` is the root of the file system to read. A container is limited by its own group and by every visible group above
+it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 from paceline.errors import ClusterError
 from paceline.files import kernel_text
 
-# short beside a step, so that a share of a core is a slower core rather than one that stops now and then
+# short compared with a step, so that a share of a core acts like a slower core, without noticeable pauses
 _PERIOD_US = 20_000
-PREFIX = "paceline-"  # of the groups of emulated hosts
+PREFIX = "paceline-"  # prefix of the groups of emulated hosts
 _EMPTY_S = 10.0
-_NEWBORN_S = 60.0  # between its making and its lock a group is nobody's
+_NEWBORN_S = 60.0  # time in which a new group is not locked yet
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Number of cores' CPU time that may be used at once, or None without limit."""
+    """CPU quota as a number of cores, or None without a limit."""
     quotas = [q for folder in _folders(root, "cpu") for q in (_quota_v2(folder), _quota_v1(folder)) if q is not None]
     return min(quotas, default=None)
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that may be used, or None without a limit.
+    """Memory limit in bytes, or None without a limit.
 
-    Version 1 states a number beyond any machine's where there is none.
+    Without a limit, version 1 states a number larger than any machine's memory.
     """
     names = ("memory.max", "memory.limit_in_bytes")
     texts = [kernel_text(folder / name) for folder in _folders(root, "memory") for name in names]
@@ -40,12 +40,12 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def place_of_group(name: str, root: Path = Path("/")) -> Path:
-    """Folder for a new control group of CPU time, made later by `make_group`.
+    """Find a folder for a new control group of CPU time; `make_group` creates it.
 
-    It is in the group of this process, or in the nearest above that allows it.
+    It is in the group of this process, or in the nearest group above that allows it.
 
     Raises:
-        ClusterError: nowhere.
+        ClusterError: no group allows it.
     """
     for folder in _folders(root, "cpu"):
         if (folder / "cgroup.procs").exists() and _limits_children(folder):
@@ -60,17 +60,17 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
 
 @contextmanager
 def held_group(folder: Path, cores: float) -> Iterator[Path]:
-    """Control group that limits its processes to `cores` busy cores. It is removed at the end of the context.
+    """Hold a control group that limits its processes to `cores` busy cores, inside the context.
 
     Raises:
-        ClusterError: the kernel refuses, as it does where a group above has fewer.
+        ClusterError: the kernel refuses, for instance because a group above has fewer cores.
     """
     _remove_abandoned(folder.parent)
     try:
         make_group(folder, cores)
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends, however it ends
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until this process ends in any way
             yield folder
         finally:
             os.close(descriptor)
@@ -79,7 +79,7 @@ def held_group(folder: Path, cores: float) -> Iterator[Path]:
 
 
 def remove_group(folder: Path) -> None:
-    """Remove a control group once it is empty. The kernel refuses while its last process is ending."""
+    """Remove a control group once it is empty. The kernel refuses until its last process has ended."""
     until = time.monotonic() + _EMPTY_S
     while folder.exists() and time.monotonic() < until:
         with suppress(OSError):
@@ -91,7 +91,7 @@ def remove_group(folder: Path) -> None:
 def _remove_abandoned(parent: Path) -> None:
     """Remove the empty groups of emulated hosts whose launcher and keeper were both killed."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another process holds it, is in it, or has just removed it
+        with suppress(OSError):  # another process holds it, runs in it, or has just removed it
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 if time.time() - os.fstat(descriptor).st_mtime > _NEWBORN_S:
@@ -102,10 +102,10 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def make_group(folder: Path, cores: float) -> Path:
-    """Make a control group that limits its processes to `cores` busy cores; returns its folder.
+    """Make a control group that limits its processes to `cores` busy cores; return its folder.
 
     Raises:
-        ClusterError: the kernel refuses, as it does where a group above has fewer.
+        ClusterError: the kernel refuses, for instance because a group above has fewer cores.
     """
     quota_us = round(cores * _PERIOD_US)
     try:
@@ -127,7 +127,7 @@ def make_group(folder: Path, cores: float) -> Path:
 
 
 def processes_of(folder: Path) -> set[int]:
-    """The numbers of the processes in a control group."""
+    """Return the ids of the processes in a control group."""
     return set(map(int, kernel_text(folder / "cgroup.procs").split()))
 
 
@@ -135,7 +135,7 @@ def enter_group(folder: Path) -> None:
     """Move this process, with all its threads, into a control group.
 
     Raises:
-        ClusterError: there is none, or the kernel refuses.
+        ClusterError: the group does not exist, or the kernel refuses.
     """
     try:
         (folder / "cgroup.procs").write_text("0")
@@ -151,15 +151,15 @@ def enter_group(folder: Path) -> None:
 def _limits_children(folder: Path) -> bool:
     """True if groups in this one can have CPU quotas.
 
-    Always in version 1; in version 2 if the group delegates the controller.
+    This is always so in version 1, and in version 2 if the group delegates the controller.
     """
     return (folder / "cpu.cfs_quota_us").exists() or "cpu" in kernel_text(folder / "cgroup.subtree_control").split()
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The group's own folder and those above it.
+    """List the group's own folder and the folders above it.
 
-    A group that the container cannot see is skipped; its mount point is then the group.
+    If the container cannot see a group, the mount point takes its place.
     """
     for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
-"""A cluster: *where* a job runs.
+"""Cluster: *where* a job runs.
 
-Discovered on this machine, or read from YAML; it says nothing of what runs and how.
+It is discovered on this machine, or read from YAML. It is independent of the job and the plan.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _FILES = (".yaml", ".yml", ".json")
 
 
 class Cluster(Part):
-    """The hosts that a job may use.
+    """Hosts that a job may use.
 
     Attributes:
-        name: the name in messages.
+        name: name in messages.
         hosts: the hosts, with their cores, memory, devices and links.
         emulate: hosts emulated on this machine, instead of `hosts`.
         catalogue: a name such as `64x8xH100-SXM, 400gbit`, instead of `hosts`. Such a cluster can only be planned for.
         price_per_hour: price of one device for an hour, in any currency.
-        failures_per_host_day: failures of a host per day, after which the host or a rank on it is started again.
+        failures_per_host_day: failures per host and day, after which the host or a rank on it is restarted.
 
     Raises:
-        ClusterError: a value is wrong, or the catalogue has no such device.
+        ClusterError: a value is invalid, or the catalogue has no such device.
 
     Example:
         >>> paceline.Cluster(catalogue="8xH100-SXM")
@@ -49,7 +49,7 @@ class Cluster(Part):
 
     @model_validator(mode="after")
     def _from_the_catalogue(self) -> Cluster:
-        """Hosts, price and name that the text of `catalogue` stands for."""
+        """Resolve the text of `catalogue` to hosts, price and name."""
         if self.catalogue is None:
             return self
         if self.hosts or self.emulate:
@@ -100,8 +100,8 @@ class Cluster(Part):
         """Read a cluster from a YAML file.
 
         Raises:
-            ClusterError: the file cannot be read, or a key or value is wrong. Names the line, and the nearest key for a
-                misspelled one.
+            ClusterError: the file cannot be read, or a key or value is invalid. The text names the line, and the
+                nearest key for a misspelled one.
         """
         example = "`emulate: {hosts: 4, rate: 100mbit}`, or `catalogue: 64x8xH100-SXM, 400gbit`"
         kind = FileKind("cluster", "hosts, emulate or catalogue", example, ClusterError)
@@ -111,7 +111,7 @@ class Cluster(Part):
         except ValidationError as error:
             problems = explain(error.errors(include_url=False), cls, positions, name="cluster")
             raise ClusterError.of_problems(problems) from None
-        # this machine cannot be what it is to emulate, or the catalogue has no such thing
+        # this machine cannot emulate the hosts, or the catalogue has no such device
         except ClusterError as error:
             key = "catalogue" if "catalogue" in values else "emulate"
             raise ClusterError.of_error(error, positions.place((key,))[1]) from error
@@ -123,18 +123,18 @@ class Cluster(Part):
     __str__ = __repr__
 
     def to_yaml(self) -> str:
-        """The cluster as YAML that `Cluster.load` reads back to an equal cluster (defaults omitted)."""
+        """Format the cluster as YAML, without defaults; `Cluster.load` restores an equal cluster."""
         data = self.model_dump(mode="json", exclude_defaults=True, exclude={"hosts"} if self.only_planned else None)
         return to_yaml(data, flow=True)
 
     @property
     def only_planned(self) -> bool:
-        """True if the cluster is from the catalogue, without machines behind it."""
+        """True if the cluster comes from the catalogue, without real machines."""
         return self.catalogue is not None
 
     @property
     def kind(self) -> Kind:
-        """Torch's type of the devices that ranks compute on."""
+        """Torch's type of the devices that ranks use."""
         return self.hosts_in_use[0].kind
 
     @property
@@ -144,21 +144,21 @@ class Cluster(Part):
 
     @property
     def hosts_in_use(self) -> tuple[Host, ...]:
-        """Hosts that ranks can run on: those with accelerators, or all where none has any."""
+        """Hosts that ranks can run on: those with accelerators, or all if none has any."""
         return tuple(host for host in self.hosts if host.has_accelerators == self.has_accelerators)
 
     @property
     def devices(self) -> int:
-        """Number of ranks that fit: all GPUs, or all usable cores if there are none."""
+        """Number of ranks that fit: all GPUs, or all usable cores without GPUs."""
         return sum(self.devices_per_host)
 
     @property
     def devices_per_host(self) -> tuple[int, ...]:
-        """Number of ranks that fit on each host. It is 0 for a host without GPUs in a cluster that has some."""
+        """Number of ranks that fit on each host. It is 0 for a host without GPUs in a cluster with GPUs."""
         return tuple(len(host.devices) if host.has_accelerators == self.has_accelerators else 0 for host in self.hosts)
 
     def describe(self) -> str:
-        """One line for people: `this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU`."""
+        """Describe the cluster in one line: `this machine: 2 cores (AMD EPYC), 24 GiB memory, no GPU`."""
         if self.catalogue is not None:
             return f"{self.name}: {described(read_name(self.catalogue)._replace(price_per_hour=self.price_per_hour))}"
         cores = sum(host.cores for host in self.hosts)
@@ -170,14 +170,14 @@ class Cluster(Part):
         return f"{machines}; {_emulated(self.emulate)}" if self.emulate else machines
 
     def ranks_per_host(self, ranks: int) -> list[int]:
-        """Number of ranks on each host, of `ranks` in all; see `spread`."""
+        """Number of ranks on each host, out of `ranks`; see `spread`."""
         return spread(ranks, self.devices_per_host)
 
 
 def spread(ranks: int, devices_per_host: Sequence[int]) -> list[int]:
-    """Number of ranks on each host, with hosts filled in order.
+    """Distribute ranks over hosts, filling hosts in order; return their number per host.
 
-    Each device gets as many ranks as it takes for all to have a place.
+    The number of ranks per device is the smallest with which all ranks fit.
     """
     left, placed = ranks, []
     per_device = -(-ranks // sum(devices_per_host))
@@ -204,13 +204,13 @@ def _tally(names: Iterable[str]) -> str:
 
 
 def cluster_from(text: str | Path) -> Cluster:
-    """The cluster of a YAML file, or of a name if no such file exists.
+    """Return the cluster of a YAML file, or of a name if the file is missing.
 
-    `--cluster` takes either.
+    `--cluster` accepts both.
 
     Raises:
-        ClusterError: the file cannot be read, or the name is none: its shape is impossible, a device is not in the
-            catalogue (with the nearest names), or a word is neither rate nor price.
+        ClusterError: the file cannot be read, or the name is invalid: its shape is impossible, a device is not in the
+            catalogue (with the nearest names), or a word is neither a rate nor a price.
     """
     path = Path(text)
     if isinstance(text, Path) or path.suffix.lower() in _FILES or path.is_file():
@@ -219,7 +219,7 @@ def cluster_from(text: str | Path) -> Cluster:
 
 
 def devices_of_a_domain(cluster: Cluster) -> int | None:
-    """Devices of each of the cluster's domains; None if no hosts are joined."""
+    """Number of devices in each of the cluster's domains; None if no hosts are joined."""
     hosts = cluster.hosts_in_use
     names = {(gpu.name, len(host.gpus)) for host in hosts for gpu in host.gpus}
     if len(names) != 1:

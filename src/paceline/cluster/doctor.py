@@ -1,6 +1,6 @@
-"""Findings about this machine for training: one line each, with advice where something is wrong.
+"""Findings about this machine for training: one line each, with advice for problems.
 
-`root` is the root of the file system that has the kernel's files.
+`root` is the root of the file system with the kernel's files.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _FEATURES = {
     "sve": "SVE",
     "bf16": "bf16",
 }
-_OWN_CLOCK = ("intel_pstate", "amd-pstate-epp")  # drivers whose `powersave` goes to full speed under load
+_OWN_CLOCK = ("intel_pstate", "amd-pstate-epp")  # drivers whose `powersave` mode reaches full speed under load
 _NVIDIA = "0x10de"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line about one topic.
+    """Finding about one topic, shown as a line.
 
-    A `problem` keeps paceline from training; a `note` costs speed, or something that one may want.
+    A `problem` prevents training; a `note` costs speed, or an optional feature.
     """
 
     level: Literal["ok", "note", "problem"]
@@ -58,7 +58,7 @@ class Finding:
 
 
 def check_machine(host: Host, driver: str | None, root: Path = _ROOT) -> Iterator[Finding]:
-    """Processor, memory, GPUs and network."""
+    """Check processor, memory, GPUs and network."""
     yield _processor(host, root)
     yield _cores(host, root)
     yield _clock(root)
@@ -80,7 +80,7 @@ def check_system(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Finding:
-    """Finding about who could read what ranks send each other, with these environment variables."""
+    """Check the encryption of traffic between ranks, with these environment variables."""
     plain = "gloo and NCCL send tensors in plaintext and ask nobody who they are (tcp encrypts)"
     page = "docs/how-to/secure_the_network.md"
     advice = f"keep it on a network of the run's own: {page} has WireGuard and a NetworkPolicy, complete"
@@ -101,7 +101,7 @@ def check_data_plane(variables: Mapping[str, str], root: Path = _ROOT) -> Findin
 
 
 def check_load(cores: int, seconds: float = 0.5) -> Finding:
-    """Finding about other load on this machine over `seconds`. This process and its children do not count."""
+    """Measure other load on this machine over `seconds`, without this process and its children."""
     busy, steal, others = other_load(seconds)
     if steal > 0.05 * cores:
         advice = "measure again when the physical host is quiet, or on dedicated cores"
@@ -116,7 +116,7 @@ def check_load(cores: int, seconds: float = 0.5) -> Finding:
 
 
 def other_load(seconds: float) -> tuple[float, float, Sequence[tuple[str, float]]]:
-    """Load of others: busy cores, cores taken by a hypervisor, and processes with their cores.
+    """Measure other load: busy cores, cores used by a hypervisor, and processes with their cores.
 
     The busiest process is first.
     """
@@ -238,7 +238,7 @@ def _gpu_counter() -> Energy:
 
 
 def _segment() -> Finding:
-    """Finding about memory without a name (memfd), made as the ranks of a host do."""
+    """Check anonymous memory (memfd), created as ranks do."""
     try:
         fd = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC)
         try:
@@ -304,7 +304,7 @@ def _temporary_folder() -> Finding:
 
 
 def _processes() -> dict[int, tuple[str, float]]:
-    """The name and the CPU seconds of every process that can be seen."""
+    """Name and CPU seconds of every visible process."""
     import psutil
 
     found = {}
@@ -332,7 +332,7 @@ _EXTRAS = {
     "metrics": (("torchmetrics",), "metrics of torchmetrics"),
     "tensorboard": (("tensorboard",), "TensorBoard events of every run"),
 }
-# of an accelerator, and what is so without it
+# capability of an accelerator, and the effect of its absence
 _CAPABILITIES = {
     "collectives": ("collectives", "one rank only, as ranks cannot send each other what is on the devices"),
     "bf16": ("bf16", "precision: fp32 or fp16 in the job"),
@@ -352,7 +352,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Finding]:
-    """Torch, the compiler, the extras. `torch` is what `Probe.torch` says, or why there is no answer."""
+    """Check torch, the compiler and the extras. `torch` is the answer of `Probe.torch`, or its error."""
     yield Finding("ok", "Python", f"{platform.python_version()} ({platform.platform(terse=True)})")
     if isinstance(torch, str):
         yield Finding("problem", "torch", torch, "install it again: https://pytorch.org/get-started/locally")
@@ -364,7 +364,7 @@ def check_software(host: Host, torch: Mapping[str, Any] | str) -> Iterator[Findi
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Environment variables that would mislead a run."""
+    """Find environment variables that would mislead a run."""
     found = [Finding("note", "variables", text, advice) for text, advice in _misleading(environ)]
     yield from found or [Finding("ok", "variables", "none that misleads a run")]
 
@@ -402,7 +402,7 @@ def _torch_and_gpus(torch: Mapping[str, Any], host: Host) -> Iterator[Finding]:
 
 
 def check_capabilities(can: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about what torch can do on this machine's accelerators; `can` is that of `Probe.torch`."""
+    """Check torch's capabilities on this machine's accelerators; `can` comes from `Probe.torch`."""
     for name, (topic, without) in _CAPABILITIES.items():
         if can.get(name):
             yield Finding("ok", topic, str(can[name]) if isinstance(can[name], str) else "yes")
@@ -411,7 +411,7 @@ def check_capabilities(can: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Finding about the compiler that torch.compile needs: CXX or g++, and Python.h."""
+    """Check the compiler that torch.compile needs: CXX or g++, and Python.h."""
     compiler = os.environ.get("CXX") or "g++"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     needed = {f"{compiler} (C++ compiler)": shutil.which(compiler), str(headers): headers.exists()}

@@ -1,7 +1,6 @@
 """Hosts emulated on this machine, with the rates and cores of a real cluster.
 
-A host is a network namespace, for the addresses and the link, and a control group, for the cores; memory and disks are
-shared.
+A host is a network namespace (for addresses and link) and a control group (for cores). Memory and disks are shared.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from paceline.rank_environment import HostEntry
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """Bytes that one host's link has carried, with Ethernet, IP and TCP headers."""
+    """Bytes that one host's link has carried, including Ethernet, IP and TCP headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -48,14 +47,14 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class EmulatedHost:
-    """One host that is up.
+    """Running emulated host.
 
     Attributes:
         namespace: path; `nsenter --net=NAMESPACE command` runs a command inside.
-        bridge: path of the namespace with the bridge, to which the host's link goes.
-        address: on the network of the emulation.
-        interface: of the host's link.
-        group: the folder of the control group that limits its cores; None where they are not limited.
+        bridge: path of the namespace with the bridge of the host's link.
+        address: address on the network of the emulation.
+        interface: network interface of the host's link.
+        group: folder of the control group that limits its cores; None without a limit.
     """
 
     name: str
@@ -72,20 +71,20 @@ class EmulatedHost:
 
 
 def enter_host(entry: HostEntry | None) -> None:
-    """Move this process into an emulated host, if there is one to enter. To be called before any thread is started."""
+    """Move this process into an emulated host, if any. Call it before any thread is started."""
     if entry is None:
         return
     enter(entry.network_namespace)
-    # Stays open until this process ends, which still needs its network if the launcher is killed.
+    # Stays open until this process ends, because the process needs its network even if the launcher is killed.
     os.open(entry.bridge, os.O_RDONLY)
     if entry.control_group is not None:
         enter_group(entry.control_group)
 
 
 class Emulation:
-    """Emulated hosts, up from `with` to its end.
+    """Emulated hosts, which run inside the context.
 
-    They last as long as this process or one inside; when this process dies, those inside have their time to save.
+    They last as long as this process or a process inside them. If this process dies, processes inside get time to save.
     """
 
     def __init__(self, emulate: Emulate) -> None:
@@ -122,7 +121,7 @@ class Emulation:
         self._made.close()
 
     def carried(self) -> dict[str, LinkBytes]:
-        """Bytes that each host's link has carried since the start, by host."""
+        """Return the bytes that each host's link has carried since the start, by host."""
         counts = carried(self._bridge, self._wires)
         return {host.name: LinkBytes(*count) for host, count in zip(self.hosts, counts, strict=True)}
 
@@ -134,7 +133,7 @@ class Emulation:
             unplug(self._bridge, self._wires[host])
 
     def mend(self, host: int) -> None:
-        """The link of a host carries packets again."""
+        """Make the link of a host carry packets again."""
         if self.emulate.delay_ms:
             self._keeper.order("mend", host)
         else:
@@ -166,22 +165,22 @@ def _must_be_possible() -> None:
 
 
 _GRACE_S = 35.0  # a rank that saves a checkpoint after its launcher's death ends itself after 30 s
-_ANSWER_S = 30.0  # the start of Python on a busy machine
+_ANSWER_S = 30.0  # for the start of Python on a busy machine
 _TERMINATE_S = 1.0  # from SIGTERM to SIGKILL
-_KILL_S = 10.0  # SIGKILL takes effect at once, but for a process inside a failing disk or driver
+_KILL_S = 10.0  # SIGKILL takes effect at once, unless a process is stuck in a failing disk or driver
 _TICK_S = 0.02
 
 
 class Keeper:
-    """The launcher's end of it."""
+    """Launcher's handle on the keeper process, which carries packets and cleans up."""
 
     def __init__(self, namespaces: Sequence[int], groups: Sequence[Path], delay_ms: float | None) -> None:
         """Start the process.
 
         Args:
-            namespaces: descriptors, the bridge's first and then each host's.
+            namespaces: descriptors: the bridge's first, then each host's.
             groups: folders of the hosts' control groups.
-            delay_ms: for which it holds each packet; with None it carries none.
+            delay_ms: delay of each packet; with None the keeper carries no packets.
         """
         launcher = os.pidfd_open(os.getpid())
         told = json.dumps([launcher, list(namespaces), list(map(str, groups)), delay_ms])
@@ -190,7 +189,7 @@ class Keeper:
                 [sys.executable, "-m", "paceline.cluster.emulate", told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # whoever reads the launcher's must not wait for the keeper
+                stderr=subprocess.DEVNULL,  # readers of the launcher's output must not wait for the keeper
                 start_new_session=True,
                 pass_fds=[launcher, *namespaces],
             )
@@ -198,10 +197,10 @@ class Keeper:
             os.close(launcher)
 
     def wait_until_carrying(self) -> None:
-        """Wait until it carries the packets.
+        """Wait until the keeper carries packets.
 
         Raises:
-            ClusterError: it does not; with the reason.
+            ClusterError: the keeper failed; the text gives the reason.
         """
         if (answer := self._answer()) != "carrying":
             raise ClusterError(
@@ -211,10 +210,10 @@ class Keeper:
             )
 
     def order(self, verb: str, host: int) -> None:
-        """Have it `cut` or `mend` the link of a host, and wait for it.
+        """Let the keeper `cut` or `mend` the link of a host, and wait for it.
 
         Raises:
-            ClusterError: it does not answer.
+            ClusterError: the keeper does not answer.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -230,13 +229,13 @@ class Keeper:
             )
 
     def _answer(self) -> str:
-        """The next line that it prints; empty once it has died."""
+        """Read the next line that the keeper prints; "" once it has died."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
         return self._process.stdout.readline().decode().strip() if ready else f"no answer within {_ANSWER_S:g} s"
 
     def dismiss(self) -> None:
-        """End it: the launcher has taken everything down itself."""
+        """End the keeper, after the launcher has cleaned up itself."""
         self._process.kill()
         self._process.communicate()
 
@@ -245,17 +244,17 @@ def end_processes(namespaces: Sequence[int], groups: Sequence[Path], grace_s: fl
     """End the processes in these namespaces and control groups.
 
     Args:
-        grace_s: the longest to wait for them to end by themselves.
+        grace_s: longest wait for them to end by themselves.
 
     Raises:
-        ClusterError: a process stays.
+        ClusterError: a process could not be ended.
     """
     for number, patience_s in ((0, grace_s), (signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _KILL_S)):
         for pid in _processes(namespaces, groups):
             with suppress(ProcessLookupError):
                 pidfd = os.pidfd_open(pid)
                 try:
-                    if pid in _processes(namespaces, groups):  # still the same one
+                    if pid in _processes(namespaces, groups):  # still the same process
                         signal.pidfd_send_signal(pidfd, number)
                 finally:
                     os.close(pidfd)
@@ -273,7 +272,7 @@ def _processes(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
 
 
 def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
-    """Process ids in network namespaces, by their inodes, and in control groups; not this process."""
+    """Find process ids in network namespaces, by inode, and in control groups, except this process."""
     wanted = set(namespaces)
     found = set().union(*map(processes_of, groups))
     for name in os.listdir("/proc"):
@@ -284,9 +283,9 @@ def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
 
 
 def main() -> None:
-    """Carry packets where told to, until the launcher's death, then take down what is left."""
+    """Carry packets if requested until the launcher's death, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # for as long as there is something to take down, which ends with the launcher
+        # until everything is cleaned up, after the launcher's end
         signal.signal(number, signal.SIG_IGN)
     launcher, namespaces, folders, delay_ms = json.loads(sys.argv[1])
     groups = list(map(Path, folders))
@@ -306,7 +305,7 @@ def main() -> None:
 
 
 def _obey(launcher: int, relay: Relay | None) -> None:
-    """Cut and mend links as the input says, and answer, until the launcher dies."""
+    """Cut and mend links on request, and answer, until the launcher dies."""
     unread = b""
     while True:
         ready, _, _ = select.select([0, launcher], [], [])

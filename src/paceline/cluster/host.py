@@ -1,4 +1,4 @@
-"""A host, its devices and links; and hosts that this machine emulates."""
+"""Hosts with their devices and links, and hosts that this machine emulates."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ Listed = Annotated[tuple[T, ...], Field(strict=False)]  # YAML has only lists
 
 
 class Part(BaseModel):
-    """Strict keys and values (a number in quotes is not a number), frozen once read."""
+    """Base class with strict keys and values (a quoted number is not a number), frozen once read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Device(Part):
-    """A device of one rank: an accelerator, or one core of a host without any."""
+    """Device of one rank: an accelerator, or one core of a host without accelerators."""
 
-    index: int = Field(ge=0)  # as torch numbers it on its host
+    index: int = Field(ge=0)  # torch's index on its host
     kind: Kind = GPU
     name: str
-    memory_bytes: int = Field(ge=1)  # a core's is its equal share of the host's
-    bf16: bool | None = None  # arithmetic in hardware; None where unknown
-    graphs: bool | None = None  # torch can replay its kernels as graphs; None where it was not asked
+    memory_bytes: int = Field(ge=1)  # for a core, its equal share of the host's memory
+    bf16: bool | None = None  # arithmetic in hardware; None if unknown
+    graphs: bool | None = None  # True if torch can replay its kernels as graphs; None if not queried
 
 
 class Link(Part):
-    """A link between hosts or between devices.
+    """Link between hosts or between devices.
 
     Between hosts: `loopback`, or `ethernet` for any other interface; between devices: `nvlink`, `pcie`.
 
-    Named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and what it is plugged into
-    (`cuda:0-switch`). `channel:1` is what was measured to host 1, through the channel of the host processes.
+    It is named after the interface (`eth0`), the two devices (`cuda:0-cuda:1`), or the device and its switch
+    (`cuda:0-switch`). `channel:1` is the measured link to host 1 over the channel of the host processes.
     """
 
     name: str
     kind: Literal["loopback", "ethernet", "nvlink", "pcie", "measured"]
-    # Gbit/s each way, as the driver states it; None where it states nothing
+    # Gbit/s per direction, as stated by the driver; None if not stated
     bandwidth_gbps: float | None = Field(None, gt=0)
-    latency_ms: float | None = Field(None, gt=0)  # one way, where it was measured
-    # how many times the rates of all hosts together are what the switches above them carry; …
+    latency_ms: float | None = Field(None, gt=0)  # one-way latency, if measured
+    # ratio of all hosts' rates together to the capacity of the switches above them, …
     oversubscription: float = Field(1.0, ge=1, allow_inf_nan=False)
-    oversubscribed_beyond: int = Field(1, ge=1)  # … among more than this number of hosts
+    oversubscribed_beyond: int = Field(1, ge=1)  # … for more than this number of hosts
 
 
 class Host(Part):
-    """One machine, or the part of it that control groups and affinity leave to us."""
+    """Machine, or the part of it that control groups and affinity allow."""
 
     name: str
-    cores: int = Field(ge=1)  # logical, the most that may be busy at once
+    cores: int = Field(ge=1)  # logical cores: the maximum that may be busy at once
     memory_bytes: int = Field(ge=1)
     cpu: str = "CPU"
-    cpu_bf16: bool | None = None  # arithmetic in hardware; None where unknown
-    cpu_avx512: bool | None = None  # x86's vectors of 512 bits
+    cpu_bf16: bool | None = None  # arithmetic in hardware; None if unknown
+    cpu_avx512: bool | None = None  # x86 vectors of 512 bits
     affinity: Listed[Listed[int]] = ()
     """Ids of the usable logical cores, grouped by physical core; empty where unknown."""
     gpus: Listed[Device] = ()
@@ -106,12 +106,12 @@ class Host(Part):
 
     @property
     def has_accelerators(self) -> bool:
-        """True if ranks compute on accelerators here, not on cores."""
+        """True if ranks use accelerators here, not cores."""
         return bool(self.gpus)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The accelerators; on a host without any, its usable cores, one device each."""
+        """Accelerators; on a host without any, its usable cores, one device each."""
         share = max(1, self.memory_bytes // self.cores)
         return self.gpus or tuple(
             Device(index=i, kind=CPU, name=self.cpu, memory_bytes=share, bf16=self.cpu_bf16) for i in range(self.cores)
@@ -119,23 +119,23 @@ class Host(Part):
 
     @property
     def physical_cores(self) -> int:
-        """Number of usable physical cores; hyper-threads share the arithmetic units of one."""
+        """Number of usable physical cores; hyper-threads share the arithmetic units of a core."""
         return min(self.cores, len(self.affinity) or self.cores)
 
 
 class Emulate(Part):
-    """Hosts emulated on this machine, without GPUs, to try out a cluster.
+    """Hosts emulated on this machine, without GPUs, to test a cluster.
 
-    Links have a given rate, hosts a given number of cores.
+    Links have a configured rate, and hosts a configured number of cores.
 
-    `rate` (`100mbit`, each way) and `cpu` (cores that may be busy at once) are one value for all hosts or a list with
-    one for each. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network is not
-    connected to any other, so data must be on the machine before.
+    `rate` (`100mbit`, per direction) and `cpu` (cores that may be busy at once) are one value for all hosts or a list
+    with one value per host. `delay_ms` is the one-way delay of a packet from any host to any other. The hosts' network
+    is isolated, so data must already be on the machine.
     """
 
     hosts: int = Field(ge=1, le=250)
-    rate: str | Listed[str] | None = None  # None: as fast as the machine
-    cpu: float | Listed[float] | None = None  # None: all of the machine's
+    rate: str | Listed[str] | None = None  # None: unlimited
+    cpu: float | Listed[float] | None = None  # None: all cores of the machine
     delay_ms: float | None = Field(None, gt=0, le=10_000, allow_inf_nan=False)
 
     @field_validator("rate", mode="before")
@@ -173,26 +173,26 @@ class Emulate(Part):
 
     @property
     def rates_bps(self) -> tuple[int | None, ...]:
-        """Bits/s of each host's link, each way; None where it is not limited."""
+        """Rate of each host's link in bits/s per direction; None if unlimited."""
         rates = self.rate if isinstance(self.rate, tuple) else (self.rate,) * self.hosts
         return tuple(None if rate is None else bits_per_s(rate) for rate in rates)
 
     @property
     def cores(self) -> tuple[float | None, ...]:
-        """Number of cores that each host may keep busy; None means unlimited."""
+        """Number of cores that each host may keep busy; None if unlimited."""
         return self.cpu if isinstance(self.cpu, tuple) else (self.cpu,) * self.hosts
 
 
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[kmg])bit(/s)?", re.IGNORECASE)
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
-_LEAST, _MOST = 10**4, 4 * 10**11  # what `tc` can shape
+_LEAST, _MOST = 10**4, 4 * 10**11  # range that `tc` can shape
 
 
 def bits_per_s(rate: str) -> int:
-    """`100mbit` as 100,000,000. In the words of `tc`: a kbit, mbit or gbit a second is 10³, 10⁶ or 10⁹ bits.
+    """Parse a rate: `100mbit` is 100,000,000. As in `tc`, kbit, mbit and gbit are 10³, 10⁶ and 10⁹ bits per second.
 
     Raises:
-        ValueError: it is not a rate; with what would be one.
+        ValueError: the text is not a rate; the error shows valid rates.
     """
     match = _RATE.fullmatch(rate.strip())
     speed = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0

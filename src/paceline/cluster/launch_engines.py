@@ -1,4 +1,4 @@
-"""Launch engines: programs that start a run, and the one that started this process."""
+"""Launch engines: programs that start a run, and detection of the engine of this process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class HostPlace:
     """Place of a host process among the hosts of its run.
 
     Attributes:
-        number: of this host, from 0; host 0 coordinates the run.
+        number: number of this host, from 0; host 0 coordinates the run.
         count: number of hosts, at least 2.
         coordinator: address or name of host 0.
-        port: where host 0 listens.
-        name: of this host.
+        port: port where host 0 listens.
+        name: name of this host.
         engine: name of the engine that started the process: "slurm", "ssh", "hosts" (by hand), …
-        run_name: the engine's name or number of the run, for messages.
-        least: number of hosts with which a run begins that takes in the others when they come; 0 is all.
+        run_name: the engine's name or id of the run, for messages.
+        least: minimum number of hosts to begin; the others join later. 0 requires all hosts.
     """
 
     number: int
@@ -47,16 +47,16 @@ class HostPlace:
 class LaunchEngine:
     """Starter of a run's processes: torchrun, MPI, a cluster's scheduler, or paceline itself.
 
-    It starts one process per rank, each with a `place()`, or one per host, each with a place among the `hosts()`. The
-    latter is a host process: it starts the ranks of its host.
+    It starts one process per rank, each with a `place()`, or one host process per host, each with a place among the
+    `hosts()`. A host process starts the ranks of its host.
     """
 
     def detect(self) -> bool:
-        """True if this engine started this process, by the environment that it leaves."""
+        """True if the environment shows that this engine started this process."""
         raise NotImplementedError
 
     def place(self) -> RankEnvironment | None:
-        """This process's rank and rendezvous; None where paceline starts the ranks.
+        """This process's rank and rendezvous; None if paceline starts the ranks.
 
         Raises:
             LaunchError: the environment is incomplete.
@@ -72,11 +72,11 @@ class LaunchEngine:
         return None
 
     def note(self) -> str | None:
-        """Line to show before a run starts, where the engine offers more than is used."""
+        """Line to show before a run starts, if the engine offers more than is used."""
         return None
 
     def tell_failure(self, text: str, time_s: float) -> None:
-        """Report why this rank ends, in the engine's own form, if it has one. Raises OSError where it cannot."""
+        """Report the failure of this rank in the engine's own format, if any. Raise OSError if that fails."""
 
 
 HOSTS, HOST_NUMBER, COORDINATOR, ENGINE, HOST_DEVICES = (
@@ -84,18 +84,18 @@ HOSTS, HOST_NUMBER, COORDINATOR, ENGINE, HOST_DEVICES = (
     "PACELINE_HOST_NUMBER",
     "PACELINE_COORDINATOR",
     "PACELINE_ENGINE",  # set by the engines that set the other three: ssh, Ray
-    "PACELINE_HOST_DEVICES",  # number to use of those of the host
+    "PACELINE_HOST_DEVICES",  # number of the host's devices to use
 )
 MOST_HOSTS = 65_536
-# Clear of the ports that torchrun (29500) and its store (29400) take, and below those that systems give out.
+# Different from the ports of torchrun (29500) and its store (29400), and below the ephemeral ports.
 _FIRST_PORT, _PORTS = 29_600, 1_000
 
 
 def number_from(name: str, advice: str, text: str | None = None) -> int:
-    """The number in a variable, or in a part of its text.
+    """Parse the number in a variable, or in a part of its text.
 
     Raises:
-        LaunchError: it is not set, or is not a number from 0 to `MOST_HOSTS`.
+        LaunchError: the variable is not set, or is not a number from 0 to `MOST_HOSTS`.
     """
     if text is None and (text := os.environ.get(name)) is None:
         raise LaunchError("launcher.variable_missing", "{variable} is not set. {advice}", variable=name, advice=advice)
@@ -114,14 +114,14 @@ def number_from(name: str, advice: str, text: str | None = None) -> int:
 def place_from(
     number_name: str, count_name: str, engine: str, advice: str, *, coordinator: str, run_name: str, name: str = ""
 ) -> HostPlace | None:
-    """Place among the hosts by two variables; None where there is one host.
+    """Derive the place among the hosts from two variables; None with one host.
 
     Args:
-        coordinator: `ADDRESS` or `ADDRESS:PORT`; PACELINE_COORDINATOR, where it is set, has precedence.
-        run_name: of it the port is made where none is named.
+        coordinator: `ADDRESS` or `ADDRESS:PORT`; PACELINE_COORDINATOR has precedence if set.
+        run_name: name of the run, from which a default port is derived.
 
     Raises:
-        LaunchError: a variable is not set or not a number, the number is not below the count, no address is known.
+        LaunchError: a variable is not set or not a number, the number is not below the count, or no address is known.
     """
     number, (least, count) = number_from(number_name, advice), _least_and_count(count_name, advice)
     if number >= count:
@@ -141,7 +141,7 @@ def place_from(
 
 
 def _least_and_count(name: str, advice: str) -> tuple[int, int]:
-    """Least and largest number of hosts; the least is 0 where all are needed."""
+    """Minimum and maximum number of hosts; the minimum is 0 if all are needed."""
     text = os.environ.get(name, "")
     first, dots, last = text.partition("..")
     if not dots:
@@ -158,10 +158,10 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
 
 
 def address_from(coordinator: str, port: int) -> tuple[str, int]:
-    """Address and port of host 0, from PACELINE_COORDINATOR or else from what the engine says.
+    """Address and port of host 0, from PACELINE_COORDINATOR or else from the engine.
 
     Raises:
-        LaunchError: neither says one, or the port is not one.
+        LaunchError: neither gives an address, or the port is invalid.
     """
     text = os.environ.get(COORDINATOR) or coordinator
     address, colon, after = text.rpartition(":")
@@ -186,7 +186,7 @@ def address_from(coordinator: str, port: int) -> tuple[str, int]:
 
 
 def default_port(engine: str, run_name: str) -> int:
-    """Port of host 0 for engines that name none; two runs rarely share one."""
+    """Port of host 0 for engines without a port; two runs rarely share a port."""
     return _FIRST_PORT + zlib.crc32(f"{engine} {run_name}".encode()) % _PORTS
 
 
@@ -197,21 +197,21 @@ _HOSTS_ADVICE = (
 
 
 class ByHand(LaunchEngine):
-    """PACELINE_ variables, set by a person, by `--hosts` (ssh) or by Ray's actors."""
+    """PACELINE_ variables, set by hand, by `--hosts` (ssh) or by Ray's actors."""
 
     def detect(self) -> bool:
-        # In an indexed Job of Kubernetes the variables of its manifest are completed by the pod's index.
+        # In an indexed Job of Kubernetes, the pod's index completes the variables of its manifest.
         return HOST_NUMBER in os.environ or (HOSTS in os.environ and "JOB_COMPLETION_INDEX" not in os.environ)
 
     def hosts(self) -> HostPlace | None:
-        # One default port for all: who starts by hand has no number of the run.
+        # One default port for all runs: a manual start has no id of the run.
         return place_from(
             HOST_NUMBER, HOSTS, os.environ.get(ENGINE) or "hosts", _HOSTS_ADVICE, coordinator="", run_name=""
         )
 
 
 class Torchrun(LaunchEngine):
-    """A torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """torchrun, or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
 
     def detect(self) -> bool:
         return RANK in os.environ and not is_our_rank()
@@ -227,7 +227,7 @@ class Torchrun(LaunchEngine):
 
 _COMMAND = "srun --ntasks-per-node=1 paceline …"
 _SLURM_ADVICE = f"Start one process on every node: {_COMMAND}"
-_ENTRY = re.compile(r"((?:[^\[\],\s]|\[[0-9,-]+\])+)(?:,|$)")  # names and brackets; commas outside of them separate
+_ENTRY = re.compile(r"((?:[^\[\],\s]|\[[0-9,-]+\])+)(?:,|$)")  # commas in brackets do not separate
 _PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -235,7 +235,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 class Slurm(LaunchEngine):
     """A job step of Slurm with one task per node.
 
-    A batch script has the variables of a task as well, so only those of a step count.
+    A batch script also has the variables of a task, so only the variables of a step count.
     """
 
     def detect(self) -> bool:
@@ -283,18 +283,18 @@ class Slurm(LaunchEngine):
 
 
 def _nodes() -> int:
-    """Number of nodes of the allocation; 1 where Slurm does not say."""
+    """Number of nodes of the allocation; 1 if unknown."""
     text = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(text) if text.isascii() and text.isdecimal() else 1
 
 
 def expand(text: str) -> list[str]:
-    """The names in a list of nodes, in its order.
+    """Expand a list of nodes to their names, in order.
 
     `n[01-03,7],m1` is n01, n02, n03, n7, m1.
 
     Raises:
-        LaunchError: it is no such list, or names more than `MOST_HOSTS` nodes.
+        LaunchError: the text is not such a list, or names more than `MOST_HOSTS` nodes.
     """
     names: list[str] = []
     position = 0
@@ -318,7 +318,7 @@ def expand(text: str) -> list[str]:
 
 
 def _part(match: re.Match[str], text: str) -> Iterator[str]:
-    """The alternatives of one part of a name: a text, or the numbers in brackets."""
+    """Expand one part of a name: a text, or the numbers in brackets."""
     if match[2] is not None:
         yield match[2]
         return
@@ -385,7 +385,7 @@ def _address_of_mpirun() -> str:
     uri = os.environ.get(_URI_OF_MPIRUN, "")  # "jobid.0;tcp://10.0.0.1,10.1.0.1:40123"
     is_first = os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
     if is_first and os.environ.get(_URI_HERE, uri) != uri:
-        return ""  # mpirun was told to start nothing on its own host
+        return ""  # mpirun starts no process on its own host
     found = re.search(r"tcp://([0-9.]+)[,:]", uri)
     return found[1] if found else ""
 
@@ -399,8 +399,9 @@ _ADVICE_JOB = f"In the manifest, completionMode is Indexed, and {HOSTS} is the n
 class Kubernetes(LaunchEngine):
     """Pod of a job whose pods find one another by name.
 
-    An indexed Job says no number of pods: without PACELINE_HOSTS its pods are runs of their own, as in a sweep. With
-    PACELINE_HOST_NUMBER the manifest says the pod's number, as it has to where the hosts are several jobs of a JobSet.
+    An indexed Job does not expose its number of pods: without PACELINE_HOSTS, each pod is a separate run, as in a
+        sweep. With PACELINE_HOST_NUMBER the manifest sets the pod's number, which is required if the hosts are several
+        jobs of a JobSet.
     """
 
     def detect(self) -> bool:
@@ -422,7 +423,7 @@ def _first_pod() -> str:
     """Name of the pod with index 0; empty if unknown.
 
     Raises:
-        LaunchError: the pod is of a second replica of a JobSet's job, where the indices begin at 0 again.
+        LaunchError: the pod belongs to a second replica of a JobSet's job, whose indices begin at 0 again.
     """
     job_set, replicated = os.environ.get("JOBSET_NAME"), os.environ.get("REPLICATED_JOB_NAME")
     if job_set and replicated:
@@ -450,7 +451,7 @@ def _first_pod() -> str:
 
 
 def _job_name() -> str:
-    """Name of the job, from that of the pod; the same in all its pods."""
+    """Name of the job, from the name of the pod; equal in all its pods."""
     return os.environ.get("JOBSET_NAME") or socket.gethostname().rpartition("-")[0]
 
 
@@ -489,7 +490,7 @@ class Local(LaunchEngine):
         return True
 
 
-# The first that started this process counts: what is started by hand or by MPI may well be inside a scheduler's job.
+# The first detected engine counts: a start by hand or by MPI may happen inside a scheduler's job.
 _BUILT_IN: dict[str, LaunchEngine] = {
     "torchrun": Torchrun(),
     "hosts": ByHand(),
@@ -503,7 +504,7 @@ ENGINES = ExtensionPoint("launch engine", "paceline.engines", LaunchEngine, _BUI
 
 
 def own_engine() -> LaunchEngine:
-    """The engine that started this process. Where that makes it a rank, its place is in the environment from here on.
+    """Return the engine that started this process. If it is a rank, its place is put into the environment.
 
     Raises:
         LaunchError: an engine of a package cannot be loaded, its environment is incomplete, or two engines contradict
@@ -528,7 +529,7 @@ def is_rank() -> bool:
 
 
 def detected() -> LaunchEngine:
-    """The engine that the environment shows, asked anew. Raises as `own_engine` does."""
+    """Detect the engine from the environment, without a cache. Raise like `own_engine`."""
     if RANK in os.environ:
         return ENGINES["torchrun"]
     for name in ENGINES.installed:
@@ -540,9 +541,9 @@ def detected() -> LaunchEngine:
 
 
 def _refuse_contradiction(found: list[str]) -> None:
-    """Raise LaunchError if two engines say different places of this host.
+    """Raise LaunchError if two engines give different places for this host.
 
-    Not where the one is known to run inside the other.
+    Engines that are known to run inside one another are exempt.
     """
     first = found[0]
     if ENGINE in os.environ:  # set by paceline itself
@@ -571,7 +572,7 @@ def _refuse_contradiction(found: list[str]) -> None:
 def _place(name: str) -> HostPlace | None:
     try:
         return ENGINES[name].hosts()
-    except LaunchError:  # told by the engine that counts, when it is asked
+    except LaunchError:  # the selected engine reports it when queried
         return None
 
 

@@ -28,18 +28,18 @@ from paceline.rank_environment import MASTER_ADDR, MASTER_PORT, HostEntry, named
 
 
 def this_host() -> Host:
-    """This machine, as far as this process may use it.
+    """Describe the part of this machine that this process may use.
 
     Raises:
-        ClusterError: there is a driver of GPUs, but it does not work, or PACELINE_HOST_DEVICES are not there.
+        ClusterError: the GPU driver does not work, or the devices of PACELINE_HOST_DEVICES do not exist.
     """
     return _with_devices(host_with(find_gpus()), os.environ.get(HOST_DEVICES))
 
 
 def cores_by_physical(cores: Iterable[int], root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Logical cores, those of one physical core together, socket by socket.
+    """Logical cores grouped by physical core, socket by socket.
 
-    Where the kernel says nothing, each core is its own.
+    If the kernel gives no topology, each core forms its own group.
     """
     usable = set(cores)
     groups = []
@@ -62,7 +62,7 @@ def host_with(gpus: Gpus) -> Host:
     name, flags = _cpu()
     return Host(
         name=socket.gethostname(),
-        # more would be throttled together
+        # more threads would be throttled together
         cores=max(1, min(len(affinity), math.floor(quota) if quota is not None else len(affinity))),
         memory_bytes=min(memory_bytes, memory_limit_bytes() or memory_bytes),
         cpu=name,
@@ -103,7 +103,7 @@ def _cpu() -> tuple[str, set[str]]:
 
 
 def _interfaces() -> list[Link]:
-    """Network interfaces that are up and have an address. A speed that the driver does not state (0) is None."""
+    """Network interfaces that are up and have an address. An unknown speed (0) is None."""
     import psutil
 
     addresses = psutil.net_if_addrs()
@@ -118,7 +118,7 @@ def _interfaces() -> list[Link]:
 
 
 def _core_list(text: str) -> set[int]:
-    """The kernel's form of a set of cores: `0-2,64`."""
+    """Format a set of cores like the kernel: `0-2,64`."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -127,12 +127,12 @@ def _core_list(text: str) -> set[int]:
 
 
 def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
-    """Hosts `host-0` and so on, without GPUs.
+    """Make emulated hosts `host-0` and so on, without GPUs.
 
-    Each has the cores of its quota, or else its share of the machine's, and its share of the memory.
+    Each host has the cores of its quota, or else its share of the machine's cores, and its share of the memory.
 
     Raises:
-        ClusterError: a host is to have more cores than this machine.
+        ClusterError: a host would have more cores than this machine.
     """
     machine = this_host()
     hosts = []
@@ -158,7 +158,7 @@ def emulated_hosts(emulate: Emulate) -> tuple[Host, ...]:
 
 
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: Windows' Linux subsystem
-_PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}  # by generation, line code taken off
+_PCIE_GBPS_PER_LANE = {1: 2.0, 2: 4.0, 3: 7.877, 4: 15.754, 5: 31.508, 6: 60.5}  # by generation, without line code
 # per link, by nvmlNvlinkVersion_t (7: NVLink 5)
 _NVLINK_GBPS = {1: 160.0, 2: 200.0, 3: 200.0, 4: 200.0, 5: 200.0, 6: 200.0, 7: 400.0}
 _BF16_SINCE = (8, 0)  # compute capability
@@ -173,13 +173,13 @@ class Gpus(NamedTuple):
 
 
 def find_gpus() -> Gpus:
-    """NVIDIA's in `CUDA_VISIBLE_DEVICES`, in its order, with their links; without any, what else torch knows.
+    """Find NVIDIA GPUs of `CUDA_VISIBLE_DEVICES` with their links, or else torch's other accelerators.
 
-    None where PACELINE_DEVICE is `cpu`. A plugin's come before NVIDIA's, as in torch.
+    The result is empty if PACELINE_DEVICE is `cpu`. Devices of a plugin come before NVIDIA's, as in torch.
 
     Raises:
-        ClusterError: there is a driver, but it does not work; a run would otherwise quietly take the cores. Or
-            PACELINE_DEVICE names what is not there.
+        ClusterError: the driver does not work (a run would otherwise silently use the cores), or PACELINE_DEVICE names
+            a missing device.
     """
     wanted = os.environ.get(DEVICE_VARIABLE)
     if wanted == CPU:
@@ -227,9 +227,9 @@ def _nvidias() -> Gpus:
 
 
 def read_gpus(nvml: Any, visible: str | None) -> Gpus:
-    """The GPUs of an initialised NVML (the module `pynvml`).
+    """Read the GPUs of an initialized NVML (the module `pynvml`).
 
-    `visible` is the text of `CUDA_VISIBLE_DEVICES`, None where it is not set.
+    `visible` is the text of `CUDA_VISIBLE_DEVICES`, or None if it is not set.
     """
     handles = _visible(nvml, visible)
     devices = tuple(_device(nvml, index, handle) for index, handle in enumerate(handles))
@@ -238,11 +238,11 @@ def read_gpus(nvml: Any, visible: str | None) -> Gpus:
 
 
 def _visible(nvml: Any, visible: str | None) -> list[Any]:
-    """GPU handles in the variable's order, read as CUDA reads it.
+    """GPU handles in the variable's order, parsed as in CUDA.
 
-    It holds numbers or UUIDs (their beginning is enough), up to the first that names no GPU.
+    It holds numbers or UUIDs (or their prefixes), up to the first that names no GPU.
 
-    NVML numbers GPUs by bus, CUDA the fastest first: the same wherever the GPUs of a host are identical.
+    NVML orders GPUs by bus, and CUDA by speed; the orders are equal if the GPUs of a host are identical.
     """
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
@@ -268,7 +268,7 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
     return Device(
         index=index,
         name=nvml.nvmlDeviceGetName(handle),
-        # a GPU that shares the host's memory states none
+        # a GPU that shares the host's memory reports none
         memory_bytes=memory.total if memory else _memory_of_the_host(),
         bf16=tuple(capability) >= _BF16_SINCE if capability else None,
     )
@@ -277,7 +277,7 @@ def _device(nvml: Any, index: int, handle: Any) -> Device:
 def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
     """PCIe links, one per GPU, with the highest rate of the GPU and its slot.
 
-    At rest the current speed is a lower one.
+    The current speed is lower when the link is idle.
     """
     links = []
     for index, handle in enumerate(handles):
@@ -290,7 +290,7 @@ def _pcie(nvml: Any, handles: list[Any]) -> list[Link]:
 
 
 def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
-    """The active links, those that join the same two ends added up."""
+    """Active links; links between the same two ends are added up."""
     places = [_ask(nvml, nvml.nvmlDeviceGetPciInfo, handle) for handle in handles]
     index_of = {place.busId.lower(): index for index, place in enumerate(places) if place}
     total_gbps: dict[str, float] = {}
@@ -306,9 +306,9 @@ def _nvlinks(nvml: Any, handles: list[Any]) -> list[Link]:
 
 
 def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, int]) -> str | None:
-    """The name of a link, or None if it is not to be listed.
+    """Return the name of a link, or None if it should not be listed.
 
-    It is not if it was counted from its other end or leads to a GPU that we may not use.
+    A link is not listed if it was counted from its other end, or leads to a GPU that this process may not use.
     """
     if _ask(nvml, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, number) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
         return f"cuda:{index}-switch"
@@ -318,7 +318,7 @@ def _ends(nvml: Any, index: int, handle: Any, number: int, index_of: dict[str, i
 
 
 def _ask(nvml: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The driver's answer, or None where this GPU has none (no NVLink, say)."""
+    """Return the driver's answer, or None if this GPU has none (for instance without NVLink)."""
     try:
         return question(*arguments)
     except nvml.NVMLError:
@@ -333,27 +333,27 @@ def _memory_of_the_host() -> int:
 
 _DEADLINE_S = 120.0
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")  # the last line of a traceback
-_PLUGINS = "torch.backends"  # the entry points that torch loads with itself
+_PLUGINS = "torch.backends"  # the entry points that torch loads on import
 
 
 def torch_devices() -> tuple[Device, ...]:
-    """Accelerators as torch finds them; none where nothing hints at any.
+    """Find accelerators with torch, if there is a hint of one.
 
     Raises:
-        ClusterError: something does, and torch cannot be imported, fails, or takes longer than two minutes.
+        ClusterError: there is a hint, but torch cannot be imported, fails, or takes longer than two minutes.
     """
     if not hint():
         return ()
     if "torch" in sys.modules and device.is_started():
         found = accelerators()
     else:
-        # what there is, whatever is wanted: `find_gpus` compares
+        # all devices; `find_gpus` compares them with the request
         found = _asked(frozenset(pair for pair in os.environ.items() if pair[0] != DEVICE_VARIABLE))
     return tuple(Device.model_validate(one) for one in found)
 
 
 def hint() -> str | None:
-    """Reason to believe that torch knows an accelerator that NVML does not; None without one. Torch is not imported."""
+    """Hint that torch knows an accelerator that NVML does not, or None. Torch is not imported."""
     if plugins := _plugins(tuple(sys.path)):
         return f"the torch plugin {plugins[0]} is installed"
     if sys.platform == "darwin" and platform.machine() == "arm64":
@@ -365,7 +365,7 @@ def hint() -> str | None:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Accelerators of this process's torch, as the values of a `Device` each."""
+    """Accelerators of this process's torch, each as the values of a `Device`."""
     import psutil
     import torch
 
@@ -376,7 +376,7 @@ def accelerators() -> list[dict[str, Any]]:
             "index": place.index,
             "kind": place.type,
             "name": device.name(place),
-            # one that states none shares the host's
+            # a device that reports none shares the host's memory
             "memory_bytes": device.total_memory(place) or psutil.virtual_memory().total,
             "bf16": device.states_bf16(place),
             "graphs": device.has_graphs(place),
@@ -387,7 +387,7 @@ def accelerators() -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Accelerators of a new process with this environment; asked once."""
+    """Accelerators found by a new process with this environment; the result is cached."""
     command = [
         sys.executable,
         "-P",
@@ -429,7 +429,7 @@ def _plugins(path: tuple[str, ...]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _version_file() -> str:
-    """Text of the installed torch's version.py, which names what it is built for."""
+    """Text of the installed torch's version.py, which names its build target."""
     spec = find_spec("torch")
     try:
         return Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
@@ -438,7 +438,7 @@ def _version_file() -> str:
 
 
 def host_identity() -> str:
-    """An identity that is equal for processes with the same kernel and network namespace.
+    """Identity that is equal for processes with the same kernel and network namespace.
 
     An emulated host has a namespace of its own.
     """
@@ -447,9 +447,9 @@ def host_identity() -> str:
 
 
 def boot_id() -> str:
-    """Boot id of this kernel; the host's name where the kernel has none.
+    """Boot id of this kernel; the host's name if the kernel has none.
 
-    Names alone do not do: hosts may share one, and containers of one host have names of their own.
+    Names are not sufficient: hosts may share a name, and containers of one host have different names.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,11 +1,11 @@
-"""A cluster by name, from the catalogue of hardware: `64x8xH100-SXM, 400gbit, 2.5/h`.
+"""Clusters by name, from the catalogue of hardware: `64x8xH100-SXM, 400gbit, 2.5/h`.
 
-It can be planned for; nothing can run on it.
+Such a cluster can be planned for, but jobs cannot run on it.
 
-Hosts × devices of each × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of each device
-to other hosts, each way, `3200gbit/host` that of all of a host together. `2.5/h` is the price of a device for an hour,
-in whatever currency. `oversubscribed 3:1` says that hosts together send three times what the switches above them carry,
-`oversubscribed 3:1 beyond 32` that this is so among more than 32 hosts.
+The form is hosts × devices per host × device; `8xH100-SXM` is one host, `H100-SXM` one device. `400gbit` is the rate of
+each device to other hosts per direction, and `3200gbit/host` the rate of a whole host. `2.5/h` is the price of a device
+for an hour, in any currency. `oversubscribed 3:1` means that the hosts' total rate is three times the capacity of the
+switches above them; `oversubscribed 3:1 beyond 32` means that this applies to more than 32 hosts.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10
 
 
 class NamedCluster(NamedTuple):
-    """The parts of a cluster's name.
+    """Parts of a cluster's name.
 
-    `rate_gbps` is of one host, and `assumed` if the name gives none. It is divided by `oversubscription` among more
-    than `beyond` hosts.
+    `rate_gbps` is the rate of one host, and is `assumed` if the name gives none. It is divided by `oversubscription`
+    among more than `beyond` hosts.
     """
 
     hosts: int
@@ -57,13 +57,13 @@ class NamedCluster(NamedTuple):
 
 
 def cluster_names(text: str) -> list[str]:
-    """Names of a list such as `512xH100-SXM, 400gbit; 1024xA100`, parted by semicolons or commas.
+    """Split a list such as `512xH100-SXM, 400gbit; 1024xA100` at semicolons or commas.
 
-    After a comma a rate, a price or an oversubscription belongs to the name before it. `1024xH100-SXM`, more devices
-    than a host has, is as many usual hosts.
+    After a comma, a rate, a price or an oversubscription belongs to the previous name. `1024xH100-SXM`, with more
+    devices than a host has, stands for the required number of usual hosts.
 
     Raises:
-        ClusterError: the list is empty, or the devices do not fill usual hosts. Other mistakes are `cluster_from`'s.
+        ClusterError: the list is empty, or the devices do not fill usual hosts. `cluster_from` reports other mistakes.
     """
     names: list[str] = []
     for part in text.split(";"):
@@ -84,7 +84,7 @@ def cluster_names(text: str) -> list[str]:
 
 
 def _in_usual_hosts(name: str) -> str:
-    """The name, with hosts where it has more devices than one host holds."""
+    """Add hosts to a name with more devices than one host holds."""
     shape, comma, rest = name.partition(",")
     match = _SHAPE.fullmatch(shape.strip())
     if match is None or match[2] or not match[1]:
@@ -107,7 +107,7 @@ def _in_usual_hosts(name: str) -> str:
 
 
 def read_name(text: str) -> NamedCluster:
-    """The parts of a name. Raises as `cluster_from` does."""
+    """Parse a name into its parts. Raise like `cluster_from`."""
     shape, *words = [word.strip() for word in text.split(",")]
     hosts, per_host, device = _shape(shape, text)
     found: dict[str, re.Match[str]] = {}
@@ -207,7 +207,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
 
 
 def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
-    """Hosts that are alike; what the catalogue does not know of them (cores) is ample."""
+    """Make identical hosts; values that the catalogue lacks (cores) are set generously."""
     device = named.device
     link = Link(
         name="network",
@@ -241,7 +241,7 @@ def hosts_of(named: NamedCluster) -> tuple[Host, ...]:
 
 
 def described(named: NamedCluster) -> str:
-    """The cluster in words.
+    """Describe the cluster in words.
 
     For example `64 hosts of 8 × H100-SXM (80 GiB), 400 Gbit/s from each device to other hosts, 2.5 an hour
     for each`.
@@ -265,10 +265,10 @@ def described(named: NamedCluster) -> str:
     return ", ".join(parts)
 
 
-# With the devices of installed packages, which are named exactly.
+# Includes the devices of installed packages, which need exact names.
 HARDWARE = ExtensionPoint("device", "paceline.hardware", Accelerator, CATALOGUE, ClusterError)
 
-# Families by how names spell them; in the order in which they are tried. What follows a number must not be one.
+# Families by spelling, in matching order. The text after a number must not begin with a digit.
 _SPELLED_AS_NAMED = (
     "B300 B200 H200 H100 H800 H20 A100 A800 V100 P100 A10G A10 A40 L40S L40 L20 L4 A6000 T4 MI355X "
     "MI350X MI325X MI300X MI250X MI250 MI210 CPU"
@@ -301,21 +301,21 @@ _MEMORY = re.compile(r"\b(\d{2,3}(?:\.\d+)?) ?gi?b?\b(?! ?s\b)")
 _BANDWIDTH = re.compile(r"\b(\d+(?:\.\d+)?) ?([gt])b ?(?:s|ps|p s)\b")
 _POWER = re.compile(r"\b(\d{2,4}) ?w(?:atts?)?\b")
 _MAKERS = re.compile(r"\b(nvidia|amd|instinct|geforce|tesla|quadro|google|cloud|intel|habana|aws|generation)\b ?")
-# of another size or speed than the device that they are named after
+# devices with another size or speed than the device that they are named after
 _OTHERS = re.compile(r"\bmig\b|\blaptop\b|\bmax ?q\b|\b(?:[345]090|2080) ?d\b|\b[345]090 ?(?:ti|super)\b")
-# a part of a card or chip: names state the memory of the whole
+# a part of a card or chip, while names state the memory of the whole
 _PARTS = ("MI250X", "MI250", "TPU-v3", "Trainium-1", "Trainium-2")
-# names and sheets differ by ECC and by 1000 or 1024: no other memory
+# differences from ECC and from 1000 or 1024 do not mean another memory
 _ALIKE = 0.1
 
 
 def accelerator(name: str) -> Accelerator:
-    """The catalogue's entry for a device, by its name or another spelling.
+    """Return the catalogue's entry for a device, by its name or another spelling.
 
-    If a device has several sizes and none is named, it is the largest.
+    If a device has several sizes and the name gives none, the largest is used.
 
     Raises:
-        ClusterError: there is none; with the nearest names.
+        ClusterError: there is no such device; the text shows the nearest names.
     """
     if (found := known(name)) is None:
         raise ClusterError(
@@ -329,11 +329,11 @@ def accelerator(name: str) -> Accelerator:
 
 
 def known(name: str) -> Accelerator | None:
-    """Entry that `accelerator` returns; None where there is none.
+    """Return the entry for a device, or None; see `accelerator`.
 
-    Another memory, another bandwidth of it or another power than the entry's, which the name states, take the entry's
-    place: `H100 500W`, `A100-SXM-64GB`; so does the network of a cloud's machine type: `p4d.24xlarge`. Such a device is
-    named after the entry and what differs.
+    A memory size, memory bandwidth or power in the name replaces the entry's value: `H100 500W`, `A100-SXM-64GB`. The
+    network of a cloud's machine type does so as well: `p4d.24xlarge`. The device's name then consists of the entry's
+    name and the differences.
     """
     if name in CATALOGUE or name in HARDWARE.installed:
         return HARDWARE[name]
@@ -360,7 +360,7 @@ def known(name: str) -> Accelerator | None:
 
 
 def _as_stated(device: Accelerator, text: str) -> Accelerator:
-    """The device with the memory, its bandwidth and the power that a name states."""
+    """Return the device with the memory, memory bandwidth and power of a name."""
     different = []
     gib = max((float(size) for size in _MEMORY.findall(text)), default=0.0)
     own = device.memory_bytes / 2**30
@@ -403,10 +403,10 @@ class Instance(NamedTuple):
     """Machine type.
 
     Attributes:
-        device: its entry in the catalogue.
-        network_gbps: Gbit/s of one device to other hosts.
-        source: who prints it, and of which size.
-        spelling: how names spell it.
+        device: its device in the catalogue.
+        network_gbps: rate of one device to other hosts, in Gbit/s.
+        source: source of the figure, and the size that it refers to.
+        spelling: pattern of its names.
     """
 
     device: str
@@ -445,9 +445,9 @@ INSTANCES = {
 
 
 def of_an_instance(text: str) -> Accelerator | None:
-    """Device of the machine type that a text names, with its network.
+    """Return the device of a machine type, with its network.
 
-    None if it names none. The text is in lower case, its words divided by blanks.
+    None if the text names no machine type. The text is in lower case, with words separated by blanks.
     """
     for name, instance in INSTANCES.items():
         if re.search(instance.spelling, text):
@@ -463,7 +463,7 @@ def of_an_instance(text: str) -> Accelerator | None:
 def domains(device: Accelerator, hosts: int, each: int) -> tuple[int, int]:
     """Number of domains of `hosts` hosts of `each` devices, and devices of each domain.
 
-    Domains are as few as the device's allows, and equal. Where none joins hosts, each host is one.
+    There are as few domains as the device allows, and they are equal. If hosts are not joined, each host is a domain.
     """
     if not device.machine or hosts == 1 or each >= device.per_host:
         return hosts, each

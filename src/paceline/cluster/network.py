@@ -1,7 +1,7 @@
-"""The network of emulated hosts, made with iproute2: namespaces and a bridge.
+"""Network of emulated hosts, made with iproute2: namespaces and a bridge.
 
-There is a namespace per host, and another for the bridge. Nothing is made in the namespace that the machine itself
-uses. Neighbours and ports are entered by hand and IPv6 is off, so that nothing but what the ranks send is on a link.
+There is one namespace per host, and another for the bridge. The machine's own namespace is not changed. Neighbours and
+ports are configured statically and IPv6 is off, so that a link carries only the traffic of the ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from typing import NamedTuple, TypeVar
 from paceline.errors import ClusterError
 
 INTERFACE = "eth0"  # of every host
-OTHER_SIDE = "apart"  # bridge of the hosts on one side of a split network
+OTHER_SIDE = "apart"  # bridge of the hosts on one side of a network partition
 _MTU = 1500
-_FRAME = 14  # bytes of Ethernet's header
+_FRAME = 14  # bytes of the Ethernet header
 _BURST_S = 0.002
 _QUEUE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Wire:
-    """One host's link: from `INTERFACE` in its namespace to a port of the bridge.
+    """Link of one host, from `INTERFACE` in its namespace to a port of the bridge.
 
     Attributes:
-        namespace: path of the host's.
-        host: its name, and that of its port of the bridge.
-        rate_bps: bits/s each way, headers included; None leaves it as fast as the machine.
+        namespace: path of the host's namespace.
+        host: name of the host, and of its port of the bridge.
+        rate_bps: rate in bits/s per direction, including headers; None is unlimited.
     """
 
     namespace: str
@@ -52,7 +52,7 @@ class Wire:
 
 
 def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wire]:
-    """A link for every host, with addresses in 10.77.0.0/24."""
+    """Make a link for every host, with addresses in 10.77.0.0/24."""
     return [
         Wire(path, f"host-{i}", f"10.77.0.{i + 1}", f"02:00:00:00:00:{i + 1:02x}", rate)
         for i, (path, rate) in enumerate(zip(namespaces, rates_bps, strict=True))
@@ -62,10 +62,10 @@ def wires(namespaces: Sequence[str], rates_bps: Sequence[int | None]) -> list[Wi
 def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
     """Make the links and bridge of an emulated network, in namespaces that are still empty.
 
-    `relayed` leaves joining the links to a relay.
+    With `relayed`, a relay joins the links.
 
     Raises:
-        ClusterError: the kernel refused; with its words.
+        ClusterError: the kernel refused; the text contains its message.
     """
     for namespace in (bridge, *(link.namespace for link in links)):
         inside(namespace, _without_ipv6)
@@ -93,13 +93,13 @@ def build(bridge: str, links: Sequence[Wire], *, relayed: bool = False) -> None:
 
 
 def shape(rate_bps: int | None) -> str:
-    """The queue that lets through `rate_bps`, in the words of `tc`.
+    """Return the arguments of `tc` for a queue with rate `rate_bps`.
 
-    Every kind that is used here counts bytes as they are on the wire.
+    All kinds of queue used here count bytes on the wire.
 
-    The bucket holds what 2 ms bring, so that a timer that comes late on a busy machine costs no rate, and the queue 50
-    ms, but never less than a few of the 64 KiB pieces that TCP hands to the network at once, and that the kernel drops
-    whole.
+    The bucket holds 2 ms of traffic, so that late timers on a busy machine do not reduce the rate. The queue holds 50
+    ms of traffic, but at least a few of the 64 KiB segments that TCP passes to the network at once, and that the kernel
+    drops as a whole.
     """
     if rate_bps is None:
         return "pfifo limit 1000"
@@ -109,15 +109,15 @@ def shape(rate_bps: int | None) -> str:
 
 
 def carried(bridge: str, links: Sequence[Wire]) -> list[tuple[int, int]]:
-    """Bytes that each host has sent and received so far, headers included."""
+    """Count the bytes that each host has sent and received so far, including headers."""
     received = _counted(bridge)
     return [(_counted(link.namespace)[INTERFACE], received[link.host]) for link in links]
 
 
 def plug(bridge: str, link: Wire) -> None:
-    """Make the bridge carry a link's packets, each to the one link with its address.
+    """Make the bridge forward a link's packets, each to the link with its address.
 
-    An address that the bridge has learned in the moment before it is told not to is replaced.
+    An address that the bridge learned just before learning was turned off is replaced.
     """
     _run(bridge, ["ip", "link", "set", link.host, "master", "bridge"])
     to_no_other = "learning off flood off mcast_flood off bcast_flood off"
@@ -126,12 +126,12 @@ def plug(bridge: str, link: Wire) -> None:
 
 
 def unplug(bridge: str, link: Wire) -> None:
-    """Make a link's packets go nowhere, both ways, silently: TCP connections stay, and wait."""
+    """Silently drop a link's packets in both directions: TCP connections stay open, and wait."""
     _run(bridge, ["ip", "link", "set", link.host, "nomaster"])
 
 
 def move(bridge: str, links: Sequence[Wire], name: str) -> None:
-    """Join links to one another by a bridge of their own, apart from the others. `plug` brings one back."""
+    """Move links to a separate bridge. `plug` moves a link back."""
     if name not in _run(bridge, ["ip", "-o", "link", "show"]):
         _run(bridge, ["ip", "-batch", "-"], [f"link add {name} type bridge mcast_snooping 0", f"link set {name} up"])
     for link in links:
@@ -156,7 +156,7 @@ def _run(namespace: str, command: list[str], lines: Sequence[str] = ()) -> str:
     text = "".join(f"{line}\n" for line in lines)
     done = inside(namespace, lambda: subprocess.run(command, input=text, capture_output=True, text=True, check=False))
     if done.returncode:
-        number = re.search(r"Command failed -:(\d+)", done.stderr)  # as iproute2 names the line
+        number = re.search(r"Command failed -:(\d+)", done.stderr)  # label of the line in iproute2's output
         at = f", at `{lines[int(number[1]) - 1]}`" if number else ""
         raise ClusterError(
             "emulate.command_failed",
@@ -176,7 +176,7 @@ _CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def new_namespace() -> Iterator[int]:
-    """A new network namespace, held by a descriptor within the context.
+    """Make a network namespace, held by a descriptor within the context.
 
     Raises:
         ClusterError: the kernel refuses.
@@ -202,7 +202,7 @@ def new_namespace() -> Iterator[int]:
 
 
 def path_of(descriptor: int) -> str:
-    """Path at which other processes, too, find what this one has open."""
+    """Return a path at which other processes can open this process's descriptor."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
@@ -229,9 +229,9 @@ def enter(path: str) -> None:
 
 
 def inside(path: str, function: Callable[[], T]) -> T:
-    """Call a function in a network namespace, which this thread does not enter.
+    """Call a function inside a network namespace, in another thread.
 
-    A socket that it opens stays in that namespace, as does a process that it starts.
+    Sockets that it opens and processes that it starts stay in that namespace.
     """
 
     def run() -> T:
@@ -242,7 +242,7 @@ def inside(path: str, function: Callable[[], T]) -> T:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread of its own, which may leave its namespace."""
+    """Call a function in a new thread, which may leave its namespace."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
 
@@ -256,11 +256,11 @@ def call_libc(name: str, *arguments: int) -> None:
 _ALL_PROTOCOLS = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-# bytes: more than any link's queue holds, for the queue, not the socket, is to drop what is too much
+# bytes: more than any link's queue holds, so that the queue and not the socket drops packets
 _BUFFER = 64 * 2**20
-_HEADER = 10  # bytes of virtio's header before a frame: which checksum is still to be made, and where to cut
+_HEADER = 10  # bytes of virtio's header before a frame: pending checksum and segmentation
 _LARGEST = 2**17
-_BATCH = 64  # frames taken from one port before the others have their turn
+_BATCH = 64  # frames taken from one port per turn
 
 
 class _DelayedBytes(NamedTuple):
@@ -273,7 +273,7 @@ class _DelayedBytes(NamedTuple):
 class Relay(threading.Thread):
     """A thread that carries packets between ports of the bridge's namespace until the process ends.
 
-    `cut` holds the numbers of the hosts whose packets it drops, both ways.
+    `cut` holds the numbers of the hosts whose packets it drops in both directions.
     """
 
     def __init__(self, bridge: str, links: Sequence[Wire], delay_s: float) -> None:
@@ -300,7 +300,7 @@ class Relay(threading.Thread):
         for _ in range(_BATCH):
             try:
                 frame = port.recv(_LARGEST)
-            except OSError:  # none is left, or the link is just being removed
+            except OSError:  # no frame is left, or the link is being removed
                 return
             target = self._by_address.get(frame[_HEADER : _HEADER + 6])
             if target is not None:
@@ -315,13 +315,13 @@ class Relay(threading.Thread):
 
 
 def _port(name: str) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # of no protocol, so nothing comes before it is bound
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # receives nothing before it is bound
     port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
     try:
         port.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _BUFFER)
         port.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _BUFFER)
-    except PermissionError:  # in a user namespace: what the system allows has to do
+    except PermissionError:  # in a user namespace: the system's limit has to suffice
         port.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     port.setblocking(False)
@@ -341,18 +341,18 @@ _SETTINGS = {
 def become_root_of_own_namespace(system: Path = Path("/proc/sys")) -> None:
     """Move this process into a new user namespace, where its user is root.
 
-    What it starts from then on is there, too. To be called before any thread is started.
+    Processes that it starts later are in that namespace, too. Call it before any thread is started.
 
     Raises:
         ClusterError: the kernel does not allow it.
     """
     if not sys.platform.startswith("linux"):
-        return  # the emulation says why it is not possible
+        return  # the emulation reports the reason
     user, group = os.geteuid(), os.getegid()
     own = Path("/proc/self")
     try:
         call_libc("unshare", _CLONE_NEWUSER)
-        (own / "setgroups").write_text("deny")  # else no group may be named
+        (own / "setgroups").write_text("deny")  # otherwise groups cannot be set
         (own / "uid_map").write_text(f"0 {user} 1")
         (own / "gid_map").write_text(f"0 {group} 1")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Measured speed of this machine: matrix products and memory copies, in a fresh process. It takes a few seconds."""
+"""Measured speed of this machine: matrix products and memory copies, in a new process. It takes a few seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_CALL_S = 0.008  # what is timed takes at least so long, so that neither the clock nor the start of a call shows
+_CALL_S = 0.008  # minimum time of a measurement, so that clock resolution and call overhead do not matter
 _BUDGET_S, _REPEATS = 0.25, 5
 _LARGEST = 16384  # rows and columns of a matrix
 _SMALLEST_COPY_BYTES = 2**26
@@ -33,15 +33,15 @@ _SMALLEST_COPY_BYTES = 2**26
 
 @dataclass(frozen=True)
 class ProbedSpeed:
-    """One thing that was measured: the median over several repeats, after a warm-up.
+    """Result of one measurement: the median over several repeats, after a warm-up.
 
     Attributes:
         what: `matmul` in floating-point operations per second (2 n^3 for a product of n x n matrices), `copy` in bytes
             read and written per second, between two buffers much larger than the caches.
         device: `cpu`, or an accelerator as torch names it (`cuda:0`).
-        threads: of the CPU; 0 on an accelerator.
-        value: None where it could not be measured.
-        why_not: then the reason.
+        threads: number of CPU threads; 0 on an accelerator.
+        value: result; None if it could not be measured.
+        why_not: reason why `value` is None.
     """
 
     what: Literal["matmul", "copy"]
@@ -53,12 +53,12 @@ class ProbedSpeed:
 
 
 class Probe:
-    """A process with a torch of its own, which measures when it is asked to. The end of the context ends it.
+    """Process with its own torch, which measures on request. It ends with the context.
 
-    A torch that cannot be imported, or that crashes, takes down that process only.
+    If torch cannot be imported or crashes, only that process ends.
 
     Args:
-        deadline_s: the longest that it may take for one answer.
+        deadline_s: longest time for one answer.
     """
 
     def __init__(self, host: Host, deadline_s: float = 120.0) -> None:
@@ -83,23 +83,23 @@ class Probe:
         self._errors.close()
 
     def torch(self) -> dict[str, Any]:
-        """torch's description of itself: `version`, `built_for`, `capability` (of the CPU), `gloo`.
+        """Ask torch for `version`, `built_for`, `capability` (of the CPU) and `gloo`.
 
-        And of the accelerators that it can use: `kind`, the number of `devices`, and what they `can` do
-        (`device.Capabilities`); None, 0 and {} without any.
+        The answer also has the usable accelerators: `kind`, the number of `devices`, and their capabilities `can`
+            (`device.Capabilities`); without any these are None, 0 and {}.
 
         Raises:
-            ClusterError: it cannot be imported.
+            ClusterError: torch cannot be imported.
         """
         return self._answer("import torch")
 
     def speeds(self) -> Iterator[ProbedSpeed]:
-        """Speeds of matrix products and copies: on all cores, one thread, and every accelerator.
+        """Measure matrix products and copies: on all cores, one thread, and every accelerator.
 
-        Cores are physical ones. `torch` must have been called before.
+        Cores are physical cores. `torch` must have been called before.
 
         Raises:
-            ClusterError: the process ended before it was done. What it had measured came before.
+            ClusterError: the process ended before it was done. Results until then have been returned.
         """
         assert self._process.stdin is not None
         host = self.host
@@ -119,7 +119,7 @@ class Probe:
         try:
             line = self._process.stdout.readline()
             is_late = not timer.is_alive()
-        finally:  # also on Ctrl-C: Python does not end before the timer does
+        finally:  # also on Ctrl-C, because Python waits for the timer
             timer.cancel()
             timer.join()
         if line:
@@ -142,7 +142,7 @@ class Probe:
 def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
     """Total size of the data caches of each level, in bytes; empty if unknown.
 
-    Each cache counts once, whichever cores share it.
+    Each cache counts once, even if several cores share it.
     """
     found: dict[tuple[int, str], int] = {}
     for cache in root.glob("sys/devices/system/cpu/cpu[0-9]*/cache/index*"):
@@ -151,9 +151,9 @@ def cache_bytes(root: Path = Path("/")) -> dict[int, int]:
                 (cache / name).read_text().strip() for name in ("level", "type", "size", "shared_cpu_list")
             )
         except OSError:
-            continue  # a processor that hides it
+            continue  # a processor that does not expose it
         if kind != "Instruction":
-            found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel states KiB at every size
+            found[int(level), cores] = int(size.rstrip("K")) * 1024  # the kernel uses KiB for every size
     return {
         level: sum(size for (of, _), size in found.items() if of == level)
         for level in sorted({level for level, _ in found})
@@ -169,13 +169,13 @@ def copy_bytes(memory_bytes: int, root: Path = Path("/")) -> int:
     return min(max(_SMALLEST_COPY_BYTES, 4 * caches.get(max(caches, default=0), 0)), memory_bytes // 8)
 
 
-# In the process of its own
+# In the separate process
 
 
 def main() -> None:
     """Describe torch, read the request, and answer with a line per speed. An empty line ends the answer."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     print(json.dumps(_describe_torch()), file=answers, flush=True)
     question = sys.stdin.readline()
     if not question:
@@ -222,8 +222,8 @@ def _measure(device: str, dtypes: list[str], threads: int, copy_bytes: int) -> I
 
 
 def _matmul_flops(device: str, dtype: Any) -> float:
-    n = 256  # seconds for a product of 1024 rows, where a device computes in bf16 without having it
-    # the fastest: other work only ever adds time
+    n = 256  # seconds for a product of 1024 rows, for a device that emulates bf16
+    # the fastest: other work only adds time
     while min(_product_times_s(device, dtype, n)) < _CALL_S and n < _LARGEST:
         n *= 2
     return 2 * n**3 / statistics.median(_product_times_s(device, dtype, n, _REPEATS, _BUDGET_S))
@@ -238,22 +238,22 @@ def _product_times_s(device: str, dtype: Any, n: int, repeats: int = 3, budget_s
 
 
 def _copy_rate(device: str, copy_bytes: int) -> float:
-    """Bytes read and written per second."""
+    """Measure the bytes read and written per second."""
     import torch
 
     if device != "cpu":
         memory = accelerator.memory(torch.device(device))
         copy_bytes = min(2**30, memory.free // 8) if memory else _SMALLEST_COPY_BYTES
-    # every page is touched: untouched ones are all the same page of zeros
+    # every page is touched, because untouched pages share one page of zeros
     source = torch.ones(copy_bytes // 4, device=device)
     target = torch.ones_like(source)
     return 2 * source.nbytes / statistics.median(_times_s(device, lambda: target.copy_(source), _REPEATS, _BUDGET_S))
 
 
 def _times_s(device: str, call: Callable[[], object], repeats: int, budget_s: float) -> list[float]:
-    """Seconds of repeated calls, after a warm-up.
+    """Measure the seconds of repeated calls, after a warm-up.
 
-    There are at least `repeats` calls, and more while there is time for them.
+    There are at least `repeats` calls, and more if time permits.
     """
     import torch
 
@@ -273,12 +273,12 @@ _ZONES = "sys/class/powercap"
 
 
 class Energy:
-    """The energy used since this object was made.
+    """Meter of the energy used since this object was made.
 
-    Ask at least every few minutes: a counter that went round twice counts once.
+    Read it at least every few minutes: a counter that wraps around twice counts once.
 
     Attributes:
-        why_not: why there is no answer; None where there is one.
+        why_not: reason why there is no reading; None if there is one.
     """
 
     def __init__(self, counters: list[Counter], why_not: str | None = None) -> None:
@@ -287,7 +287,7 @@ class Energy:
         self.joules()
 
     def joules(self) -> float | None:
-        """Joules since this object was made; None, for good, where a counter cannot be read."""
+        """Joules since this object was made; permanently None after a counter could not be read."""
         if self.why_not is not None:
             return None
         try:
@@ -298,7 +298,7 @@ class Energy:
 
 
 class Counter:
-    """A counter of microjoules that begins again at 0 when it reaches `range_uj`."""
+    """Counter of microjoules that wraps around to 0 at `range_uj`."""
 
     def __init__(self, read_uj: Callable[[], int], range_uj: int) -> None:
         self._read_uj, self._range_uj = read_uj, range_uj
@@ -315,7 +315,7 @@ class Counter:
 
 
 def cpu_energy(root: Path = Path("/")) -> Energy:
-    """The energy of all processor packages of this host."""
+    """Meter of the energy of all processor packages of this host."""
     zones = list(_packages(root / _ZONES))
     if not zones:
         return Energy([], f"the kernel shows no RAPL counters in /{_ZONES}, as in most virtual machines and containers")
@@ -334,7 +334,7 @@ def cpu_energy(root: Path = Path("/")) -> Energy:
 
 
 def gpu_energy(nvml: Any, handle: Any) -> Energy:
-    """Energy counter of the GPU `handle` of an initialised NVML (the module `pynvml`). GPUs have one since Volta."""
+    """Energy counter of the GPU `handle` of an initialized NVML (the module `pynvml`), available since Volta."""
 
     def read_uj() -> int:
         try:
@@ -346,14 +346,14 @@ def gpu_energy(nvml: Any, handle: Any) -> Energy:
 
 
 class Telemetry:
-    """Readings that NVML has of one GPU: `energy`, and its utilization."""
+    """NVML readings of one GPU: `energy` and utilization."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
         self.energy = gpu_energy(nvml, handle)
 
     def percent(self) -> int | None:
-        """Part of the time in which the GPU computed; None where it does not tell."""
+        """Percent of the time in which the GPU computed; None if unknown."""
         try:
             return int(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         except self._nvml.NVMLError:
@@ -361,7 +361,7 @@ class Telemetry:
 
 
 def telemetry_of(device: torch.device) -> Telemetry | None:
-    """NVML's readings of an accelerator; None where it knows none."""
+    """NVML's readings of an accelerator, or None."""
     if (uuid := nvidia_uuid(device)) is None:
         return None
     import pynvml
@@ -374,13 +374,13 @@ def telemetry_of(device: torch.device) -> Telemetry | None:
 
 
 def _packages(zones: Path) -> Iterator[Path]:
-    """The zones of whole packages: not their parts (cores, memory controller), nor `psys`, which holds the packages."""
+    """Zones of whole packages, without their parts (cores, memory controller) and `psys`, which contains packages."""
     for zone in sorted(zones.glob("intel-rapl:*")):
         try:
             if (zone / "name").read_text().startswith("package"):
                 yield zone
         except OSError:
-            continue  # a zone that has just gone, as when a package is taken offline
+            continue  # a zone that has just disappeared, for instance because a package went offline
 
 
 if __name__ == "__main__":
