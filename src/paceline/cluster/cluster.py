@@ -204,7 +204,7 @@ def _tally(names: Iterable[str]) -> str:
 
 
 def cluster_from(text: str | Path) -> Cluster:
-    """Return the cluster of a YAML file, or of a name if the file is missing.
+    """Return the cluster of a YAML file, or else of a name.
 
     `--cluster` accepts both.
 
