@@ -1,4 +1,4 @@
-"""Batches as the engine sees them: move them, split them, find their target."""
+"""Batches for the engine: moving them, splitting them, and finding their target."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from paceline.errors import DataError
 
-# A tuple (inputs …, target), or a mapping whose "labels" are the target and that goes to the model as keywords.
+# A tuple (inputs …, target), or a mapping that is passed to the model as keywords, with "labels" as the target.
 Batch: TypeAlias = tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 
 def rows(batch: Batch | None) -> int:
-    """Samples in the batch (dim 0); 0 for None, which is an empty share."""
+    """Return the number of samples in the batch (dim 0); 0 for None, an empty share."""
     if batch is None:
         return 0
     whole = _tensors(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
@@ -33,7 +33,7 @@ def rows(batch: Batch | None) -> int:
 
 
 def split(batch: Batch, microbatches: int) -> Iterator[Batch]:
-    """`microbatches` of nearly equal size, in order; empty ones are left out."""
+    """Split a batch into `microbatches` of nearly equal size, in order, without empty ones."""
     if microbatches == 1:
         yield batch
         return
@@ -44,7 +44,7 @@ def split(batch: Batch, microbatches: int) -> Iterator[Batch]:
 
 
 def target_of(batch: Batch) -> Any:
-    """The tensor of a batch that the loss compares the output with.
+    """Return the tensor of a batch that the loss compares the output with.
 
     Raises:
         DataError: a mapping without "labels", or a tuple without a target.
@@ -67,7 +67,7 @@ def target_of(batch: Batch) -> Any:
 
 
 def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, channels_last: bool) -> Batch:
-    """The batch on `device`.
+    """Move the batch to `device`.
 
     Floating-point tensors become `dtype` if one is given; images (4-D) become channels-last if `channels_last`.
     """
@@ -84,7 +84,7 @@ def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, chan
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch of any structure, with all its tensors on `device`."""
+    """Move a batch of any structure, with all its tensors, to `device`."""
     if device.type == "cpu" or batch is None:
         return batch
     if isinstance(batch, Tensor):
@@ -100,7 +100,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def nonfinite_rows(batch: Batch | None) -> list[int]:
-    """The rows of the batch that hold NaN or Inf in any floating-point tensor."""
+    """Return the rows of the batch with NaN or Inf in any floating-point tensor."""
     if batch is None:
         return []
     bad: set[int] = set()

@@ -1,4 +1,4 @@
-"""The data of a job: its source, and its division into training and validation (`held_out`) sets."""
+"""Data of a job: the source, and the division into training and validation (`held_out`) sets."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return paths
 
 
-# A URL stays the text that it is until `build` puts the path of its copy in its place.
+# A URL remains text until `build` replaces it by the path of its copy.
 DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
 
 
-_SHARE_OF = {"digits", "synthetic"}  # kinds without files
+_SHARE_OF = {"digits", "synthetic"}  # types without files
 _PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "collate_held_out")
 
 
 class _Data(Spec):
-    # share of the samples kept for evaluation, the same ones for every plan
+    # fraction of the samples kept for evaluation, the same samples for every plan
     held_out: float = Field(default=0.1, ge=0, lt=1)
-    # a share of the samples apart from `held_out`, or a file, folder or factory: measured once, at the end of training
+    # a fraction of the samples besides `held_out`, or a file, folder or factory: evaluated once, at the end of training
     test: float | str | None = None
-    num_workers: int = Field(default=0, ge=0)  # loader processes per rank
-    # use only the first samples (also of a validation set with files of its own)
+    num_workers: int = Field(default=0, ge=0)  # number of loader processes per rank
+    # use only the first samples (also of a validation set with its own files)
     limit: int | None = Field(default=None, ge=1)
-    collate: str | None = None  # import path of a function that makes a batch of a list of samples
-    collate_held_out: str | None = None  # the same for the validation set; None: `collate`
+    collate: str | None = None  # import path of a function that makes a batch from a list of samples
+    collate_held_out: str | None = None  # the same for the validation set; None uses `collate`
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
-        """Replace an import path, or the name of a kind, by its keys."""
+        """Expand an import path, or the name of a type, to its keys."""
         if not isinstance(value, str):
             return value
         return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
@@ -95,10 +95,10 @@ class _Data(Spec):
 
     @classmethod
     def resolved(cls, source: str, context: Mapping[str, Any] | None = None) -> str:
-        """The absolute path, URL or import path of another source of such data.
+        """Return the absolute path, URL or import path of another data source.
 
         Raises:
-            InvalidValue: this kind of data has no other source.
+            InvalidValue: this type of data has no other source.
         """
         kind = get_args(cls.model_fields["kind"].annotation)[0]
         if kind in _SHARE_OF:
@@ -116,17 +116,17 @@ class _Data(Spec):
 
     @property
     def keeps_no_validation_set(self) -> bool:
-        """True if no share is held out and no validation set is named."""
+        """Return True if no samples are held out and no validation set is named."""
         named = getattr(self, "held_out_path", None) or getattr(self, "held_out_factory", None)
         return not self.held_out and not named
 
     def fetch(self) -> dict[str, str]:
-        """Fetch files that are named by a URL and not here in the store's version.
+        """Fetch files that a URL names, unless this host already has the store's version.
 
-        Returns the environment by which ranks, on other hosts too, read these versions and no others.
+        Returns environment variables with which the ranks on all hosts read exactly these versions.
 
         Raises:
-            DataError: there is nothing, it cannot be read, or cannot be kept; names the URL and what to do.
+            DataError: the URL has no files, or they cannot be read or stored; the message names the URL and what to do.
         """
         versions: dict[str, str] = {}
 
@@ -141,7 +141,7 @@ class _Data(Spec):
         return {DATA_VERSIONS: json.dumps(versions)} if versions else {}
 
     def _with_paths(self, copy_of: Callable[[str], Path]) -> Self:
-        """A copy of the spec with a path for each URL."""
+        """Return a copy of the spec with a path for each URL."""
 
         def local(field: str, value: Any) -> Any:
             if isinstance(value, tuple):
@@ -158,13 +158,13 @@ class _Data(Spec):
         return self.model_copy(update=paths)
 
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-        """The training, validation and test sets.
+        """Build the training, validation and test sets.
 
-        Images are resized to `input_shape` (channels, height, width) where the model names one.
+        Images are resized to `input_shape` (channels, height, width) if the model names one.
 
         Raises:
-            DataError: nothing there, nothing readable, an empty set, a set too small to split, negative labels, rows of
-                differing length, NaN or Inf, or a missing optional package.
+            DataError: the data is missing, unreadable, empty or too small to split; it has negative labels, rows of
+                different lengths, NaN or Inf; or an optional package is missing.
         """
         from paceline.job.zoo.datasets import build_data
 
@@ -181,13 +181,13 @@ class Digits(_Data):
 
     kind: Literal["digits"]
     held_out: float = Field(default=0.2, ge=0, lt=1)
-    shape: ImageShape | None = None  # else what the model wants, else 1 x 8 x 8
+    shape: ImageShape | None = None  # otherwise the shape that the model needs, or 1 x 8 x 8
 
 
 class Cifar10(_Data):
     """CIFAR-10 in its binary distribution: a folder with `data_batch_*.bin`.
 
-    `test_batch.bin` beside them, where there is one, is the validation set, unless `held_out` is 0 or it is `test`.
+    `test_batch.bin` in the same folder, if it exists, is the validation set, unless `held_out` is 0 or it is `test`.
     """
 
     kind: Literal["cifar10"]
@@ -198,7 +198,7 @@ class Images(_Data):
     """A folder with one folder of images per class; `held_out_path` is another such folder.
 
     Images are resized and cropped around the centre to `shape` (1 or 3 channels); without it, to the shape that the
-    model wants.
+    model needs.
     """
 
     kind: Literal["images"]
@@ -219,20 +219,20 @@ class Text(_Data):
     kind: Literal["text"]
     path: Annotated[
         tuple[DataPath, ...],
-        AfterValidator(_not_empty),  # not min_length, whose message would show a URL's secret
+        AfterValidator(_not_empty),  # not min_length, because its message would show secrets in a URL
         BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,)),
     ]
     context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
-    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # which files of a folder
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # pattern of the files in a folder
 
 
 class Arrays(_Data):
     """Numbers from a `.npz`, a `.parquet`, or a folder of `.npy` files.
 
-    `inputs` and `target` name arrays, columns or files (`x`: x.npy). Columns, one or several, become a float32 matrix
-    (a Parquet column of equally long lists is many of them). A single array of more dimensions keeps its shape, its
-    integers as int64. An integer target is a class, any other a quantity to predict.
+    `inputs` and `target` name arrays, columns or files (`x`: x.npy). One or several columns become a float32 matrix (a
+    Parquet column of lists of equal length counts as several columns). A single array of more dimensions keeps its
+    shape; integers become int64. An integer target is a class; any other target is a quantity to predict.
     """
 
     kind: Literal["arrays"]
@@ -242,7 +242,7 @@ class Arrays(_Data):
 
 
 class Custom(_Data):
-    """Any map-style `torch.utils.data.Dataset` by import path; `args` go to the factory as keywords.
+    """Any map-style `torch.utils.data.Dataset` by import path; the factory gets `args` as keywords.
 
     `held_out_factory` makes the validation set, from the same `args`; without it, a share of the samples is held out.
     """
@@ -254,14 +254,14 @@ class Custom(_Data):
 
 
 class Synthetic(_Data):
-    """Invented data for benchmarks, labelled as such in every figure.
+    """Generated data for benchmarks, labelled as such in every figure.
 
     `classes` for images and vectors, `vocab` for token sequences.
     """
 
     kind: Literal["synthetic"]
     samples: int = Field(default=10_000, ge=1)
-    shape: tuple[PositiveInt, ...] | None = None  # of one sample; with `vocab`, (sequence length,)
+    shape: tuple[PositiveInt, ...] | None = None  # shape of one sample; with `vocab`, (sequence length,)
     classes: int = Field(default=10, ge=2)
     vocab: int | None = Field(default=None, ge=2)
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a mixture of experts: counts, and the balance weight."""
+"""Mixtures of experts: token counts, and the weight of the balance loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BalancedRouter(Protocol):
         dropped: choices of experts that were full, ().
         sequence_weight: weight of each sequence's balance loss in the next forward pass, see `weigh_balance`.
         pieces: number of chunks into which each sequence is divided, one per rank.
-        sum_over_pieces: sums the counts of a sequence over these ranks.
+        sum_over_pieces: function that sums the counts of a sequence over these ranks.
     """
 
     weight: Tensor
@@ -33,20 +33,20 @@ class BalancedRouter(Protocol):
 
 
 def routers_of(model: nn.Module) -> Iterator[tuple[str, BalancedRouter]]:
-    """The routers of a model that have a balance loss, by name."""
+    """Return the routers of a model that have a balance loss, by name."""
     for name, module in model.named_modules():
         if hasattr(module, "sequence_weight") and hasattr(module, "sum_over_pieces"):
             yield name, cast(BalancedRouter, module)
 
 
 def moe_counts(model: nn.Module) -> dict[str, Any]:
-    """Token counts of a model's routers on this rank in training so far; {} without routers.
+    """Return the token counts of a model's routers in training on this rank; {} without routers.
 
     Returns:
-        `routed`: how often a token was sent to an expert (tokens * top_k, over all layers). `dropped`: how often that
-            expert was full. `load`: for each router, by its name, how many tokens each of its experts has taken. They
-            add up over the ranks that read different samples (or different parts of a sequence), and are the same on
-            ranks that read the same ones.
+        `routed`: number of tokens sent to experts (tokens * top_k, over all layers). `dropped`: number of these for
+            which the expert was full. `load`: for each router, by name, the number of tokens that each expert has
+            taken. The counts can be summed over ranks that read different samples (or different parts of a sequence);
+            they are equal on ranks that read the same samples.
     """
     routers = dict(routers_of(model))
     if not routers:
@@ -57,7 +57,7 @@ def moe_counts(model: nn.Module) -> dict[str, Any]:
 
 
 def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sum of several `moe_counts`; {} if all are empty."""
+    """Return the sum of several `moe_counts`; {} if all are empty."""
     some = [counts for counts in found if counts]
     if not some:
         return {}
@@ -69,14 +69,14 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Set the weight of each sequence's balanced-load loss for the next forward passes.
+    """Set the weight of each sequence's balance loss for the next forward passes.
 
-    Whoever scales the loss of a microbatch before the backward pass has to scale this one alike: a sequence counts for
-    its share of the items (tokens) that the global mean is over.
+    A caller that scales the loss of a microbatch before the backward pass must scale this loss in the same way: the
+    weight of a sequence is its share of the items (tokens) of the global mean.
 
     Args:
-        weight: one number for every sequence, or (n,) for those of the next forward pass. None, as it is at first: 1 /
-            n, which is right where the loss is the mean over all that a forward pass is given.
+        weight: one number for every sequence, or (n,) for those of the next forward pass. None, the initial value,
+            means 1 / n, which is correct if the loss is the mean over all sequences of a forward pass.
     """
     routers = [router for _, router in routers_of(model)]
     if routers:
@@ -87,17 +87,20 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
 
 
 def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices (token * k + j) sorted by expert, and their numbers (experts,). Choices of none are last."""
+    """Sort the choices (token * k + j) by expert, and count them (experts,).
+
+    Choices without an expert come last.
+    """
     of_expert, order = top_k_index.flatten().sort(stable=True)
     bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
     return order, bounds.diff()
 
 
 def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum (tokens, hidden) of each token's rows.
+    """Return the weighted sum (tokens, hidden) of each token's rows.
 
-    `rows[i]` belongs to choice `order[i]` of weights (tokens, k). Without atomic additions, which would make it differ
-    from run to run on a GPU.
+    `rows[i]` belongs to choice `order[i]` of weights (tokens, k). It uses no atomic additions, which are
+    nondeterministic on a GPU.
     """
     (tokens, k), hidden = weights.shape, rows.shape[1]
     weighted = rows * weights.flatten()[order].unsqueeze(-1)
@@ -105,5 +108,5 @@ def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """True if a tensor has a shape only: a meta tensor or a torch `FakeTensor`."""
+    """Return True if a tensor has only a shape (meta tensor or `FakeTensor`)."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)

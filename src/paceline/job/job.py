@@ -1,4 +1,7 @@
-"""A job: *what* to train. Read from YAML or made in Python; it says nothing of where and how."""
+"""A job describes *what* to train, but not where and how.
+
+It is read from YAML or made in Python.
+"""
 
 from __future__ import annotations
 
@@ -56,26 +59,26 @@ class EvaluateSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    """Interval between checkpoints, and how many of the newest are kept.
+    """Interval between checkpoints, and number of newest checkpoints to keep.
 
-    The run is also saved at the end, on SIGINT and on SIGTERM. `every_steps` and `every_seconds` say how much may be
-    lost: a checkpoint that takes long to write is begun earlier.
+    The run is also saved at the end, on SIGINT and on SIGTERM. `every_steps` and `every_seconds` limit the work that a
+    failure can lose: a checkpoint that takes long to write begins earlier.
     """
 
     every_steps: int | None = Field(None, ge=1)
-    every_seconds: float = Field(300.0, gt=0)  # counts where `every_steps` is not given
+    every_seconds: float = Field(300.0, gt=0)  # used if `every_steps` is not given
     keep: int = Field(3, ge=1)
-    # a validation metric: the checkpoint of its best evaluation is kept besides
+    # a validation metric: the checkpoint of its best evaluation is also kept
     best: BestSpec | None = None
-    # the run goes on without a checkpoint that cannot be written, until so many failed in a row
+    # number of consecutive checkpoint failures at which the run ends
     max_failures: int = Field(3, ge=1)
-    # steps between states in memory, where the job rewinds or its plan has one divided replica; by itself so many that
-    # they cost 1 %
+    # steps between states in memory, if the job rewinds or its plan has one divided replica; by default, chosen to cost
+    # at most 1 % of the time
     memory_every_steps: int | None = Field(None, ge=1)
 
 
 class TrackerSpec(Spec):
-    """A tracker that the run's numbers are logged to: its name, or `{name: mlflow, args: {experiment: digits}}`."""
+    """A tracker for the run's numbers: a name, or `{name: mlflow, args: {experiment: digits}}`."""
 
     short: ClassVar[str | None] = "name"
     name: str
@@ -85,19 +88,19 @@ class TrackerSpec(Spec):
 class Job(Spec):
     """A training job: what to train, until when, and on what data.
 
-    `global_batch` and `seed` belong to the job, so any two plans do the same work and their losses agree.
+    `global_batch` and `seed` belong to the job, so all plans do the same work and have the same losses.
 
     In Python, parts take the same short forms as in YAML, and `model`, `data` and `loss` also take a function or class:
     `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64,
     stop={"epochs": 3})`.
 
     Raises:
-        JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
+        JobError: a key or value is wrong. The message names all of them, and the nearest key for a misspelled one.
     """
 
-    model_config = ConfigDict(extra="allow")  # the sections of other packages, which `read_sections` checks
+    model_config = ConfigDict(extra="allow")  # sections of other packages, which `read_sections` checks
 
-    if TYPE_CHECKING:  # the parts' short forms are not the fields' types
+    if TYPE_CHECKING:  # the short forms of the parts differ from the types of the fields
 
         def __init__(self, **values: Any) -> None: ...
 
@@ -110,14 +113,15 @@ class Job(Spec):
     optimizer: OptimizerSpec
     schedule: ScheduleSpec = ScheduleSpec()
     global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
-    drop_last: bool = False  # leave out the last, smaller batch of an epoch; else it is weighted exactly
+    drop_last: bool = False  # skip the last, smaller batch of an epoch; by default it is weighted exactly
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     clip_value: float | None = Field(None, gt=0)  # largest absolute value of an element of the gradient
     ema: float | None = Field(None, gt=0, lt=1)  # decay of the average of the weights, which evaluations measure
     batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
-    buffers: Literal["same", "local"] = "same"  # that forward writes: the same on all replicas, or each keeps its own
+    # buffers that the forward pass writes: the same on all replicas, or each keeps its own
+    buffers: Literal["same", "local"] = "same"
     compare_every: int = Field(100, ge=1)  # steps between comparisons of replicas, which find silent corruption
-    nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # what NaN or Inf in the loss or the gradients does
+    nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # policy for NaN or Inf in the loss or the gradients
     spike: SpikeSpec = SpikeSpec()
     precision: Precision = "fp32"
     partition: PartitionSpec = PartitionSpec()
@@ -126,7 +130,7 @@ class Job(Spec):
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     trackers: tuple[TrackerSpec, ...] = ()
-    deadline_s: float = Field(300.0, gt=0)  # the longest that any rank may keep the others waiting
+    deadline_s: float = Field(300.0, gt=0)  # longest time that any rank may keep the others waiting
 
     def __repr__(self) -> str:
         """Return name, model, data, optimizer, global batch and stop rule; `to_yaml` has everything."""
@@ -188,7 +192,7 @@ class Job(Spec):
 
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
-        # clients of a federated job may hold out samples of their own
+        # clients of a federated job may hold out their own samples
         nothing_held_out = self.data.keeps_no_validation_set and not self.model_extra
         best = self.checkpoint.best
         watched = ({best.metric: "checkpoint.best"} if best else {}) | self.stop.watched
@@ -208,7 +212,7 @@ class Job(Spec):
                 names=named,
             )
         unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}
-        # a user's metric says its name only when it is built
+        # a user's metric has a name only once it is built
         if unmeasured and not any(":" in metric.name for metric in self.metrics):
             name = min(unmeasured)
             raise InvalidValue(
@@ -219,7 +223,7 @@ class Job(Spec):
             )
         return self
 
-    @model_validator(mode="wrap")  # the last one, so around all others
+    @model_validator(mode="wrap")  # the last one, so it is outermost
     @classmethod
     def _explain_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Job], info: ValidationInfo) -> Job:
         errors: list[ErrorDetails] = []
@@ -236,9 +240,9 @@ class Job(Spec):
 
     @property
     def beyond_plain_steps(self) -> list[str]:
-        """Keys of this job that only paceline's own training loop follows.
+        """Return the keys of this job that only paceline's own training loop supports.
 
-        Parameter servers, federated clients and other systems refuse them.
+        Parameter servers, federated clients and other systems refuse these keys.
         """
         optimizer, schedule = self.optimizer, self.schedule
         found = {
@@ -254,18 +258,16 @@ class Job(Spec):
 
     @property
     def state_tensors(self) -> float:
-        """Tensors of a parameter's shape and type that are kept beside it."""
+        """Number of tensors of a parameter's shape and type that are kept with it."""
         return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:
-        """Fetch data and weights that are named by a URL.
+        """Fetch data and weights that a URL names, unless this host has the store's version.
 
-        What is here in the store's version is not fetched again.
-
-        Returns the environment by which ranks, on other hosts too, read these versions and no others.
+        Returns environment variables with which the ranks on all hosts read exactly these versions.
 
         Raises:
-            DataError: there is nothing, it cannot be read, or cannot be kept; names the URL and what to do.
+            DataError: the URL has no files, or they cannot be read or stored; the message names the URL and what to do.
             JobError: the same for weights.
         """
         environment = self.data.fetch()
@@ -284,16 +286,16 @@ class Job(Spec):
     def load(cls, file: str | Path, *, set: Overrides = ()) -> Job:
         """Read a job from a YAML file or from the URL of one.
 
-        Relative paths start at the file's own folder; in a job of an object store, at the current one.
+        Relative paths start at the file's own folder; in a job from an object store, at the current folder.
 
         Args:
             set: keys to override before the job is checked: `{"optimizer.lr": 3e-4}`, or texts as after `--set`:
                 `["optimizer.lr=3e-4"]`.
 
         Raises:
-            JobError: the file cannot be read, or a key or value is wrong. Names the line or the override, and the
-                nearest key for a misspelled one.
-            StorageError: there is nothing at the URL, or it cannot be read.
+            JobError: the file cannot be read, or a key or value is wrong. The message names the line or the override,
+                and the nearest key for a misspelled one.
+            StorageError: the URL does not exist, or cannot be read.
         """
         from paceline.yaml_file import FileKind, read_yaml
 
@@ -316,14 +318,14 @@ class Job(Spec):
                 paths start at the current directory.
 
         Raises:
-            JobError: a key or value is wrong. Names every one, and the nearest key for a misspelled one.
+            JobError: a key or value is wrong. The message names all of them, and the nearest key for a misspelled one.
         """
         values = self.model_dump(mode="json", exclude_defaults=True)
         values, positions = override(values, changes, with_sections(type(self)))
         return type(self).model_validate(values, context={"positions": positions})
 
     def to_yaml(self) -> str:
-        """The job as YAML that `Job.load` reads back to an equal job (defaults omitted, paths absolute)."""
+        """Return the job as YAML that `Job.load` reads back (defaults omitted, paths absolute)."""
         from paceline.yaml_file import to_yaml
 
         return to_yaml(self.model_dump(mode="json", exclude_defaults=True))

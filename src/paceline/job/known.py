@@ -13,7 +13,7 @@ import yaml
 from paceline.errors import InvalidValue
 from paceline.text import nearest
 
-# words that name a training run, a framework or a form of a model, not its dimensions
+# words that name a training run, a framework or a variant of a model, not its dimensions
 _OTHER = re.compile(
     r"instruct|chat|base|hf|it|pt|pretrain\w*|finetune\w*|sft|lora|release|nightly|sm|mcore|megatron|maxtext|nemo|te|text"
     r"|dropless|tokendrop|alltoall|allgather|flex|mlperf|thinking|uncased|cased|multilingual|en|preview"
@@ -27,7 +27,7 @@ class KnownModel(NamedTuple):
     """A model with published dimensions.
 
     Attributes:
-        name: as users write it.
+        name: usual name of the model.
         family: family in the documentation's table.
         source: where its dimensions are published.
         dimensions: values of `Dimensions`; `seq` is the length that it was trained with.
@@ -45,7 +45,7 @@ class KnownModel(NamedTuple):
 
 @cache
 def models() -> tuple[KnownModel, ...]:
-    """All known models."""
+    """Return all known models."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found = []
     for entry in yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), loader):
@@ -60,7 +60,7 @@ def models() -> tuple[KnownModel, ...]:
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The known model of that name; None if there is none.
+    """Return the known model with that name; None if there is none.
 
     Case, separators, the maker before a slash and words such as `instruct` do not matter.
     """
@@ -72,10 +72,10 @@ def find_model(name: str) -> KnownModel | None:
 
 
 def must_find_model(name: str) -> KnownModel:
-    """The known model of that name.
+    """Return the known model with that name.
 
     Raises:
-        ValueError: there is none; names the nearest.
+        ValueError: there is none; the message names the nearest.
     """
     if found := find_model(name):
         return found
@@ -88,7 +88,7 @@ def must_find_model(name: str) -> KnownModel:
 
 
 def candidates(name: str) -> list[list[str]]:
-    """Words that may be a model's name, longest first, without makers and other words."""
+    """Return words that may be a model's name, longest first, without makers and other words."""
     plain = re.sub(r"\([^)]*\)", " ", name.lower())
     found = []
     for part in dict.fromkeys((plain, plain.rsplit("/", 1)[-1])):
@@ -104,7 +104,7 @@ def candidates(name: str) -> list[list[str]]:
 
 
 def key(name: str) -> str:
-    """A name without separators."""
+    """Return a name without separators."""
     return "".join(re.findall(r"[a-z0-9.]+", name.lower()))
 
 

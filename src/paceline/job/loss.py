@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 class Loss(Protocol):
     """The loss function that the engine calls.
 
-    A plain function `loss(output, target) -> Tensor` (a mean over the samples) is one as well.
+    A plain function `loss(output, target) -> Tensor` (a mean over the samples) is also a loss.
 
-    A batch is computed in parts, by ranks and microbatches. Before the first update the engine holds the loss of a few
-    samples against those of their parts, and refuses a loss that is something else than it says. Optional attributes
-    say what it is:
+    A batch is computed in parts, by ranks and microbatches. Before the first update, the engine compares the loss of a
+    few samples with the losses of their parts, and refuses a loss that differs from its declaration. Optional
+    attributes declare the loss:
     - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored, or the sum of
       their weights); without it, the samples. torch's own losses need none.
     - `reduction = "sum"`: the loss is a sum over the samples, not a mean.
     - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed
       from the outputs of all data-parallel ranks.
     - `known_mean = True`, set by the class of the loss itself: the mean is as declared, and 0 without items, so the
-      engine neither tries it out nor looks for parts without items.
+      engine neither tests it nor searches for parts without items.
     - `divides_classes = True`: a cross-entropy with `weight` and `label_smoothing`, which tensor parallelism computes
       from logits that stay divided over the classes.
-    - `probabilities(output) -> Tensor`: how outputs become probabilities, for metrics of `torchmetrics.classification`
-      and for predictions. Built-in losses and torch's own need none.
+    - `probabilities(output) -> Tensor`: conversion of outputs to probabilities, for metrics of
+      `torchmetrics.classification` and for predictions. Built-in losses and torch's own need none.
     - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with
-      the output; called before the loss where that is computed on a GPU, which would end the process.
+      the output; called before a loss on a GPU, where such a target would end the process.
     """
 
     def __call__(self, output: Any, target: Any) -> Tensor: ...
@@ -49,8 +49,8 @@ class Metric(Protocol):
       row per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank, in
       another order than in the data set. The limit is 1 GiB in total, so return only what `result` needs.
 
-    The attribute `higher_is_better` (True or False) tells which of two values is the better one, for stopping and for
-    keeping the best checkpoint. Built-in metrics and most of torchmetrics have it.
+    The attribute `higher_is_better` (True or False) determines the better of two values, for stopping and for keeping
+    the best checkpoint. Built-in metrics and most of torchmetrics have it.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Metric(Protocol):
 
 
 class _NamedSpec(Spec):
-    """A name or an import path, alone or with arguments."""
+    """A name or an import path, optionally with arguments."""
 
     short: ClassVar[str | None] = "name"
     name: str
@@ -86,25 +86,25 @@ class LossSpec(_NamedSpec):
     {weight: [1.0, 3.0]}}`.
 
     Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive`
-    (NT-Xent), `model` (the model computes its loss itself, as Hugging Face models do when they are given labels), and
-    every loss class of `torch.nn` that compares an output with a target.
+    (NT-Xent), `model` (the model computes its own loss, as Hugging Face models do if they get labels), and every loss
+    class of `torch.nn` that compares an output with a target.
     """
 
     @property
     def is_over_whole_batch(self) -> bool:
-        """True if the loss compares samples of a batch: `contrastive`, and losses with `whole_batch = True`."""
+        """True if the loss compares samples of a batch: `contrastive`, or `whole_batch = True`."""
         return self.name == "contrastive" or (":" in self.name and bool(getattr(self.build(), "whole_batch", False)))
 
     @property
     def is_over_whole_sequences(self) -> bool:
-        """True if the loss is a mean over samples whatever the number of their tokens (`KLDivLoss`, batchmean)."""
+        """True if the loss is a mean over samples of any length (`KLDivLoss`, batchmean)."""
         return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
 
     def build(self) -> Loss:
-        """The loss as a callable.
+        """Build the loss as a callable.
 
         Raises:
-            JobError: an unknown name (the nearest is named), or arguments that the loss does not take.
+            JobError: the name is unknown (the message names the nearest), or the loss rejects the arguments.
         """
         from paceline.job.zoo.losses import build_loss
 
@@ -112,12 +112,12 @@ class LossSpec(_NamedSpec):
 
 
 def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -> list[Metric]:
-    """The metrics by name, in `paceline.job.zoo.metrics`, or by import path.
+    """Build the metrics by name, from `paceline.job.zoo.metrics` or an import path.
 
     Given the job's loss, the first metric is that loss, by the name `loss`.
 
     Raises:
-        JobError: an unknown name (the nearest is named), or two metrics with one name.
+        JobError: a name is unknown (the message names the nearest), or two metrics have one name.
     """
     from paceline.job.loss_items import LossMetric
     from paceline.job.zoo.metrics import build_metric

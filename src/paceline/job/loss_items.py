@@ -1,8 +1,7 @@
-"""What a loss is the mean over, and how a model is called.
+"""Items that a loss averages over, and calls of a model.
 
-A batch is computed in microbatches, by several ranks. Their losses make up the loss of the batch only when each is
-weighted by the number of items that it is the mean over: samples for most losses, labels that are not ignored for
-others.
+A batch is computed in microbatches, by several ranks. To combine their losses into the loss of the batch, each is
+weighted by the number of items in its mean: samples for most losses, labels that are not ignored for others.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from paceline.job.batch import Batch, rows
 if TYPE_CHECKING:
     from paceline.job.loss import Loss
 
-IGNORED = -100  # the label that torch and transformers leave out
+IGNORED = -100  # the label that torch and transformers ignore
 
 
 class ModelsOwn:
-    """The loss that the model computed itself: `output.loss` or `output["loss"]`.
+    """Loss that the model has computed itself: `output.loss` or `output["loss"]`.
 
     Attributes:
-        terms: what it is the mean over, by the parts of a batch; none: the samples. The engine finds out
-            (`paceline.engine.model_loss`).
+        terms: the items that the mean is taken over, by the parts of a batch; empty for samples. The engine determines
+            them (`paceline.engine.model_loss`).
     """
 
     def __init__(self) -> None:
         self.terms: tuple[Term, ...] = ()
 
     def items_in(self, batch: Any) -> float | Tensor:
-        """Number of items in a batch's mean loss; `batch` is the model's input or labels."""
-        # whole sequences, of whose tokens this rank has some
+        """Return the number of items in a mean loss; `batch`: the model's input or labels."""
+        # whole sequences, although this rank has only some of their tokens
         if isinstance(batch, Mapping) and "num_items_in_batch" in batch:
             items: Tensor = batch["num_items_in_batch"].sum()
             return items
@@ -55,7 +54,7 @@ class ModelsOwn:
         return float(rows(batch) if isinstance(batch, (Mapping, tuple, list)) else len(batch))
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises JobError where the output has none."""
+        """Return the loss as a 0-dimensional tensor; raise JobError if the output has none."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not output[0].dim():
             loss = output[0]
@@ -76,10 +75,10 @@ class Term:
     """Items of one part of a model's loss: labels under `key` that are not ignored.
 
     Attributes:
-        shifted: each token is to predict the next one, so that the first label of a sequence is for none.
-        ignored: this label is left out; None: labels from the number of tokens of `input_ids` on (positions of
+        shifted: each token predicts the next one, so the first label of a sequence is not used.
+        ignored: the ignored label; None ignores labels from the number of tokens of `input_ids` on (positions of
             answers).
-        masked: labels where the batch's `attention_mask` is 0 are left out as well.
+        masked: labels at positions with `attention_mask` 0 are also ignored.
     """
 
     key: str
@@ -88,7 +87,7 @@ class Term:
     masked: bool = False
 
     def count(self, batch: Mapping[str, Any]) -> Tensor:
-        """The number of items in a batch."""
+        """Return the number of items in a batch."""
         labels: Tensor = batch[self.key]
         counted = labels < batch["input_ids"].shape[1] if self.ignored is None else labels != self.ignored
         if self.masked:
@@ -97,10 +96,10 @@ class Term:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The tensor of a model's output: the output itself, or its `.logits`.
+    """Return the tensor of a model's output: the output itself, or its `.logits`.
 
     Raises:
-        JobError: the output is or has none.
+        JobError: the output has no such tensor.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
@@ -118,9 +117,9 @@ def described(tensor: Tensor) -> str:
 
 
 def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
-    """The model's output for a batch.
+    """Return the model's output for a batch.
 
-    A tuple's inputs are passed in order, a mapping's by name; labels only where the model computes the loss.
+    A tuple's inputs are passed in order, a mapping's by name; labels only if the model computes the loss.
     """
     inputs, named = _arguments(batch, loss)
     return model(*inputs, **named)
@@ -161,7 +160,7 @@ def first_line(error: BaseException) -> str:
 def _misfit(
     model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any], failure: Exception
 ) -> str | None:
-    """Explain why a model cannot take these inputs; None if unknown."""
+    """Explain why a model rejects these inputs; None if unknown."""
     forward = model.forward if isinstance(model, nn.Module) else model
     name = _kind(model)
     try:
@@ -205,7 +204,8 @@ def _kind(model: Callable[..., Any]) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else "the model"
 
 
-Items: TypeAlias = Callable[[Any], Any]  # the target of a batch to the number of items, or the sum of their weights
+# function from the target of a batch to the number of items, or the sum of their weights
+Items: TypeAlias = Callable[[Any], Any]
 
 
 _WITH_IGNORED = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -227,10 +227,10 @@ _MEANS_OVER_ELEMENTS = (
 
 
 def items_of(loss: object) -> Items | None:
-    """The function that counts the items of a loss's mean; None if they are samples.
+    """Return the function that counts the items of a loss's mean; None for samples.
 
-    That is its own `items`, and for torch's cross-entropy and NLL loss the labels that they do not ignore, or the
-    weights of these.
+    It is the loss's own `items`; for torch's cross-entropy and NLL loss, it counts the labels that are not ignored, or
+    sums their weights.
     """
     own = getattr(loss, "items", None)
     if callable(own) and not isinstance(loss, (Mapping, nn.ModuleDict)):
@@ -247,29 +247,29 @@ def items_of(loss: object) -> Items | None:
 
 
 def adds_up(loss: object) -> bool:
-    """True if a loss is a sum over the samples (`reduction="sum"`)."""
+    """Return True if a loss is a sum over the samples (`reduction="sum"`)."""
     if isinstance(loss, functools.partial) and "reduction" in loss.keywords:
         return bool(loss.keywords["reduction"] == "sum")
     return getattr(loss, "reduction", None) == "sum"
 
 
 def declares_mean(loss: object) -> bool:
-    """True if the class of a loss sets `known_mean`: its mean needs no test.
+    """Return True if the class of a loss sets `known_mean`: its mean needs no test.
 
-    Classes that derive from such a class, and may compute something else, have to say so themselves.
+    Derived classes may compute another loss, so they must set it themselves.
     """
     return bool(vars(type(loss)).get("known_mean", False))
 
 
 def is_known(loss: object) -> bool:
-    """True if a loss is torch's own, whose mean is known; derived classes are not."""
+    """Return True if a loss is torch's own class, whose mean is known."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     known = F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss
     return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in known
 
 
 def reads_models_loss(loss: object) -> bool:
-    """True if a loss reads `output.loss`, so that the model needs the labels."""
+    """Return True if a loss reads `output.loss`, so that the model needs the labels."""
     method = "forward" if isinstance(loss, nn.Module) else "__call__"
     call = loss if inspect.isfunction(loss) else getattr(type(loss), method, None)
     if not inspect.isfunction(call) or call.__code__.co_argcount < 1 + (call is not loss):
@@ -287,7 +287,7 @@ def _reads_loss_of(code: CodeType, argument: int) -> bool:
 
 
 def hands_on_models_loss(loss: object) -> bool:
-    """True if a function returns the loss that the model computed, and nothing else."""
+    """Return True if a function only returns the loss that the model has computed."""
     if not (inspect.isfunction(loss) and reads_models_loss(loss)):
         return False
     output = _OnlyALoss()
@@ -298,7 +298,7 @@ def hands_on_models_loss(loss: object) -> bool:
 
 
 class _OnlyALoss:
-    """Stands for an output of which only the loss is known."""
+    """Stand-in for an output of which only the loss is known."""
 
     def __init__(self) -> None:
         self.loss = torch.zeros(())
@@ -310,7 +310,7 @@ class _OnlyALoss:
 
 
 def _counted(target: Tensor, *, ignored: int, weight: Tensor | None) -> float | Tensor:
-    """The labels that are not `ignored`, or the sum of their classes' weights."""
+    """Return the labels that are not `ignored`, or the sum of their classes' weights."""
     if target.is_floating_point():  # probabilities of classes: the mean is over all but dim 1
         return float(target.numel() // target.shape[1] if target.dim() > 1 else 1)
     counts = target != ignored
@@ -329,7 +329,7 @@ class LossMetric:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch; the count is the loss's items, or else the samples."""
+        """Return `(total, count)` of one batch; the count is the loss's items, or the samples."""
         if isinstance(self._loss, ModelsOwn):
             count = float(self._loss.items_in(target))
         else:
@@ -341,19 +341,19 @@ class LossMetric:
         return (loss if adds_up(self._loss) else loss * count), count
 
     def result(self, total: float, count: float) -> float:
-        """The mean loss; NaN where nothing was counted."""
+        """Return the mean loss; NaN if nothing was counted."""
         return total / count if count else math.nan
 
 
 def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
-    """Check that labels lie in 0..classes-1 or are -100.
+    """Check that labels are in 0..classes-1 or -100.
 
     Args:
-        where: says which labels these are, e.g. `in batch 37`.
+        where: position of the labels, e.g. `in batch 37`.
         samples: the indices in the data set of the rows of `target`, to be named.
 
     Raises:
-        DataError: a label out of range; names it, its place and the range.
+        DataError: a label is out of range; the message names it, its position and the range.
     """
     wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
     if wrong.any():
@@ -375,12 +375,12 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
 
 
 def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (m, classes, …) and int64 labels (m, …) from those of a batch.
+    """Convert the logits and labels of a batch to shapes (m, classes, …) and (m, …).
 
     Sequences (n, t, classes) become one row per token.
 
     Raises:
-        DataError: labels that are not whole numbers, or not one per sample or token.
+        DataError: the labels are not whole numbers, or not one per sample or token.
     """
     if target.is_floating_point():
         raise DataError(
@@ -402,12 +402,12 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and target in one shape and one dtype of at least 32 bits.
+    """Return output and target in one shape and one dtype of at least 32 bits.
 
-    A last dimension of size 1 may be left out.
+    A last dimension of size 1 may be missing.
 
     Raises:
-        DataError: other differences in shape, which torch would broadcast into a wrong result.
+        DataError: the shapes differ otherwise, so that torch would broadcast them into a wrong result.
     """
     values = logits_of(output)
     if values.shape != target.shape:

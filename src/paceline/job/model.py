@@ -1,4 +1,4 @@
-"""The model of a job: zoo, Hugging Face config, user's factory, or dimensions alone."""
+"""Model of a job: zoo, Hugging Face config, user's factory, or dimensions only."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class ModelSpec(Spec):
     """Exactly one of `zoo`, `factory`, `hf`, `transformer`.
 
     - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
-    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module`; `args` go to it as
+    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module` and accepts `args` as
       keywords.
     - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is
       downloaded. `args` override values of the configuration.
-    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: by its dimensions, to be planned
-      and not trained.
+    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: a model described by its
+      dimensions, for planning only.
 
     `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of
     fresh ones; or the URL of either.
@@ -100,7 +100,7 @@ class ModelSpec(Spec):
         """Refuse a model of which only the dimensions are known.
 
         Raises:
-            JobError: it can be planned, not trained; says what to name instead.
+            JobError: the model can be planned but not trained; the message says what to name instead.
         """
         if self.transformer is not None:
             raise JobError("model.dimensions_only", "{explanation}", explanation=_DIMENSIONS_ONLY)
@@ -111,20 +111,20 @@ class ModelSpec(Spec):
         return self._frozen
 
     def freezing(self, patterns: tuple[str, ...]) -> ModelSpec:
-        """The same model with these parameters frozen."""
+        """Return the same model with these parameters frozen."""
         spec = self.model_copy()
         spec._frozen = patterns
         return spec
 
     def build(self) -> nn.Module:
-        """The model on the CPU, initialised from torch's current random state.
+        """Build the model on the CPU, initialised from torch's current random state.
 
         Parameters that the job freezes have no `requires_grad`.
 
         Raises:
-            JobError: an unknown zoo model (the nearest is named), an import that fails, arguments that do not fit,
-                a result that is not an `nn.Module`, a model of which only the dimensions are known, or a pattern of
-                `freeze` that matches no parameter.
+            JobError: the zoo model is unknown (the message names the nearest), an import fails, the arguments are
+                wrong, the result is not an `nn.Module`, only the dimensions of the model are known, or a pattern of
+                `freeze` matches no parameter.
         """
         self.must_be_at_hand()
         from paceline.job.zoo import build_model
@@ -137,7 +137,7 @@ class ModelSpec(Spec):
         return model
 
     def input_shape(self) -> tuple[int, ...] | None:
-        """Shape of one sample (channels, height, width) that the model needs; None if the data decides.
+        """Return the sample shape (channels, height, width) that the model needs; None if any.
 
         Raises:
             JobError: see `build`.
@@ -156,8 +156,9 @@ _OF_EXPERTS = ("expert_ffn", "expert_hidden", "shared_experts", "shared_ffn", "d
 class LatentAttention(Spec):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1).
 
-    Queries and keys have `nope` elements without and `rope` with a rotary position, values have `value`. They are
-    products of vectors of `q_rank` and `kv_rank`; without `q_rank`, queries come from the residual stream.
+    Queries and keys have `nope` elements without and `rope` elements with rotary position; values have `value`
+    elements. They are projections of vectors of size `q_rank` and `kv_rank`; without `q_rank`, queries come from the
+    residual stream.
     """
 
     q_rank: int | None = Field(None, ge=1)
@@ -171,7 +172,7 @@ class StateSpace(Spec):
     """State-space layers as in Mamba-2 (arXiv:2405.21060).
 
     `heads` of `head_dim`, each with a state of `state` × `head_dim`; `groups` share its two projections. A convolution
-    reaches over `conv` tokens.
+    has a width of `conv` tokens.
     """
 
     state: int = Field(ge=1)
@@ -182,14 +183,14 @@ class StateSpace(Spec):
 
     @property
     def inner(self) -> int:
-        """The width of all heads."""
+        """Total width of all heads."""
         return self.heads * self.head_dim
 
 
 class GatedDelta(Spec):
     """Linear attention by the gated delta rule (arXiv:2412.06464).
 
-    `value_heads` of `head_dim` share `key_heads` of queries and keys. A convolution reaches over `conv` tokens.
+    `value_heads` of `head_dim` share `key_heads` of queries and keys. A convolution has a width of `conv` tokens.
     """
 
     key_heads: int = Field(ge=1)
@@ -199,27 +200,28 @@ class GatedDelta(Spec):
 
 
 class Dimensions(Spec):
-    """Dimensions of a language model in place of its code.
+    """Dimensions of a language model, used instead of its code.
 
     For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
 
-    `name` is that of a known model, which has all that is not given: `{name: llama-3.1-8b, seq: 4096}`.
+    `name` is the name of a known model, which supplies all other values: `{name: llama-3.1-8b, seq: 4096}`.
 
-    `ffn` is 4 × hidden where not given, `kv_heads` as many as heads, `head_dim` hidden / heads. `gated`: three matrices
-    in each feed-forward part (SwiGLU) instead of two. `biases`: of all products and norms, of queries, keys and values
-    alone, or of none; gated models have none. `tied`: the head is the embedding. `positions`: a table of learned
-    positions, as long as a sequence or as the number given. `dropout`: whether it has any (gated models have none).
-    `parallel`: attention and the feed-forward part read the same norm and are added together. `window`: tokens that
-    attention reaches back over, in all layers but one of `full_every`. `mla`: latent attention instead.
+    By default, `ffn` is 4 × hidden, `kv_heads` equals heads, and `head_dim` is hidden / heads. `gated`: three matrices
+    in each feed-forward part (SwiGLU) instead of two. `biases`: in all products and norms, only in queries, keys and
+    values, or none; gated models have none. `tied`: the head is the embedding. `positions`: a table of learned
+    positions, with the length of a sequence or the given number. `dropout`: whether the model has dropout (gated models
+    have none). `parallel`: attention and the feed-forward part read the same norm and are added together. `window`:
+    number of past tokens that attention sees, in all layers except one of `full_every`. `mla`: latent attention.
 
-    With `experts`, layers have as many feed-forward parts of `expert_ffn`, and every token goes through `top_k` of them
-    and through `shared_experts`, together `shared_ffn` wide. The first `dense_layers` have one part of `ffn`, and so
-    have all but one of `moe_every`. With `expert_hidden`, experts work on a narrower projection. `mtp`: layers that
-    predict further tokens. `encoder_layers` read `source_seq` tokens, which each of `layers` attends to as well.
-    `predicted`: a head for masked tokens, this fraction of them. `pooled`: one more output, for the whole sequence.
-    `segments`: rows of a table of segments. `pattern`: one letter a layer instead of attention and feed-forward part
-    in each: `M` state space (of `mamba`), `D` linear attention (of `delta`), `*` attention, `-` feed-forward, `E`
-    mixture. `gated_attention`: the output of attention is multiplied by a gate as wide.
+    With `experts`, layers have this number of feed-forward parts of width `expert_ffn`. Every token goes through
+    `top_k` of them and through `shared_experts`, whose total width is `shared_ffn`. The first `dense_layers`, and all
+    but one of `moe_every` layers, have a dense part of width `ffn`. With `expert_hidden`, experts work on a narrower
+    projection. `mtp`: layers that predict further tokens. `encoder_layers` read `source_seq` tokens, which each of
+    `layers` attends to as well. `predicted`: a head for masked tokens, for this fraction of the tokens. `pooled`: one
+    more output, for the whole sequence. `segments`: number of rows in a table of segments. `pattern`: one letter per
+    layer, instead of attention and a feed-forward part in each: `M` state space (of `mamba`), `D` linear attention (of
+    `delta`), `*` attention, `-` feed-forward, `E` mixture. `gated_attention`: the output of attention is multiplied by
+    a gate of the same width.
     """
 
     name: str | None = None
@@ -351,37 +353,37 @@ class Dimensions(Spec):
 
     @property
     def feed_forward(self) -> int:
-        """The width of a dense feed-forward part."""
+        """Width of a dense feed-forward part."""
         return self.ffn or 4 * self.hidden
 
     @property
     def expert_width(self) -> int:
-        """The width of an expert."""
+        """Width of an expert."""
         return self.expert_ffn or self.feed_forward
 
     @property
     def shared_width(self) -> int:
-        """The width of all shared experts together."""
+        """Total width of all shared experts."""
         return self.shared_ffn or self.shared_experts * self.expert_width
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def head_width(self) -> int:
-        """The width of a head of queries, keys and values, without `mla`."""
+        """Width of a head of queries, keys and values, without `mla`."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def source(self) -> int:
-        """Tokens that the encoder reads."""
+        """Number of tokens that the encoder reads."""
         return self.source_seq or self.seq
 
     @property
     def table(self) -> int:
-        """Rows of the table of positions."""
+        """Number of rows of the position table."""
         return self.seq if self.positions is True else int(self.positions)
 
     @property

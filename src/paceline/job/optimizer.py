@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class GroupSpec(Spec):
     """Parameters that share settings: `{match: ["*.bias"], weight_decay: 0, lr: 0.001}`.
 
-    Every key but `match` is an argument of the optimizer, and holds for these parameters alone.
+    Every key except `match` is an argument of the optimizer, and applies only to these parameters.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -64,7 +64,7 @@ class OptimizerSpec(Spec):
 
     short: ClassVar[str | None] = "name"
     name: str  # sgd, adam, adamw, lars, lamb; a class of torch.optim; or an import path
-    lr: float = Field(default=cast("float", None), gt=0)  # 0.001 by default; of a class of torch.optim, its own default
+    lr: float = Field(default=cast("float", None), gt=0)  # default 0.001; for a class of torch.optim, its own default
     weight_decay: float = Field(0.0, ge=0)
     momentum: float = Field(0.0, ge=0, lt=1)  # sgd, lars
     nesterov: bool = False  # sgd
@@ -73,12 +73,12 @@ class OptimizerSpec(Spec):
     trust: float = Field(1e-3, gt=0)  # lars: the trust coefficient
     args: Args = Field(default_factory=dict)  # further arguments of the class
     groups: tuple[GroupSpec, ...] = ()
-    no_decay: Patterns = ()  # parameters without weight decay, whichever group they are in
+    no_decay: Patterns = ()  # parameters without weight decay, in any group
 
     @model_validator(mode="before")
     @classmethod
     def _gather_arguments(cls, value: Any) -> Any:
-        """Fill in the learning rate; of a class, every argument but that goes into `args`."""
+        """Fill in the learning rate; for a class, move all other arguments into `args`."""
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return value
@@ -102,7 +102,7 @@ class OptimizerSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what a class has in `args`, so that its own defaults survive reading."""
+        """Omit the arguments that a class has in `args`, to keep its own defaults."""
         values: dict[str, Any] = write(self)
         unused = () if self.has_short_name else (*_ARGUMENTS, "trust")
         return {key: value for key, value in values.items() if key not in unused}
@@ -149,11 +149,11 @@ class OptimizerSpec(Spec):
         """True for sgd, adam, adamw, lars and lamb."""
         return self.name in _SHORT
 
-    # What an update depends on
+    # Scope of an update
 
     @property
     def scope(self) -> Scope:
-        """What an update of an element depends on; tried if it is not known."""
+        """Return what the update of an element depends on; run a trial if unknown."""
         if known := self._known_without_torch:
             return known.scope
         from paceline.job.zoo.optimizer_trials import scope_of
@@ -162,28 +162,31 @@ class OptimizerSpec(Spec):
 
     @property
     def _known_without_torch(self) -> _Optimizer | None:
-        """Facts of a short name, for planning without torch; None for a trial."""
+        """Return the facts of a short name, for planning without torch; None for a trial."""
         return _SHORT[self.name] if self.has_short_name and not self.args else None
 
     @property
     def has_fused_step(self) -> bool:
-        """True if torch has a fused step, and `args` choose no other."""
+        """Return True if torch has a fused step, and `args` choose no other."""
         return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
 
     @property
     def state_tensors(self) -> float:
-        """Number of tensors kept for a matrix of float32, each of its shape and type."""
+        """Return the number of state tensors of a float32 matrix.
+
+        Each has the matrix's shape and type.
+        """
         if known := self._known_without_torch:
             return float(bool(self.momentum) if self.name == "sgd" else known.kept)
         tensors = self._state(2).tensors
         return sum((kept.element_bytes or 4) / 4 for kept in tensors if kept.dims == (0, 1))
 
     def state_bytes(self, shape: Sequence[int], element_bytes: int) -> int:
-        """Bytes that the optimizer keeps for a parameter."""
+        """Return the bytes that the optimizer keeps for a parameter."""
         return sum(kept.bytes(shape, element_bytes) for kept in self._state(len(shape)).tensors)
 
     def refusal(self, dims: int) -> str:
-        """Reason why the optimizer takes no parameter of so many dimensions; "" if it does."""
+        """Return the reason to refuse parameters with this number of dimensions; "" if none."""
         return self._state(dims).refused
 
     def _state(self, dims: int) -> StateTried:
@@ -191,7 +194,7 @@ class OptimizerSpec(Spec):
 
         return _tried(self, state_of, dims)  # type: ignore[no-any-return]
 
-    # Building it
+    # Building
 
     def build(
         self,
@@ -202,16 +205,16 @@ class OptimizerSpec(Spec):
     ) -> torch.optim.Optimizer:
         """Build the optimizer of a model's trainable parameters.
 
-        Weight decay applies to all of them, except with LARS and LAMB. Every rank has the same groups, some without
-        parameters where a rank holds a part of the model; the first has the parameters that no group names.
+        Weight decay applies to all of them, except with LARS and LAMB. Every rank has the same groups; if a rank holds
+        a part of the model, some groups are empty. The first group has the parameters that no other group names.
 
         Args:
-            parameters: those that are here, by name; without names if the job has no groups.
-            names: names of the whole model's parameters; None if all are here.
+            parameters: this rank's parameters, by name; without names if the job has no groups.
+            names: names of the whole model's parameters; None if this rank has all of them.
             fused: use torch's fused step if torch has one for these parameters' device and dtype.
 
         Raises:
-            JobError: no parameter is trainable, or the class does not take the arguments.
+            JobError: no parameter is trainable, or the class rejects the arguments.
         """
         named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
@@ -233,7 +236,7 @@ class OptimizerSpec(Spec):
         return optimizer
 
     def groups_of(self, names: Names) -> list[tuple[dict[str, Any], list[str]]]:
-        """Settings and parameters of every group; the first has those that no group names.
+        """Return settings and parameters of every group; the first has the unnamed parameters.
 
         Raises:
             JobError: a pattern matches no parameter, or two groups name one.
@@ -323,7 +326,7 @@ def _tried(spec: OptimizerSpec, trial: Any, *args: Any) -> Any:
 
 
 def _as_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a file as Python arguments: lists become tuples."""
+    """Convert values of a file to Python arguments: lists become tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -332,11 +335,11 @@ def _written(patterns: Iterable[str]) -> str:
 
 
 class _Optimizer(NamedTuple):
-    """Class behind a short name, and what is known of it without torch.
+    """Class behind a short name, and its properties that are known without torch.
 
     Attributes:
-        options: arguments that are keys.
-        kept: tensors of its state for a parameter; sgd without momentum has none.
+        options: arguments that are keys of the job.
+        kept: state tensors of a parameter; sgd without momentum has none.
         scope: what an update of an element depends on.
     """
 
@@ -357,7 +360,7 @@ _SHORT = {
     "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1, "parameter"),
     "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, "parameter"),
 }
-# torch's classes and the learning rates that they have by default; known without torch, which is slow to import
+# torch's classes and their default learning rates; listed here because torch is slow to import
 _TORCH = {
     "ASGD": 0.01,
     "Adadelta": 1.0,
@@ -378,7 +381,7 @@ _TORCH = {
 
 
 def refuse_unused(spec: Spec, name: str, keys: tuple[str, ...]) -> None:
-    """Refuse a key that the chosen kind ignores, which is most likely a mistake."""
+    """Refuse a key that the chosen type ignores, which is most likely a mistake."""
     unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys)]
     if unused:
         raise InvalidValue(

@@ -1,4 +1,4 @@
-"""Overrides of a job's keys: `optimizer.lr=3e-4`, as `--set` and `Job.load(…, set=…)` take them."""
+"""Overrides of a job's keys: `optimizer.lr=3e-4`, as for `--set` and `Job.load(…, set=…)`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Overrides: TypeAlias = Mapping[str, Any] | Sequence[str | tuple[str, Any]]
 
 @dataclass(frozen=True)
 class OverriddenPositions:
-    """Places of keys where some were overridden.
+    """Positions of keys, some of which were overridden.
 
     Attributes:
-        labels: by the path of an override: its place as text, e.g. `--set optimizer.lr`.
-        file: places of the other keys; None if they come from no file.
+        labels: position text by the path of an override, e.g. `--set optimizer.lr`.
+        file: positions of the other keys; None if they do not come from a file.
     """
 
     labels: Mapping[KeyPath, str]
     file: Positions | None = None
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Place of the override of a key or its parts.
+        """Return the position of the override of a key or its parts.
 
-        A key without one has its place in the file.
+        A key without an override has its position in the file.
         """
         above = [label for own, label in self.labels.items() if path[: len(own)] == own]
         below = [label for own, label in self.labels.items() if path and own[: len(path)] == path]
@@ -44,23 +44,23 @@ class OverriddenPositions:
 def override(
     values: Mapping[str, Any], changes: Overrides, spec: type[BaseModel], positions: Positions | None = None
 ) -> tuple[dict[str, Any], OverriddenPositions]:
-    """Set keys of a job that is still plain values.
+    """Set keys of a job that consists of plain values.
 
-    A part in its short form takes keys as in its long form: `optimizer: adamw` with `optimizer.lr=0.1` is
-    `{name: adamw, lr: 0.1}`.
+    A part in its short form accepts the keys of its long form: `optimizer: adamw` with `optimizer.lr=0.1` is `{name:
+    adamw, lr: 0.1}`.
 
     Args:
-        values: the job, as read from a file; left as they are.
+        values: the job, as read from a file; not modified.
         changes: `["optimizer.lr=3e-4"]`, whose values are YAML, or `{"optimizer.lr": 3e-4}`.
         spec: class of the whole job.
-        positions: places of the keys in `values`.
+        positions: positions of the keys in `values`.
 
     Returns:
-        The changed values, and the places of their keys for messages.
+        The changed values, and the positions of their keys for messages.
 
     Raises:
-        JobError: a change is not KEY=VALUE, is not YAML, leads through something without such a key, or undoes
-            an earlier one. Names every one.
+        JobError: a change is not KEY=VALUE, is not YAML, names a key of a value that has no keys, or undoes an earlier
+            change. The message lists all of them.
     """
     if isinstance(changes, str):
         changes = [changes]
@@ -89,7 +89,7 @@ def override(
 
 
 def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
-    """Label for messages, dotted key and value of a change."""
+    """Return label for messages, dotted key and value of a change."""
     if not isinstance(change, str):
         key, value = change
         return f"set {key}", key, value
@@ -137,7 +137,7 @@ def _set(values: dict[str, Any], key: str, value: Any, spec: type[BaseModel], la
 
 
 def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) -> str | int:
-    """The key or index in a container that a part of a dotted key names."""
+    """Return the key or index that a part of a dotted key names."""
     if not part:
         raise JobError(
             "set.empty_key",

@@ -21,21 +21,21 @@ def _listed(value: Any) -> Any:
 
 # `bias`, or `[bias, "*norm*"]`
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-# every name of each parameter, by the name that a checkpoint has; tied parameters have several
+# all names of each parameter, by its name in a checkpoint; tied parameters have several
 Names: TypeAlias = Mapping[str, Sequence[str]]
 
 
 def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
-    """Names of the parameters that at least one pattern matches.
+    """Return the names of the parameters that at least one pattern matches.
 
     A plain pattern (`bias`, `encoder.norm`) matches one or more whole components of a dotted name. A pattern with
     `*`, `?` or `[` matches the whole name or one component.
 
     Args:
-        key: the job's key that has the patterns, for the error.
+        key: the job's key with the patterns, for the error.
 
     Raises:
-        JobError: a pattern matches no parameter; names those that are written alike.
+        JobError: a pattern matches no parameter; the message names similar parameters.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -53,7 +53,7 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Every name of each parameter of a whole model."""
+    """Return all names of each parameter of a whole model."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -67,7 +67,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _like(pattern: str, names: Names) -> str:
-    """Names that look like the pattern, or the first ones."""
+    """Return names that look like the pattern, or the first ones."""
     plain = pattern.strip("*.")
     inside = [name for name in names if plain and plain.lower() in name.lower()]
     parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))

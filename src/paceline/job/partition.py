@@ -1,7 +1,6 @@
 """Partition of an epoch's samples over the replicas.
 
-Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part, and no rank asks
-another.
+Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part without communication.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ class PartitionSpec(Spec):
     """`partition: stratified`, or `{kind: uniform, weights: [1, 0.5]}`.
 
     - `uniform`: each global batch is a slice of one shuffled order, so it is the same for any number of replicas.
-    - `stratified`: the same, and every batch and every replica's part keep the proportions of the classes.
+    - `stratified`: like `uniform`, but every batch and every replica's part keep the proportions of the classes.
     - `hierarchical`: each host reads only its own part of the set, in every epoch; with `host_files` the part is the
       files that it holds.
     """
 
     short: ClassVar[str | None] = "kind"
     kind: Literal["uniform", "hierarchical", "stratified"] = "uniform"
-    # one per replica: its share of each step
+    # one for each replica: its share of each step
     weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     host_files: bool = False
-    shuffle: bool = True  # anew in each epoch; else in the dataset's own order
+    shuffle: bool = True  # in a new order in each epoch; otherwise in the dataset's own order
 
     @model_validator(mode="after")
     def _stratified_is_shuffled(self) -> PartitionSpec:
@@ -60,21 +59,21 @@ class PartitionSpec(Spec):
 
 
 class Partition:
-    """One replica's view of the partition: over all replicas, every sample once per epoch.
+    """One replica's view of the partition; all replicas together read every sample once per epoch.
 
     Args:
-        samples: in the whole training set, over all hosts.
-        global_batch: samples of a step over all replicas. The last step of an epoch has what remains, or is left out
-            (`drop_last`).
-        hosts: the host (0, 1, …) of each replica; all on one host where not given.
-        host_samples: `host_files` only: the samples that each host holds. Indices then count within the replica's own
+        samples: number of samples in the whole training set, over all hosts.
+        global_batch: samples of a step over all replicas. The last step of an epoch has the remaining samples, or is
+            skipped (`drop_last`).
+        hosts: the host (0, 1, …) of each replica; by default, all on one host.
+        host_samples: `host_files` only: number of samples on each host. Indices then count within the replica's own
             host.
         leaves_empty: whether the global batch may be smaller than the number of replicas; some replicas then have no
             sample.
         labels: `stratified` only: the class of each sample, shape (samples,), integers.
 
     Attributes:
-        changes: shares other than those of the weights, and since when; only where `moves`.
+        changes: shares that differ from the weights, and their first steps; only if `moves`.
 
     Raises:
         DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without
@@ -103,7 +102,7 @@ class Partition:
         self.samples, self.global_batch, self.seed, self.shuffle = samples, global_batch, seed, spec.shuffle
         self.replica, self.replicas = replica, replicas
         self.changes = ShareChanges(replicas, global_batch)
-        self.held_samples = samples  # the length of the dataset that this replica opens
+        self.held_samples = samples  # length of the dataset that this replica opens
         self.steps_per_epoch = samples // global_batch if drop_last else -(-samples // global_batch)
         self._deal: _Deal
         if spec.kind == "uniform":
@@ -117,11 +116,11 @@ class Partition:
             self.held_samples = samples if held is None else int(held[owners[replica]])
 
     def size(self, step: int) -> int:
-        """Samples of all replicas together in that step of an epoch (0-based)."""
+        """Return the samples of all replicas together in that step of an epoch (0-based)."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Number of samples of each replica in step `step` of an epoch (0-based).
+        """Return the number of samples of each replica in step `step` of an epoch (0-based).
 
         They sum to `size(step)`, and do not depend on the epoch until there are `changes`.
         """
@@ -133,15 +132,15 @@ class Partition:
         return isinstance(self._deal, _Uniform)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
-        """This replica's sample indices, step by step from `start_step`.
+        """Yield this replica's sample indices, step by step from `start_step`.
 
-        Empty lists: a tail smaller than the replicas.
+        A list is empty if the last batch has fewer samples than there are replicas.
         """
         return self._deal.batches(epoch, start_step)
 
 
 def even_shard(samples: int, replica: int, replicas: int) -> slice:
-    """The samples of one replica if they are divided by `even_shares`."""
+    """Return the samples of one replica if they are divided by `even_shares`."""
     ends = (0, *accumulate(even_shares(samples, replicas)))
     return slice(ends[replica], ends[replica + 1])
 
@@ -158,7 +157,10 @@ class _Deal(Protocol):
 
 
 class _Uniform:
-    """Contiguous slices of one order: step s takes positions [s·B, (s+1)·B), divided over the replicas."""
+    """Contiguous slices of one order.
+
+    Step s takes positions [s·B, (s+1)·B), divided over the replicas.
+    """
 
     def __init__(self, partition: Partition, weights: Floats) -> None:
         self.partition = partition
@@ -168,17 +170,20 @@ class _Uniform:
         return np.diff(self.cuts(epoch, step))
 
     def cuts(self, epoch: int, step: int) -> Ints:
-        """Places in a step's batch where the replicas' parts end, from 0 on."""
+        """Return the end positions of the replicas' parts in a step's batch.
+
+        The list begins with 0.
+        """
         part = self.partition
         size, changed = part.size(step), part.changes.at((epoch, step))
         if changed is not None:
             cuts = _cuts(_bounds(np.asarray(changed, np.float64)), size)
-            if size == part.global_batch or np.diff(cuts).all():  # a small last batch leaves no replica without
+            if size == part.global_batch or np.diff(cuts).all():  # gives every replica a sample of a small last batch
                 return cuts
         return _cuts(self.bounds, size)
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        """All samples in the epoch's order, which depends on neither replicas nor weights."""
+        """Return all samples in the epoch's order, which does not depend on replicas or weights."""
         return _order(self.partition, self.partition.samples, epoch)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
@@ -186,7 +191,7 @@ class _Uniform:
         shares = None
         for step in range(start_step, part.steps_per_epoch):
             before, shares = shares, part.changes.at((epoch, step))
-            # the cuts of all full steps are the same, until shares change
+            # the cuts of all full steps are equal until shares change
             if step == start_step or shares is not before or part.size(step) != part.global_batch:
                 begin, end = self.cuts(epoch, step)[part.replica : part.replica + 2].tolist()
             first = step * part.global_batch
@@ -194,11 +199,12 @@ class _Uniform:
 
 
 class _Stratified(_Uniform):
-    """Stratified partition: the order mixes classes evenly; batches are dealt class by class.
+    """Stratified partition: the order mixes classes evenly; batches are divided class by class.
 
-    A batch is dealt by halving the replicas until one is left. At each halving every class is split in proportion,
-    rounded down, or up where most is owed from the batches before. So over any number of steps a replica's part stays
-    within two or three samples of its due in each class, and a replica computes only the halvings that lead to itself.
+    A batch is divided by halving the replicas until one is left. Each halving splits every class in proportion, rounded
+    down, or up if the deficit from earlier batches is largest. So over any number of steps, a replica's number of
+    samples in each class is within two or three of its exact share. A replica computes only the halvings that lead to
+    itself.
     """
 
     def __init__(self, partition: Partition, weights: Floats, codes: Ints) -> None:
@@ -207,9 +213,9 @@ class _Stratified(_Uniform):
         self.class_sizes: Ints = np.bincount(codes)
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        """All samples in an order that spreads each class evenly (systematic sampling).
+        """Return all samples in an order that spreads each class evenly (systematic sampling).
 
-        Each class is shuffled, and its i-th of n samples is put at the place (i + offset) / n of the epoch.
+        Each class is shuffled, and the i-th of its n samples is placed at (i + offset) / n of the epoch.
         """
         shuffled = super().order(epoch)
         by_class = shuffled[np.argsort(self.codes[shuffled], kind="stable")]
@@ -221,10 +227,11 @@ class _Stratified(_Uniform):
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         part, order = self.partition, self.order(epoch)
         classes = len(self.class_sizes)
-        # Which class is rounded up first is random, or the first replicas would always see more of the first classes.
+        # The class that is rounded up first is random; otherwise the first replicas would always get more of the first
+        # classes.
         codes = _random(part.seed, epoch, 2).permutation(classes)[self.codes]
         halvings = [(*halving, np.zeros(classes)) for halving in _halvings(part.replica, part.replicas)]
-        for step in range(part.steps_per_epoch):  # from the first step on, for what it leaves owed
+        for step in range(part.steps_per_epoch):  # from the first step on, because each step leaves a deficit
             batch = order[step * part.global_batch : step * part.global_batch + part.size(step)]
             cuts = self.cuts(epoch, step)
             kept, counts = np.argsort(codes[batch], kind="stable"), np.bincount(codes[batch], minlength=classes)
@@ -233,11 +240,14 @@ class _Stratified(_Uniform):
                 in_lower = _ranks_in_runs(counts) < np.repeat(lower, counts)
                 kept, counts = (kept[in_lower], lower) if part.replica < middle else (kept[~in_lower], counts - lower)
             if step >= start_step:
-                yield batch[np.sort(kept)].tolist()  # in the batch's order, so that micro-batches mix the classes too
+                yield batch[np.sort(kept)].tolist()  # in the batch's order, so that microbatches mix the classes, too
 
 
 class _Hierarchical:
-    """Each host owns a range of the samples. A step takes from all in proportion, and replicas by weight."""
+    """Partition in which each host owns a range of the samples.
+
+    A step takes samples from all hosts in proportion, and divides them over replicas by weight.
+    """
 
     def __init__(self, partition: Partition, weights: Floats, owners: Ints, held: Ints | None) -> None:
         self.partition = partition
@@ -305,7 +315,7 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
 
 
 def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
-    """The classes as 0, 1, … in the place of whatever integers name them."""
+    """Map the classes to 0, 1, …, whatever integers name them."""
     if labels is None:
         raise DataError(
             "data.no_labels",
@@ -326,7 +336,7 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
 
 
 def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
-    """The host of each replica, checked: numbered from 0 without gaps."""
+    """Return the host of each replica; check that hosts are numbered from 0 without gaps."""
     owners = np.asarray([0] * replicas if hosts is None else hosts, np.int64)
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
@@ -361,13 +371,16 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
 
 
 def _bounds(weights: Floats) -> Floats:
-    """Cumulative shares from 0 to 1: the parts' ends on a unit line."""
+    """Return cumulative shares from 0 to 1, the ends of the parts."""
     bounds: Floats = np.concatenate(([0.0], np.cumsum(weights)))
     return bounds / float(bounds[-1])
 
 
 def _cuts(bounds: Floats, count: int) -> Ints:
-    """Positions that cut `count` items with each part within one item of its share. Halves are rounded up."""
+    """Return cuts of `count` items, each part within one item of its share.
+
+    Halves are rounded up.
+    """
     return np.floor(bounds * count + 0.5).astype(np.int64)
 
 
@@ -376,7 +389,7 @@ def _random(*key: int) -> np.random.Generator:
 
 
 def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArray[np.integer[Any]]:
-    # half the memory of a large set
+    # half the memory for a large set
     indices: NDArray[np.integer[Any]] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
     if partition.shuffle:
         _random(partition.seed, epoch, 0, host).shuffle(indices)
@@ -384,12 +397,18 @@ def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArr
 
 
 def _ranks_in_runs(lengths: Ints) -> Ints:
-    """Position of each item within its run, for runs of these lengths. For lengths [2, 3] it gives 0 1 0 1 2."""
+    """Return each item's position within its run, for runs of these lengths.
+
+    For lengths [2, 3] it returns 0 1 0 1 2.
+    """
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """The binary splits that lead to this replica, by the first replicas of their halves."""
+    """Return the binary splits that lead to this replica.
+
+    They are given by the first replicas of their halves.
+    """
     first, end = 0, replicas
     while end - first > 1:
         middle = (first + end) // 2
@@ -398,7 +417,10 @@ def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
 
 
 def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
-    """Split off `total` items in proportion, rounded up for the classes that are owed most. Updates `owed`."""
+    """Split off `total` items in proportion, rounded up for the largest deficits.
+
+    Updates `owed`.
+    """
     whole, remainder = np.divmod(counts * total, max(int(counts.sum()), 1))
     owed += remainder / max(int(counts.sum()), 1)
     spare = total - int(whole.sum())
@@ -410,18 +432,18 @@ def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
 
 
 def _counts_per_host(sizes: Ints, global_batch: int) -> Ints:
-    """Samples of each host in each step, shape (steps, hosts).
+    """Return the samples of each host in each step, shape (steps, hosts).
 
-    Rows sum to the global batch, columns to the hosts' sizes. A host gives its exact share rounded down in every step.
-    What it has left over is spread evenly over the epoch: all hosts' merge into one sequence, by the place (i + 1) / n
-    of a host's i-th of n (Jefferson's rule), and the steps take from that what they lack.
+    Rows sum to the global batch, columns to the hosts' sizes. In every step a host gives its exact share, rounded down.
+    Its remaining samples are spread evenly over the epoch: the remaining samples of all hosts form one sequence,
+    ordered by (i + 1) / n for a host's i-th of n (Jefferson's rule), and the steps take their missing samples from it.
     """
     samples = int(sizes.sum())
     totals = np.full(-(-samples // global_batch), global_batch)
     totals[-1] = samples - global_batch * (len(totals) - 1)
     counts = totals[:, None] * sizes // samples
     left_over = sizes - counts.sum(axis=0)
-    # among equal places first the host with the most, so that the others wait for the tail
+    # at equal positions the host with the most samples comes first, so that the others wait for the last batch
     by_size = np.argsort(-left_over, kind="stable")
     place = (_ranks_in_runs(left_over[by_size]) + 1) / np.repeat(left_over[by_size], left_over[by_size])
     sequence = np.repeat(by_size, left_over[by_size])[np.argsort(place, kind="stable")]
@@ -435,7 +457,7 @@ Place = tuple[int, int]  # epoch and step, both 0-based
 
 
 class ShareChanges:
-    """Shares of the full batches, in the order of the places from which they hold.
+    """Shares of the full batches, in the order of their first positions.
 
     Args:
         replicas, global_batch: the number of shares, and their sum.
@@ -447,22 +469,22 @@ class ShareChanges:
         self._shares: list[Shares] = []
 
     def at(self, place: Place) -> Shares | None:
-        """Shares in force at a place; None where they are the partition's own."""
+        """Return the shares at a position; None if they are the partition's own."""
         found = bisect_right(self._places, place) - 1
         return self._shares[found] if found >= 0 else None
 
     @property
     def newest(self) -> Shares | None:
-        """Shares that will hold from some place on; None where they are the partition's own."""
+        """Return the shares valid from some position on; None if they are the partition's own."""
         return self._shares[-1] if self._shares else None
 
     def add(self, place: Place, shares: Sequence[int]) -> None:
-        """Put shares in force from `place` on.
+        """Make shares valid from `place` on.
 
-        What was to hold from there on is dropped, and so is what is over: all but the newest before that epoch.
+        Later changes are dropped, and so are all but the newest change before that epoch.
 
         Raises:
-            ValueError: they are no shares of a full batch, at least one sample each.
+            ValueError: the shares do not divide a full batch, with at least one sample each.
         """
         shares = tuple(shares)
         if not self.fits(shares) or min(shares) < 1:
@@ -473,18 +495,18 @@ class ShareChanges:
         self._shares = [*self._shares[first:end], shares]
 
     def fits(self, shares: Sequence[int]) -> bool:
-        """True if there is one for each replica, and they sum to the global batch."""
+        """Return True if there is one share per replica, with the right sum."""
         return len(shares) == self.replicas and sum(shares) == self.global_batch
 
     def state(self) -> list[Any]:
-        """All changes that still matter, as JSON-able values."""
+        """Return all changes that are still needed, as JSON-able values."""
         return [[*place, list(shares)] for place, shares in zip(self._places, self._shares, strict=True)]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Take over saved changes, or none where they are for other replicas or another batch.
+        """Restore saved changes; ignore them if replicas or batch differ.
 
         Raises:
-            ValueError: they are not what `state` gives.
+            ValueError: the values do not come from `state`.
         """
         self._places, self._shares = [], []
         for epoch, step, shares in state:

@@ -1,4 +1,4 @@
-"""Building blocks of data sets: samples in memory, selections, and the training/validation split."""
+"""Components of data sets: samples in memory, selections, and the training/validation split."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.units import count
 Labels = npt.NDArray[np.int64]
 Batch = tuple[Tensor, ...]
 
-_SMALL = 64  # entries of a container that `apart` copies
+_SMALL = 64  # maximum number of entries of a container that `apart` copies
 
 
 class SplitSpec(Protocol):
-    """The part of a data spec that says how its samples are split."""
+    """Part of a data spec for the split of its samples."""
 
     @property
     def held_out(self) -> float: ...
@@ -40,9 +40,9 @@ class TensorSamples(Dataset[Batch]):
     A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
 
     Args:
-        inputs: the inputs as they are stored, which may be smaller than what the model gets (e.g. bytes).
+        inputs: the stored inputs, which may be smaller than the model's inputs (e.g. bytes).
         target: class labels (int64, one per sample) or any other target.
-        prepare: turns a batch of stored inputs into the model's.
+        prepare: converts a batch of stored inputs to the model's inputs.
     """
 
     def __init__(self, inputs: Tensor, target: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -50,7 +50,7 @@ class TensorSamples(Dataset[Batch]):
 
     @property
     def labels(self) -> Labels | None:
-        """The class of each sample, or None where the target is not a class."""
+        """Class of each sample, or None if the target is not a class."""
         return self.target.numpy() if self.target.dim() == 1 and self.target.dtype == torch.int64 else None
 
     def __len__(self) -> int:
@@ -67,14 +67,14 @@ class TensorSamples(Dataset[Batch]):
 
 
 class _Wrapped(Dataset[Any]):
-    """A user's data set within another one, which keeps its batched access and its epochs."""
+    """Wrapper of a user's data set that keeps its batched access and its epochs."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
         self._batched = getattr(dataset, "__getitems__", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the data set which epoch begins, where it wants to know."""
+        """Pass the epoch to the data set, if it has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -92,7 +92,7 @@ class Selection(_Wrapped):
 
     @classmethod
     def first(cls, dataset: Dataset[Any], limit: int | None) -> Selection:
-        """The first `limit` samples, or all."""
+        """Return the first `limit` samples, or all."""
         samples = _length(dataset)
         return cls(dataset, np.arange(min(samples, limit or samples)))
 
@@ -133,7 +133,7 @@ class Collated(_Wrapped):
 
     @property
     def labels(self) -> Labels | None:
-        """The class of each sample, where the data set has them."""
+        """Class of each sample, if the data set has them."""
         labels: Labels | None = getattr(self.dataset, "labels", None)
         return labels
 
@@ -149,7 +149,7 @@ class Collated(_Wrapped):
 
 
 def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
-    """Return True if `read_many(indices)` gave collated columns instead of one tensor per sample."""
+    """Return True if `read_many(indices)` returned collated columns instead of one tensor per sample."""
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
         return False
     count = len(indices)
@@ -161,11 +161,11 @@ def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]],
 def apart(dataset: Any) -> Any:
     """Copy the objects of a data set, but not its data.
 
-    A file or a connection that reading opens then belongs to the copy. Loader processes are forked with the original,
-    so each opens its own file. Processes that share an open file would change its position for each other.
+    A file or connection opened for reading then belongs to the copy. Loader processes are forked with the original, so
+    each opens its own file. Otherwise processes with a shared file would change each other's position in it.
     """
     copies: dict[int, Any] = {}
-    kept: list[Any] = []  # so that no number in `copies` is used twice
+    kept: list[Any] = []  # so that no id in `copies` is reused
     packages = {_package(dataset)}
 
     def copied(value: Any, *, always: bool = False) -> Any:
@@ -219,15 +219,15 @@ def split(
 ) -> DataSets:
     """Split the first `spec.limit` samples into a training, a validation and a test set.
 
-    Shares of `spec.held_out` and `spec.test`, drawn by `seed`, become validation and test set; they have no sample in
-    common, and the validation set does not depend on the test set. All sets stay in order.
+    Random shares of `spec.held_out` and `spec.test`, determined by `seed`, become the validation and test sets. They
+    have no sample in common, and the validation set does not depend on the test set. All sets keep their order.
 
     Args:
-        held_out: a validation set with samples of its own, of which the first `spec.limit` count as well.
+        held_out: a separate validation set, which is also limited to `spec.limit` samples.
         test: the same for the test set.
 
     Raises:
-        DataError: too few samples for one in each set.
+        DataError: there are too few samples for one in each set.
     """
     samples = min(_length(dataset), spec.limit or _length(dataset))
     kept, tested = shares(samples, spec, has_held_out=held_out is not None)
@@ -246,7 +246,7 @@ def shares(samples: int, spec: SplitSpec, *, has_held_out: bool = False) -> tupl
     They are rounded, and at least 1 unless the share is 0.
 
     Raises:
-        DataError: nothing would be left to train on.
+        DataError: no sample would be left for training.
     """
     held_out = 0.0 if has_held_out else spec.held_out
     test = spec.test if isinstance(spec.test, float) else 0.0
@@ -269,7 +269,7 @@ def _length(dataset: Dataset[Any]) -> int:
 class DataSets(NamedTuple):
     """The training, validation and test sets that `DataSpec.build` returns.
 
-    `held_out`, the validation set, and `test` are None if the job has none. `synthetic` marks figures made on generated
+    `held_out`, the validation set, and `test` are None if the job has none. `synthetic` marks results on generated
     data.
     """
 

@@ -24,19 +24,19 @@ class ScheduleSpec(Spec):
     """`schedule: cosine`, or a scheduler of torch: `{name: OneCycleLR, args: {max_lr: 0.1}, every: step}`.
 
     Paceline's own schedules are a linear warm-up, then `constant`, `linear`, `cosine` or `step` decay. `decay_steps` is
-    the step at which the decay ends; without it, the job's stop rule must name steps or epochs.
+    the step at which the decay ends; without it, the job's stop rule must have steps or epochs.
     """
 
     short: ClassVar[str | None] = "name"
     name: str = "constant"  # constant, linear, cosine, step; a class of torch.optim.lr_scheduler; or an import path
     warmup_steps: int = Field(0, ge=0)
     decay_steps: int | None = Field(None, ge=1)
-    final: float = Field(0.0, ge=0, le=1)  # the rate at the end, as a share of the first
+    final: float = Field(0.0, ge=0, le=1)  # final rate, as a fraction of the first
     milestones: tuple[int, ...] = ()  # step: the steps at which the rate is multiplied by `factor`
     factor: float = Field(0.1, gt=0, lt=1)
-    args: Args = Field(default_factory=dict)  # of a class
-    every: Period | None = None  # how often a class is stepped: every step, ReduceLROnPlateau every evaluation
-    metric: str | None = None  # ReduceLROnPlateau: the validation metric that it follows; the loss by default
+    args: Args = Field(default_factory=dict)  # arguments of a class
+    every: Period | None = None  # interval of a class: every step by default, every evaluation for ReduceLROnPlateau
+    metric: str | None = None  # ReduceLROnPlateau: its validation metric; the loss by default
 
     @field_validator("name")
     @classmethod
@@ -88,7 +88,7 @@ class ScheduleSpec(Spec):
 
     @property
     def by_class(self) -> bool:
-        """True if a scheduler class sets the rates; else `factor_at` gives them."""
+        """True if a scheduler class sets the rates; otherwise `factor_at` returns them."""
         return self.name not in _SCHEDULE_KEYS
 
     @property
@@ -98,17 +98,17 @@ class ScheduleSpec(Spec):
 
     @property
     def period(self) -> Period:
-        """How often the scheduler is stepped."""
+        """Interval at which the scheduler is stepped."""
         return self.every or ("evaluation" if self.follows_metric else "step")
 
     def factor_at(self, step: int, total_steps: int | None) -> float:
-        """The learning rate at optimizer step `step` (0-based) as a share of the optimizer's `lr`.
+        """Return the learning rate at step `step` (0-based) as a fraction of `lr`.
 
-        Warm-up rises by equal amounts and is at 1 in its last step; the decay starts after it and is at `final` from
-        its end on. `total_steps` is what the stop rule allows at most; used where `decay_steps` is not given.
+        The warm-up is linear and reaches 1 in its last step. The decay then starts and reaches `final` at its end.
+        `total_steps`, the limit of the stop rule, is used if `decay_steps` is not given.
 
         Raises:
-            JobError: the decay has no end, for neither `decay_steps` nor `total_steps` is known.
+            JobError: the decay has no end, because neither `decay_steps` nor `total_steps` is known.
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -132,10 +132,10 @@ class ScheduleSpec(Spec):
         """Build the scheduler that the job names by its class.
 
         Args:
-            total: how often it is stepped in the whole run; None if the stop rule does not tell.
+            total: number of scheduler steps in the whole run; None if the stop rule does not limit it.
 
         Raises:
-            JobError: there is no such class, or it does not take the arguments.
+            JobError: the class does not exist, or it rejects the arguments.
         """
         return _built(self.name, self.args, optimizer, total)
 
@@ -162,7 +162,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
         positional = (optimizer,)
     check_call(name, kind, *positional, **called)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on the order of calls, which the loop keeps
+        warnings.simplefilter("ignore")  # about the order of calls, which the loop ensures
         try:
             return kind(*positional, **called)
         except (TypeError, ValueError, KeyError) as error:
@@ -170,7 +170,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
 
 
 def _with_functions(args: Mapping[str, Any], each: Any) -> dict[str, Any]:
-    """Arguments, with import paths of functions (`lr_lambda`, `scale_fn`) replaced."""
+    """Return the arguments with import paths of functions (`lr_lambda`, `scale_fn`) replaced."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

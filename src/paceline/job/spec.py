@@ -1,4 +1,4 @@
-"""What the parts of a job share: strict keys, short forms, import paths, checked arguments."""
+"""Common base of a job's parts: strict keys, short forms, import paths, checked arguments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from paceline.extensions import ExtensionPoint
 from paceline.text import nearest
 from paceline.yaml_file import wrong_value
 
-# keywords for a user's or a built-in object: plain values, for a job is also a file
+# keywords for a user's or a built-in object: plain values, because a job is also a file
 Args: TypeAlias = dict[str, JsonValue]
 
 
 class Spec(BaseModel):
-    """A part of a job. Unknown keys are errors; values do not change after they were read.
+    """A part of a job; unknown keys are errors, and values are immutable.
 
-    `short` names the field that a bare string stands for: `optimizer: adamw` is `optimizer: {name: adamw}`.
+    `short` names the field that a bare string sets: `optimizer: adamw` is `optimizer: {name: adamw}`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -41,13 +41,13 @@ class Spec(BaseModel):
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
-        """Replace a bare string by its keys; return other values unchanged."""
+        """Expand a bare string to its keys; return other values unchanged."""
         return {cls.short: value} if cls.short and isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
 class JobSection:
-    """A section of a job. The fields of `spec` are its keys."""
+    """A section of a job; the fields of `spec` are its keys."""
 
     spec: type[Spec]
 
@@ -62,7 +62,7 @@ def read_sections(
 
     Args:
         values: the job as read from its file.
-        own: the job's own keys, which are left as they are.
+        own: the job's own keys, which are not changed.
         context: pydantic's validation context.
 
     Returns:
@@ -90,12 +90,12 @@ def with_sections(job: type[BaseModel]) -> type[BaseModel]:
 
 
 def load_object(path: str) -> Any:
-    """The object that `pkg.mod:name` or `/abs/file.py:name` names.
+    """Return the object that `pkg.mod:name` or `/abs/file.py:name` names.
 
-    The current directory counts as a place to import from, as it does for `python -m`.
+    Modules in the current directory can be imported, as with `python -m`.
 
     Raises:
-        JobError: no such module, file or name, or the module raised while it was imported.
+        JobError: the module, file or name does not exist, or the import raised an error.
     """
     module_name, _, name = path.rpartition(":")
     if module_name == "__main__":
@@ -108,7 +108,7 @@ def load_object(path: str) -> Any:
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run as if all were well
+    except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run without an error
         explained = JobError(
             "job.import_failed",
             "{path}: cannot import {module!r}: {kind}: {error}",
@@ -153,13 +153,13 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
 
 
 def import_path_of(function_or_class: Any) -> str:
-    """The import path by which every rank can find `function_or_class`.
+    """Return the import path by which every rank can find `function_or_class`.
 
-    For what the running script defines it is `/abs/script.py:name`.
+    For objects defined by the running script, it is `/abs/script.py:name`.
 
     Raises:
-        ValueError: it cannot be imported: a lambda, an instance, something defined inside a function or typed into an
-            interactive session.
+        ValueError: the object cannot be imported: a lambda, an instance, or an object defined inside a function or in
+            an interactive session.
     """
     name, module = getattr(function_or_class, "__qualname__", None), getattr(function_or_class, "__module__", None)
     if name is None or module is None:
@@ -211,21 +211,24 @@ def _load_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half a module must not be what the next import gets
+        del sys.modules[name]  # the next import must not get an incomplete module
         raise
     return module
 
 
 def _unique_name(file: Path) -> str:
-    """A module name for a file whose plain name is taken, e.g. a second `model.py`."""
+    """Return a module name for a file whose plain name is taken.
+
+    An example is a second `model.py`.
+    """
     return f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
 
 
 def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` in the types that a built-in declares for its keywords; `what` names it, e.g. `model gpt`.
+    """Convert `args` to the types of a built-in's keywords; `what` names it, e.g. `model gpt`.
 
     Raises:
-        JobError: unknown arguments (the nearest is named) and wrong values, all of them.
+        JobError: arguments are unknown or wrong; the message lists all of them, with the nearest names.
     """
     parameters = inspect.signature(built_in, eval_str=True).parameters
     checked, wrong = {}, []
@@ -252,14 +255,14 @@ def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any
 
 
 def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: Any) -> None:
-    """Check that a user's function or class takes these arguments.
+    """Check that a user's function or class accepts these arguments.
 
     Raises:
-        JobError: it does not; shows its signature.
+        JobError: it does not; the message shows its signature.
     """
     try:
         signature = inspect.signature(users)
-    except ValueError:  # some classes written in C do not tell
+    except ValueError:  # some classes written in C have no signature
         return
     try:
         signature.bind(*positional, **args)

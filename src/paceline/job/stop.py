@@ -1,4 +1,4 @@
-"""Stop rules: a job ends at the first one that comes true, by name."""
+"""Stop rules: a job ends at the first rule that is satisfied."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HIGHER_IS_BETTER = {
 class PatienceSpec(Spec):
     """`patience: {metric: loss, evaluations: 5}`: stop when a metric no longer improves.
 
-    An evaluation improves on the best one before by more than `min_delta`. `mode` says if the smaller value (`min`) or
-    the larger one (`max`) is better; the built-in metrics, and most of torchmetrics, tell it.
+    An evaluation is an improvement if it exceeds the previous best by more than `min_delta`. `mode` says whether
+    smaller values (`min`) or larger ones (`max`) are better; the built-in metrics, and most of torchmetrics, define it.
     """
 
     metric: str
@@ -47,8 +47,8 @@ class BestSpec(Spec):
 class PlateauSpec(Spec):
     """Stop when the training loss no longer falls.
 
-    It no longer falls when the mean over the last `over` steps is not lower by more than `less_than` than that of the
-    `over` steps before.
+    The loss no longer falls if the mean over the last `over` steps is at most `less_than` lower than the mean over the
+    previous `over` steps.
     """
 
     less_than: float = Field(gt=0)
@@ -58,7 +58,7 @@ class PlateauSpec(Spec):
 class StopSpec(Spec):
     """`stop: {epochs: 20, metric_above: {accuracy: 0.97}, patience: {metric: loss, evaluations: 5}}`.
 
-    Whichever comes first ends the run and is named in its record.
+    The first satisfied rule ends the run and is named in its record.
     """
 
     epochs: int | None = Field(None, ge=1)
@@ -82,27 +82,27 @@ class StopSpec(Spec):
 
     @property
     def watched(self) -> dict[str, str]:
-        """Validation metrics that may end the run, each with the key that watches it."""
+        """Return validation metrics that may end the run, each with the key that watches it."""
         patience = {self.patience.metric: "stop.patience"} if self.patience else {}
         below, above = (dict.fromkeys(getattr(self, key), f"stop.{key}") for key in ("metric_below", "metric_above"))
         return patience | below | above
 
     def total_steps(self, steps_per_epoch: int) -> int | None:
-        """Upper limit on steps; None if only time, loss or metrics bound the run."""
+        """Return the upper limit of steps; None if the rules have no such limit."""
         bounds = [b for b in (self.steps, self.epochs and self.epochs * steps_per_epoch) if b]
         return min(bounds) if bounds else None
 
 
 def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[Any] = ()) -> bool:
-    """True if the larger of two values of a metric is the better one.
+    """Return True if the larger of two values of a metric is the better one.
 
     Args:
         key: the key of the job that watches the metric, for messages.
-        mode: what the key says, if anything.
-        metrics: those that the run measures.
+        mode: the mode from the key, if given.
+        metrics: metrics that the run measures.
 
     Raises:
-        JobError: none of these is known to measure it, or nothing tells the direction.
+        JobError: none of them measures the value, or the direction is unknown.
     """
     names = ["loss", *(one.name for one in metrics)]
     if metric not in names:
@@ -128,14 +128,14 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
 
 @dataclass
 class Best:
-    """The best value of a metric so far.
+    """Best value of a metric so far.
 
     Attributes:
         higher: True if larger values are better.
-        min_delta: least difference that counts as an improvement.
+        min_delta: smallest difference that counts as an improvement.
         value: the best value; None before the first one.
-        step: the step after which it was measured; -1 before the first one.
-        since: number of evaluations after it.
+        step: step of its evaluation; -1 before the first one.
+        since: number of evaluations since then.
         seen: the step of the newest evaluation that counted.
     """
 
@@ -148,7 +148,10 @@ class Best:
     seen: int = -1
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Count an evaluation; True if it is the best so far. One that is repeated after a failure counts once."""
+        """Count an evaluation; return True if it is the best so far.
+
+        An evaluation that is repeated after a failure counts once.
+        """
         if step == self.seen:
             return step == self.step
         self.seen = step
@@ -161,11 +164,11 @@ class Best:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be kept beside the spec."""
+        """Return the state to keep besides the spec."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from an earlier state; that of another metric does not count."""
+        """Continue from an earlier state; the state of another metric is ignored."""
         if state is None or state["metric"] != self.metric:
             self.value, self.step, self.since, self.seen = None, -1, 0, -1
         else:
@@ -174,13 +177,13 @@ class Best:
 
 @dataclass
 class StopRule:
-    """Watches a run against a `StopSpec`, and which of its evaluations is the best.
+    """Stop rules of a `StopSpec` for a run, and its best evaluation.
 
-    `elapsed_before_s` carries the wall-clock of earlier attempts of the same run.
+    `elapsed_before_s` is the wall-clock time of earlier attempts of the same run.
 
     Args:
         keep: the metric whose best checkpoint is kept; None without one.
-        metrics: those that the run measures.
+        metrics: metrics that the run measures.
 
     Attributes:
         best: the best evaluation by `keep`.
@@ -211,13 +214,13 @@ class StopRule:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far, earlier attempts included."""
+        """Return seconds of training so far, including earlier attempts."""
         return self.elapsed_before_s + time.monotonic() - self._started
 
     def after_step(self, step: int, loss: float) -> str | None:
-        """The reason to stop after optimizer step `step` (1-based, over the whole run), or None.
+        """Return the reason to stop after optimizer step `step` (1-based), or None.
 
-        Decided from values that every rank shares, but for the wall-clock (`out_of_time`), which one rank decides for
+        The decision uses values that every rank shares. For the wall-clock time (`out_of_time`), one rank decides for
         all.
         """
         self._newest_loss = loss
@@ -228,22 +231,25 @@ class StopRule:
         return self._bound(step) or self._loss_below(step) or self._plateau(step)
 
     def ended(self, step: int) -> str | None:
-        """The reason to stop after optimizer step `step`; None to go on.
+        """Return the reason to stop after optimizer step `step`; None to continue.
 
-        Only what is recorded decides, as the run may have been resumed after its end.
+        Only recorded values decide, because the run may have been resumed after its end.
         """
         reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._by_metrics()
         was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)  # by a clock that all ranks share
         return reason or (self.out_of_time() if was_out_of_time else None)
 
     def out_of_time(self) -> str | None:
-        """The reason to stop when the wall-clock is used up, or None. Differs between ranks: let rank 0 decide."""
+        """Return the reason to stop when the time is used up, or None.
+
+        Ranks may differ, so let rank 0 decide.
+        """
         if self.spec.seconds is not None and self.elapsed_s >= self.spec.seconds:
             return f"seconds: {self.spec.seconds:g} s are over"
         return None
 
     def after_evaluation(self, metrics: dict[str, float], step: int) -> str | None:
-        """The reason to stop after validation metrics were measured at a step, or None."""
+        """Return the reason to stop after validation metrics were measured at a step, or None."""
         self._newest_metrics = metrics
         for watched in (self.best, self._patience):
             if watched is not None:
@@ -251,7 +257,7 @@ class StopRule:
         return self._by_metrics()
 
     def state_dict(self) -> dict[str, object]:
-        """The state that lets a resumed run stop where an undisturbed one would."""
+        """Return the state with which a resumed run stops at the correct step."""
         return {
             "elapsed_s": self.elapsed_s,
             "losses": list(self._losses),
@@ -262,13 +268,13 @@ class StopRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier run saw, and the time that it spent."""
+        """Restore the observations and the spent time of an earlier run."""
         self.rewind(state)
         self.elapsed_before_s = state["elapsed_s"]
         self._started = time.monotonic()
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Forget what was seen since `state` was taken, but not the time that it took."""
+        """Forget the observations since `state` was taken, but not the time."""
         self._losses = deque(state["losses"])
         self._newest_loss, self._newest_metrics = state["newest_loss"], state["newest_metrics"]
         for key, watched in (("best", self.best), ("patience", self._patience)):
@@ -320,18 +326,18 @@ class StopRule:
 class SpikeSpec(Spec):
     """`spike: rewind`, or `{policy: skip, threshold: 6, window: 100}`.
 
-    A loss is a spike beyond the median of the last `window` losses plus `threshold` times their spread.
+    A loss is a spike if it exceeds the median of the last `window` losses by more than `threshold` times their spread.
     """
 
     short: ClassVar[str | None] = "policy"
     policy: Literal["off", "skip", "rewind"] = "off"
-    threshold: float = Field(10.0, gt=0)  # standard deviations, by the median absolute deviation
-    window: int = Field(50, ge=10)  # steps before the first spike can be found
+    threshold: float = Field(10.0, gt=0)  # in standard deviations, from the median absolute deviation
+    window: int = Field(50, ge=10)  # number of steps before the first spike can be detected
 
     @model_validator(mode="before")
     @classmethod
     def _read_off(cls, value: Any) -> Any:
-        """`off` as YAML reads it: false."""
+        """Convert false, YAML's value for `off`, to "off"."""
         if isinstance(value, dict):
             return value | {"policy": "off"} if value.get("policy") is False else value
         return {"policy": "off"} if value is False else value

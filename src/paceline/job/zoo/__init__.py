@@ -28,11 +28,11 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
-    """The model that `spec` names, on the CPU, initialised from torch's current random state.
+    """Build the model that `spec` names, on the CPU, from torch's current random state.
 
     Raises:
-        JobError: an unknown model (the nearest is named), an import that fails, arguments that do not fit,
-            or a result that is not an `nn.Module`.
+        JobError: the model is unknown (the message names the nearest), an import fails, the arguments are wrong, or the
+            result is not an `nn.Module`.
     """
     if spec.zoo is not None:
         model = _built_in(spec.zoo)
@@ -43,14 +43,14 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 
 def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
-    """Shape of one sample (channels, height, width) that the model needs; None if the data decides.
+    """Return the sample shape (channels, height, width) that the model needs; None if any.
 
     Raises:
-        JobError: an unknown model, an import that fails, or arguments that do not fit.
+        JobError: the model is unknown, an import fails, or the arguments are wrong.
     """
     if spec.hf is not None and spec.task == "image_classification":
         return image_shape(spec.hf, spec.args)
-    if spec.factory is not None:  # one that is not there is told before what its data lacks
+    if spec.factory is not None:  # a missing package is reported before the data's errors
         load_object(spec.factory)
     if spec.zoo is None:
         return None

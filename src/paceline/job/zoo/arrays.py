@@ -1,4 +1,4 @@
-"""Data sets from files of numbers and of text."""
+"""Data sets from files of numbers and text."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from paceline.job.data import Arrays, Text
 
 
-# a Python installation's folder holds other projects' files as well
+# a Python installation's folder also has files of other projects
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
 
 
 @contextmanager
 def reading(path: Path, expected: str) -> Iterator[None]:
-    """Turn a missing or unreadable file in the block into a DataError.
+    """Convert an error for a missing or unreadable file in this context to a DataError.
 
     It names the file (or else `path`) and what was expected.
     """
@@ -53,16 +53,16 @@ def reading(path: Path, expected: str) -> Iterator[None]:
 
 
 def folder_entries(folder: Path) -> list[Path]:
-    """The visible entries of a folder, sorted by name.
+    """Return the visible entries of a folder, sorted by name.
 
     Raises:
-        OSError: no such folder, or not readable.
+        OSError: the folder does not exist or is not readable.
     """
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """The visible files under a folder with one of the suffixes (any case), sorted by path.
+    """Return the visible files under a folder with these suffixes (any case), sorted by path.
 
     Raises:
         OSError: the folder or one below it is not readable.
@@ -83,7 +83,7 @@ def optional_package(module: str, package: str) -> ModuleType:
     """Import a module of a package that only some data needs.
 
     Raises:
-        DataError: it is not installed.
+        DataError: the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -103,10 +103,10 @@ _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for ea
 def build_arrays(spec: Arrays, seed: int) -> DataSets:
     """Load all named arrays into memory and check them once.
 
-    Checked: numbers, equally many rows, no NaN, Inf or gap, no negative class.
+    The arrays must have numbers, equal numbers of rows, no NaN, Inf or gap, and no negative class.
 
-    Inputs: columns (one-dimensional arrays), one or several, become a float32 matrix; a single array of more dimensions
-    keeps its shape, its integers as int64 (tokens). Target: integers become int64 (classes), other numbers float32.
+    Inputs: one or several columns (one-dimensional arrays) become a float32 matrix; a single array of more dimensions
+    keeps its shape, and integers become int64 (tokens). Target: integers become int64 (classes), other numbers float32.
     """
     test = _samples(spec, Path(spec.test)) if isinstance(spec.test, str) else None
     return split(_samples(spec, spec.path), spec, seed, test=test)
@@ -127,7 +127,7 @@ def _samples(spec: Arrays, path: Path) -> TensorSamples:
 def _read(path: Path, names: list[str]) -> dict[str, Array]:
     if path.is_dir():
         return _read_npy(path, names)
-    path.open("rb").close()  # missing or locked files give the same error for every format
+    path.open("rb").close()  # all formats report missing or locked files with the same error
     if path.suffix == ".npz":
         return _read_npz(path, names)
     if path.suffix == ".parquet":
@@ -177,7 +177,7 @@ def _decoding(file: Path) -> Iterator[None]:
 
 
 def _parquet_column(file: Path, name: str, column: Any) -> Array:
-    """A column of numbers as (rows,); one of lists as (rows, length)."""
+    """Convert a column of numbers to shape (rows,); one of lists to (rows, length)."""
     compute, types = optional_package("pyarrow.compute", "pyarrow"), optional_package("pyarrow.types", "pyarrow")
     _check_no_gaps(file, name, column, compute, 1)
     kind, length = column.type, 0
@@ -248,7 +248,7 @@ def _target(path: Path, name: str, array: Array) -> Array:
 
 
 def _finite_floats(path: Path, name: str, array: Array) -> Array:
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes Inf, and is reported below
+    with np.errstate(over="ignore"):  # values that float32 cannot represent become Inf, which is reported below
         values = array.astype(np.float32)
     flat = values.reshape(len(values), -1)
     if np.isfinite(flat).all():
@@ -323,12 +323,12 @@ def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_
         )
 
 
-MASK = 256  # the token that hides a byte
-IGNORED = -100  # the label of a position that the loss leaves out
+MASK = 256  # token that hides a byte
+IGNORED = -100  # label of a position that the loss ignores
 HIDDEN_SHARE = 0.15
 
 _EXPECTED_TEXT = "a text file, or a folder of text files"
-_MAPPED_FROM_BYTES = 64 << 20  # larger files stay on disk, mapped; smaller ones are joined in memory
+_MAPPED_FROM_BYTES = 64 << 20  # larger files are memory-mapped; smaller ones are joined in memory
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 Bytes = npt.NDArray[np.uint8]
@@ -336,10 +336,10 @@ Words = npt.NDArray[np.uint64]
 
 
 def build_text(spec: Text, seed: int) -> DataSets:
-    """Windows over all bytes of the files, in the given order; folders are sorted.
+    """Build windows over all bytes of the files, in the given order; folders are sorted.
 
-    The validation set is the last part of the bytes, and a share for the test set lies before it. Windows of two sets
-    share no byte.
+    The validation set is the last part of the bytes, and the test set is the part before it. Windows of different sets
+    have no bytes in common.
     """
     other = spec.model_copy(update={"path": (Path(spec.test),)}) if isinstance(spec.test, str) else None
     test = None if other is None else _windows(other, seed, shares=(0, 0))[0]
@@ -351,7 +351,7 @@ def build_text(spec: Text, seed: int) -> DataSets:
 def _windows(
     spec: Text, seed: int, shares: tuple[int, int] | None = None
 ) -> tuple[Windows | None, Windows | None, Windows | None]:
-    """Windows of the training set, the validation set and the test share."""
+    """Return windows of the training set, the validation set and the test set."""
     with reading(spec.path[0], _EXPECTED_TEXT):
         corpus = Corpus(_files(spec))
     # the byte after a window, which is the target of its last position
@@ -368,7 +368,7 @@ def _windows(
         )
     samples = min(available, spec.limit or available)
     kept, tested = shares_of(samples, spec) if shares is None else shares
-    sides = 1 + bool(kept) + bool(tested)  # each has an overlap of its own
+    sides = 1 + bool(kept) + bool(tested)  # each set has its own overlap
     end = corpus.size if samples == available else samples * spec.context + overlap * sides
     cut = end - kept * spec.context - overlap if kept else end
     before = cut - tested * spec.context - overlap if tested else cut
@@ -403,11 +403,11 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes in all files together."""
+        """Number of bytes in all files together."""
         return int(self._starts[-1])
 
     def read(self, start: int, size: int) -> Bytes:
-        """`size` bytes from byte `start` on; they may span files."""
+        """Read `size` bytes from byte `start` on; they may span files."""
         part = bisect_right(self._starts, start) - 1
         found = self._parts[part][start - self._starts[part] :][:size]
         if len(found) == size:
@@ -416,13 +416,13 @@ class Corpus:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` bytes in `corpus[first:end]`, side by side.
+    """Adjacent windows of `context` bytes in `corpus[first:end]`.
 
     A sample is `(input, target)`, both int64 of shape (context,).
 
     `causal`: the target is the window one byte later. `masked`: 15 % of the positions are chosen; of these 80 % become
     token 256, 10 % a random byte, 10 % stay; the target is the byte there and -100 elsewhere (Devlin et al., 2019,
-    arXiv:1810.04805). What is chosen depends on the seed, the epoch and the index alone.
+    arXiv:1810.04805). The chosen positions depend only on the seed, the epoch and the index.
     """
 
     labels = None
@@ -433,7 +433,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.samples = (end - first - self.causal) // spec.context
 
     def set_epoch(self, epoch: int) -> None:
-        """Hide other bytes in this epoch than in the others."""
+        """Set the epoch, so that other bytes are hidden than in other epochs."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -458,7 +458,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Mask 15 % of each row's tokens, at least one.
 
-    So every batch has equally many items per sample.
+    So every batch has the same number of items per sample.
 
     Args:
         tokens: bytes, (samples, context).
@@ -485,7 +485,7 @@ def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014), which is equal on every machine."""
+    """Output function of SplitMix64 (Steele, Lea and Flood, 2014), equal on every machine."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The data sets that a job can name, by kind; `DataSpec.build` comes here."""
+"""Data sets that a job can name; `DataSpec.build` calls this module."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """The training and validation sets of a job.
+    """Build the training and validation sets of a job.
 
-    They depend on the spec, the model's shape and the seed alone, so they are the same under every plan.
+    They depend only on the spec, the model's shape and the seed, so they are the same for every plan.
 
     Raises:
         DataError: see `DataSpec.build`.
@@ -72,7 +72,7 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
 
 
 def _build_custom(spec: Custom, seed: int) -> DataSets:
-    # what a factory draws follows from the seed, not from what this process drew before, which differs between plans
+    # a factory's random numbers depend on the seed, not on earlier draws of this process, which differ between plans
     with OwnRandom(seed):
         samples = _call(spec, spec.factory)
         held_out = None if spec.held_out_factory is None else _call(spec, spec.held_out_factory)
@@ -149,7 +149,7 @@ _BANK_BYTES = 64 << 20
 
 
 def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Normally distributed inputs with random classes, or random tokens if the spec has `vocab`.
+    """Build normally distributed inputs with random classes, or tokens if the spec has `vocab`.
 
     The target of a token is the next one.
     """
@@ -188,7 +188,7 @@ class Invented(Dataset[Batch]):
 
     @property
     def labels(self) -> Labels | None:
-        """The class of each sample, or None for tokens."""
+        """Class of each sample, or None for tokens."""
         if self.target.dim() != 1:
             return None
         return self.target.numpy()[(self.first + np.arange(self.samples)) % len(self.target)]

@@ -41,20 +41,20 @@ _FETCHING = ("trust_remote_code", "use_kernels", "use_pretrained_backbone")
 
 
 def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
-    """Freshly initialised fp32 model of a Hugging Face configuration file, for `task`.
+    """Build a freshly initialised fp32 model from a Hugging Face configuration, for `task`.
 
     `args` override the file's values.
 
     Raises:
-        JobError: no transformers, no such file, no configuration in it, an argument it does not have, or a task the
-            model is not made for.
+        JobError: transformers or the file is missing, the file is not a configuration, an argument is unknown, or the
+            model does not support the task.
     """
     config = _config(file, args)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
-    # transformers goes through them where a kind has several models for a task
+    # transformers uses this order if a model type has several classes for a task
     config.architectures = config.architectures or []
     try:
-        # precision is the plan's matter
+        # the plan determines the precision
         model: nn.Module = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         tasks = _AUTO_CLASSES.items()
@@ -73,7 +73,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
 
 
 def image_shape(file: Path, args: dict[str, Any]) -> tuple[int, ...] | None:
-    """Image shape (channels, height, width) of a configuration; None where it is open."""
+    """Return the image shape (channels, height, width) of a configuration; None if open."""
     config = _config(file, args)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if isinstance(size, int):
@@ -145,7 +145,7 @@ def bert(
         max_position_embeddings=context,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        pad_token_id=None,  # byte 0 is a byte as any other
+        pad_token_id=None,  # byte 0 is not special
     )
     model: nn.Module = transformers.BertForMaskedLM(config)
     return model
@@ -157,7 +157,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
         raise JobError(
             "model.asks_for_code", "{reasons}", reasons="\n".join(f"{file}: {text}" for text in dict.fromkeys(refused))
         )
-    values.pop("auto_map", None)  # names code of others for this kind; transformers' own is taken
+    values.pop("auto_map", None)  # the file names third-party code for this type; transformers' own class is used
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
@@ -187,7 +187,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     overridden = _overridden(values, args, known.attribute_map)
     try:
         config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **overridden)
-    except Exception as error:  # each kind of configuration has its own for values that it refuses
+    except Exception as error:  # each configuration class raises its own errors for rejected values
         raise JobError(
             "model.configuration_refused", "{file}: {error}", file=file, error=" ".join(str(error).split())
         ) from error
@@ -195,7 +195,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
 
 
 def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
-    """Settings in anybody's configuration that would fetch code or weights from the hub, as sentences."""
+    """List the settings of a configuration that would fetch code or weights from the hub."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -222,14 +222,17 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
 
 
 def _known_attention() -> tuple[str, ...]:
-    """Attention implementations of installed packages. For others, transformers may ask the hub."""
+    """Return attention implementations of installed packages.
+
+    For others, transformers may contact the hub.
+    """
     return (*_ATTENTION, *(name for name, package in _FLASH.items() if find_spec(package) is not None))
 
 
 def _overridden(values: dict[str, Any], args: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any]:
-    """`values` with `args` in their place; a key and its alias (`n_layer`, `num_hidden_layers`) are one."""
+    """Merge `args` into `values`; a key and its alias (`n_layer`, `num_hidden_layers`) are one."""
     overridden = {aliases.get(key, key): value for given in (values, args) for key, value in given.items()}
-    if "num_labels" in args:  # else the file's names of the classes decide their number
+    if "num_labels" in args:  # otherwise the class names in the file determine their number
         overridden.pop("id2label", None)
         overridden.pop("label2id", None)
     return overridden
@@ -240,7 +243,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise JobError("file.unreadable", "{file} cannot be read: {reason}", file=file, reason=error.strerror) from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:  # invalid JSON or UTF-8
         raise JobError("model.configuration_not_json", "{file} is not JSON: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
         kind = type(values).__name__
@@ -262,7 +265,7 @@ def _transformers() -> ModuleType:
             "this model needs the transformers library. Run: pip install 'paceline[hf]' ({error})",
             error=error,
         ) from None
-    transformers.logging.set_verbosity_error()  # its remarks on token ids and weights concern pretrained models
+    transformers.logging.set_verbosity_error()  # its warnings about token ids and weights concern pretrained models
     return transformers
 
 
@@ -275,13 +278,13 @@ class SimCLR(nn.Module):
 
     They are for the loss `contrastive`.
 
-    The views of an image follow from its pixels and the number of training steps before, whichever rank has it: every
-    plan trains on the same views, and a resumed run goes on with them. Evaluation has views too, the same each time,
-    for the task is to tell which two belong together.
-    `image_size` is what the data is resized to: 224 by default for `resnet50`; `cifar_cnn` takes 32 and no other.
+    The views of an image depend on its pixels and the number of earlier training steps, but not on the rank. So every
+    plan trains on the same views, and a resumed run continues with them. Evaluations also use views, the same each
+    time, because the task is to find the two that belong together. The data is resized to `image_size`: 224 by default
+    for `resnet50`; `cifar_cnn` supports only 32.
 
     Raises:
-        JobError: an `image_size` that the encoder does not take.
+        JobError: the encoder does not support this `image_size`.
     """
 
     steps: Tensor
@@ -318,9 +321,9 @@ class SimCLR(nn.Module):
 
 @torch.no_grad()
 def random_view(images: Tensor, time: Tensor, number: int) -> Tensor:
-    """Random crop, flip, contrast and brightness of images (n, c, h, w).
+    """Apply random crop, flip, contrast and brightness to images (n, c, h, w).
 
-    The crop keeps 40 to 100 % of each side; the shape stays. `time` and `number` tell an image's views apart.
+    The crop keeps 40 to 100 % of each side; the shape stays. `time` and `number` distinguish an image's views.
     """
     drawn = _uniform(images, 2 * time + number)
     scale = 0.4 + 0.6 * drawn[:, 0]
@@ -333,7 +336,7 @@ def random_view(images: Tensor, time: Tensor, number: int) -> Tensor:
     of_each = drawn[:, :, None, None, None]
     contrast, brightness = (0.6 + 0.8 * of_each[:, 4]), 0.8 * of_each[:, 5] - 0.4
     mean = view.mean(dim=(1, 2, 3), keepdim=True)
-    # brightness in the image's own units, however the data is normalised
+    # brightness in the image's own units, for any normalization
     spread = view.std(dim=(1, 2, 3), keepdim=True)
     return ((view - mean) * contrast + mean + brightness * spread).to(images.dtype)
 
@@ -343,11 +346,11 @@ _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
 
 def _uniform(images: Tensor, key: Tensor) -> Tensor:
-    """Numbers from 0 to 1, float32 (n, 6), that follow from pixels and key alone.
+    """Return float32 numbers (n, 6) from 0 to 1, determined only by pixels and key.
 
-    torch's generators would draw them in the order of a rank's samples.
+    With torch's generators, they would depend on the order of a rank's samples.
     """
-    # the same in every precision that holds the images
+    # equal for every precision of the images
     pixels = (images.flatten(1).to(torch.float32) * 2**16).to(torch.int32)
     place = torch.arange(pixels.shape[1], device=images.device)
     odd = (_mixed(place * _GOLDEN) & 2**31 - 1 | 1).to(torch.int32)
@@ -358,7 +361,7 @@ def _uniform(images: Tensor, key: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014), on int64."""
+    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014) to int64."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & 2**37 - 1)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31 & 2**33 - 1)

@@ -1,4 +1,4 @@
-"""Images with a class each: scikit-learn's digits, CIFAR-10's binary files, and folders of image files."""
+"""Images with one class each: scikit-learn's digits, CIFAR-10, and folders of image files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".t
 
 
 class Normalise:
-    """Bytes (n, channels, height, width) as floats (value / 255 - mean) / std, resized to `size`."""
+    """Conversion of bytes (n, channels, height, width) to normalized floats, resized to `size`.
+
+    The result is (value / 255 - mean) / std.
+    """
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], size: tuple[int, int]) -> None:
         self.size = size
@@ -43,8 +46,8 @@ class Normalise:
         return _resize(images.float().mul_(self._scale).add_(self._shift), self.size)
 
 
-# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's, which stand for any
-# photograph.
+# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's for other
+# photographs.
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR_GREY = ((0.4809,), (0.2392,))
 _PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -52,7 +55,7 @@ _DIGITS = (0.3053, 0.3760)
 
 
 def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Handwritten digits as float32 of mean 0 and variance 1, resized once, here.
+    """Load handwritten digits as float32 of mean 0 and variance 1, already resized.
 
     The grey plane is repeated over the channels without a copy.
     """
@@ -65,7 +68,7 @@ def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -
 
 
 def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Images (1797, 8, 8) of 0 to 16 and their labels, from the file that scikit-learn brings.
+    """Read images (1797, 8, 8) of 0 to 16 and their labels from scikit-learn's file.
 
     It is read without importing scikit-learn, which takes longer than the rest of a short run.
     """
@@ -79,7 +82,7 @@ def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
 
 
 def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """CIFAR-10, kept as bytes and turned into floats batch by batch."""
+    """Load CIFAR-10 as bytes, which are converted to floats batch by batch."""
     shape = _photo_shape("cifar10", input_shape or (3, 32, 32))
     with reading(spec.path, _CIFAR_FILES):
         names = {entry.name: entry for entry in folder_entries(spec.path)}
@@ -102,7 +105,7 @@ def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int)
 
 
 def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Image files, decoded when they are asked for; the classes are the sorted folders."""
+    """Load image files, decoded on access; the classes are the sorted folders."""
     wanted = spec.shape or input_shape
     if wanted is None:
         raise DataError(
@@ -120,17 +123,18 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
 
 
 class ImageFolder(Dataset[Batch]):
-    """A folder of class folders. Samples are listed round-robin over the classes, so the first few hold them all.
+    """A folder of class folders.
 
-    An image is resized so that it covers `shape`, and cropped around its centre.
+    Samples are listed round-robin over the classes, so the first few include all classes. An image is resized to cover
+    `shape`, and cropped around its centre.
 
     Args:
-        folder: holds one folder per class; the images may lie deeper in these.
+        folder: folder with one subfolder per class; the images may be nested deeper.
         shape: channels (1 or 3), height, width of every sample.
         classes: the known classes; without it, the folders found.
 
     Raises:
-        DataError: no class folders, one without images, or one that `classes` does not have.
+        DataError: there is no class folder, a class folder has no images, or `classes` lacks a folder.
     """
 
     def __init__(self, folder: Path, shape: Shape, classes: tuple[str, ...] | None = None) -> None:
@@ -231,7 +235,7 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
 
 
 def _grey(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """The luma of ITU-R BT.601, which Pillow's grey mode has as well, as (samples, 1, height, width)."""
+    """Compute the luma of ITU-R BT.601, as in Pillow's grey mode, as (samples, 1, height, width)."""
     weights = np.array([299, 587, 114], dtype=np.uint32).reshape(3, 1, 1)
     return ((pixels * weights).sum(axis=1, keepdims=True) // 1000).astype(np.uint8)  # type: ignore[no-any-return]
 
@@ -263,7 +267,7 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
 
 
 def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
-    """The pixels as (channels, height, width)."""
+    """Return the pixels as (channels, height, width)."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -273,14 +277,17 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
         with PIL.Image.open(file) as image:
             image.draft(mode, (width, height))  # JPEG only: decodes at a smaller scale that still covers the shape
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
-    except Exception as error:  # Pillow raises many kinds, by format
+    except Exception as error:  # Pillow raises different errors for different formats
         reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
         raise DataError("data.file_unusable", "{file}: {reason}", file=Path(file).absolute(), reason=reason) from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _to_bytes(image: Image) -> Image:
-    """Convert a 16-bit grey image to 8 bits. Pillow's own conversion would clip everything above 255 to white."""
+    """Convert a 16-bit grey image to 8 bits.
+
+    Pillow's own conversion would clip all values above 255 to white.
+    """
     from PIL.Image import fromarray
 
     if image.mode.startswith("I;16"):

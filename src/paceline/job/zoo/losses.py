@@ -1,4 +1,4 @@
-"""The built-in losses, and finding a user's own."""
+"""Built-in losses, and the loading of a user's own."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def build_loss(spec: LossSpec) -> Loss:
-    """The loss that `spec` names.
+    """Build the loss that `spec` names.
 
     Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or arguments that the loss does not
-            take.
+        JobError: the name is unknown (the message names the nearest), an import fails, or the loss rejects the
+            arguments.
     """
     if ":" in spec.name:
         return _users_loss(spec.name, spec.args)
@@ -57,12 +57,12 @@ def build_loss(spec: LossSpec) -> Loss:
 
 @functools.cache
 def torch_losses() -> frozenset[str]:
-    """Names of the loss classes of `torch.nn`."""
+    """Return the names of the loss classes of `torch.nn`."""
     return frozenset(name for name, value in vars(nn).items() if inspect.isclass(value) and name.endswith("Loss"))
 
 
 class CrossEntropy:
-    """The mean cross-entropy over the labels that are not -100; 0 where all are.
+    """Mean cross-entropy over the labels that are not -100; 0 if all are.
 
     Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same
     without classes. `weight` is one number per class; the mean is then over the weights of the labels.
@@ -80,11 +80,11 @@ class CrossEntropy:
         self.weight = None if weight is None else torch.tensor(weight)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor.
+        """Return the loss as a 0-dimensional tensor.
 
         Raises:
-            DataError: labels that are out of range, no whole numbers, or not of the output's shape. On a GPU, labels
-                out of range end the process with the device's own assertion; `check` on the host names them before.
+            DataError: labels are out of range, not whole numbers, or do not fit the output's shape. On a GPU, labels
+                out of range end the process with the device's own assertion; `check` on the host reports them before.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         weight = None
@@ -97,7 +97,7 @@ class CrossEntropy:
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
-        # to look is nearly free on a CPU; an accelerator would have to be waited for
+        # the check is nearly free on a CPU; on an accelerator the host would have to wait
         if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
         if self._all_counted:
@@ -107,9 +107,9 @@ class CrossEntropy:
 
     @contextmanager
     def knowing(self, target: Tensor) -> Iterator[None]:
-        """Context in which the loss is of parts of `target`, which is on the host.
+        """Return a context in which the loss uses parts of the host's `target`.
 
-        Where all its labels count, an accelerator need not look for parts in which none does.
+        If all labels count, an accelerator need not check for parts without items.
         """
         self._all_counted = self.weight is None and not bool((target == IGNORED).any())
         try:
@@ -118,18 +118,21 @@ class CrossEntropy:
             self._all_counted = False
 
     def items(self, target: Tensor) -> Tensor:
-        """Number of items in the mean: labels other than -100, or their weights' sum."""
+        """Return the number of items in the mean.
+
+        Items are labels other than -100, or their weights' sum.
+        """
         counted = target != IGNORED
         if self.weight is None:
             return counted.sum()
-        # what is out of range is `check`'s to name
+        # `check` reports labels out of range
         of_each = self.weight.to(target.device)[target.long().clamp(0, len(self.weight) - 1)]
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check `target` by `check_labels`. Only the shape of the output is used."""
+        """Check `target` with `check_labels`; only the shape of the output is used."""
         logits = logits_of(output)
-        if logits.dim() > 1:  # else the loss says that the shapes do not fit
+        if logits.dim() > 1:  # otherwise the loss reports that the shapes do not fit
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
@@ -142,7 +145,7 @@ class Elementwise:
         self.name, self.mean = name, mean
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError where the shapes differ."""
+        """Return the loss as a 0-dimensional tensor; raise DataError if the shapes differ."""
         return self.mean(*same_shape(self.name, output, target))
 
 
@@ -159,13 +162,17 @@ class BinaryCrossEntropy(Elementwise):
         super().__init__("bce", mean)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError for other shapes, or targets outside 0 to 1."""
-        if target.device.type == "cpu":  # on an accelerator this would be a wait; there `check` gets host tensors
+        """Return the loss as a 0-dimensional tensor.
+
+        Raises DataError for different shapes, or targets outside 0 to 1.
+        """
+        # on an accelerator the host would have to wait; there, `check` gets host tensors
+        if target.device.type == "cpu":
             self.check(output, target, "in a batch")
         return super().__call__(output, target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Raise DataError for a target outside 0 to 1, where the loss has no minimum."""
+        """Raise DataError for targets outside 0 to 1, which have no minimal loss."""
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
@@ -215,9 +222,9 @@ class TorchLoss:
     Its weights move to the device of the output.
 
     Attributes:
-        module: the loss as torch computes it.
+        module: torch's loss module.
         reduction: `sum`, or `mean` over samples or `items`.
-        items: counts the labels, or the weights of these; None for losses of elements.
+        items: function that counts the labels or sums their weights; None for elementwise losses.
     """
 
     known_mean = True
@@ -233,7 +240,10 @@ class TorchLoss:
         return self.module.reduction == "batchmean"
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError where elements are compared and the shapes differ."""
+        """Return the loss as a 0-dimensional tensor.
+
+        Raises DataError if an elementwise loss gets different shapes.
+        """
         if type(self.module) in _ELEMENTWISE:
             values, wanted = same_shape(self.__name__, output, target)
         else:
@@ -245,10 +255,10 @@ class TorchLoss:
 
 
 class Contrastive:
-    """NT-Xent loss (Chen et al., 2020, arXiv:2002.05709) over two views of each sample (n, 2, d) of length 1.
+    """NT-Xent loss over two normalized views of each sample, shape (n, 2, d).
 
-    Each view has to find its partner among all other views of the batch, so the loss needs the whole batch. The target
-    is ignored.
+    It is described by Chen et al. (2020, arXiv:2002.05709). Each view must find its partner among all other views of
+    the batch, so the loss needs the whole batch. The target is ignored.
     """
 
     whole_batch = True
@@ -257,7 +267,7 @@ class Contrastive:
         self.temperature = temperature
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """The loss as a 0-dimensional tensor. Raises DataError where the output is not (n, 2, d)."""
+        """Return the loss as a 0-dimensional tensor; raise DataError unless the output is (n, 2, d)."""
         similarity, partner = view_similarity(output)
         return F.cross_entropy(similarity / self.temperature, partner)
 
@@ -273,10 +283,12 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
-    """The similarities (2n, 2n) of all views, -inf to themselves, and the index of each view's partner (2n,).
+    """Return the similarities (2n, 2n) of all views, and each view's partner index (2n,).
+
+    A view's similarity to itself is -inf.
 
     Raises:
-        DataError: the output is not (n, 2, d).
+        DataError: the shape of the output is not (n, 2, d).
     """
     views = logits_of(output)
     if views.dim() != 3 or views.shape[1] != 2:
@@ -292,7 +304,7 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
 
 
 def _users_loss(path: str, args: dict[str, Any]) -> Loss:
-    """A function, with `args` bound; or an instance of a class, made with `args`."""
+    """Return a function with `args` bound, or an instance of a class made with `args`."""
     loss = load_object(path)
     if path.startswith("torch."):
         args = {key: torch.tensor(v) if key in _WEIGHTS and v is not None else v for key, v in args.items()}
@@ -331,11 +343,11 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         )
     if type(loss) in (*_ELEMENTWISE, *_OF_CLASSES):
         return TorchLoss(loss)
-    # the wrapper has the attributes, too
+    # the wrapper has the same attributes
     return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
 
 
-_WEIGHTS = ("weight", "pos_weight")  # lists in a job file, and tensors in torch
+_WEIGHTS = ("weight", "pos_weight")  # lists in a job file, but tensors in torch
 
 
 def _tensors(args: Mapping[str, Any]) -> str:
@@ -349,9 +361,9 @@ def _tensors(args: Mapping[str, Any]) -> str:
 
 
 def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
-    """Raise an error that says what torch's means, where it is the user's to fix.
+    """Raise an error that explains torch's, if the user can fix the cause.
 
-    It looks at the values, so it is called only after a failure.
+    It reads the values, so it is called only after a failure.
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(

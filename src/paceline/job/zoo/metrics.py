@@ -1,4 +1,4 @@
-"""The built-in metrics, those of torchmetrics, and finding a user's own."""
+"""Built-in metrics, metrics of torchmetrics, and the loading of a user's own."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
     """Make a metric by its name, or by calling a class or factory with `args`.
 
     Args:
-        loss: of the job, which tells how outputs become probabilities.
+        loss: loss of the job, which determines the conversion of outputs to probabilities.
 
     Raises:
-        JobError: an unknown name (the nearest is named), an import that fails, or a factory whose result is not a
-            metric.
+        JobError: the name is unknown (the message names the nearest), an import fails, or the result of a factory is
+            not a metric.
     """
     if ":" in name:
         return _users_metric(name, args, loss)
@@ -63,7 +63,10 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
 
 
 class BuiltIn:
-    """A metric from a batch's `(total, count)`, summed over all batches. `result` is applied to the ratio."""
+    """A metric from a batch's `(total, count)`, summed over all batches.
+
+    `result` is applied to the ratio.
+    """
 
     def __init__(
         self, name: str, measure: Callable[[Any, Any], tuple[Any, Any]], result: Callable[[float], float]
@@ -73,12 +76,12 @@ class BuiltIn:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """`(total, count)` of one batch."""
+        """Return `(total, count)` of one batch."""
         total, count = self._measure(output, target)
         return float(total), float(count)
 
     def result(self, total: float, count: float) -> float:
-        """The value from the sums over all batches and replicas; NaN where nothing was counted."""
+        """Return the value from the total sums; NaN if nothing was counted."""
         return self._result(total / count) if count else math.nan
 
 
@@ -90,26 +93,29 @@ class OfProbabilities:
         self.gathers, self.higher_is_better = getattr(metric, "gathers", False), True
 
     def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """As the metric, of the logits that belong to the probabilities."""
+        """Compute the metric from the logits that correspond to the probabilities."""
         return self.metric(torch.logit(logits_of(output)), target)
 
     def result(self, total: Any, count: Any) -> float:
-        """As the metric."""
+        """Return the result of the metric."""
         return self.metric.result(total, count)
 
 
 class _OfClasses:
-    """A metric of classes, of yes and no, or of several labels.
+    """A metric for classes, binary labels, or several labels.
 
     Attributes:
-        kind: what the outputs are, by the job's loss; None if unknown.
+        kind: meaning of the outputs, from the job's loss; None if unknown.
     """
 
     name: str
     kind: OutputKind | None = None
 
     def _read(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Logits (m, classes) and labels (m,), True if samples have several labels; then both are (m, labels)."""
+        """Return logits (m, classes), labels (m,), and True for multi-label samples.
+
+        With several labels, both have the shape (m, labels).
+        """
         logits = logits_of(output)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
@@ -144,7 +150,7 @@ class _OfClasses:
 
 
 class F1(_OfClasses):
-    """The harmonic mean of precision and recall, as scikit-learn's `f1_score`.
+    """Harmonic mean of precision and recall, as in scikit-learn's `f1_score`.
 
     Args:
         average: `binary` (class 1 of two), `macro` (mean over the classes that occur among labels or predictions),
@@ -161,7 +167,7 @@ class F1(_OfClasses):
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, int]:
         """Count hits, false positives and misses by class.
 
-        A last row is not 0 if samples have several labels. The second value is the number of items.
+        The last row is not 0 if samples have several labels. The second value is the number of items.
         """
         logits, labels, several = self._read(output, target)
         if several:
@@ -176,7 +182,7 @@ class F1(_OfClasses):
         return torch.stack([hits, all_found - hits, all_wanted - hits, marks]).double().cpu(), len(labels)
 
     def result(self, total: Tensor, count: float) -> float:
-        """F1 by the counts of all batches; NaN without a sample."""
+        """Compute F1 from the counts of all batches; NaN without a sample."""
         if not count:
             return math.nan
         hits, wrong, missed, marks = total
@@ -200,18 +206,18 @@ class F1(_OfClasses):
 
 
 class AUC(_OfClasses):
-    """The area under the ROC curve, as scikit-learn's `roc_auc_score`.
+    """Area under the ROC curve, as in scikit-learn's `roc_auc_score`.
 
-    It is the chance that a positive sample has a higher score than a negative one: of class 1 of two; for more classes,
-    the mean over each against the others (`multi_class="ovr"`); for several labels, the mean over the labels. Classes
-    without positive or negative samples are left out.
+    It is the probability that a positive sample has a higher score than a negative one. For two classes, class 1 is
+    positive. For more classes it is the mean over each class against the others (`multi_class="ovr"`); for several
+    labels, the mean over the labels. Classes without positive or negative samples are skipped.
     """
 
     name, gathers, higher_is_better = "auc", True, True
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores (m, classes) or (m, 1), and labels (m,) or (m, labels)."""
+        """Return scores (m, classes) or (m, 1), and labels (m,) or (m, labels)."""
         logits, labels, several = self._read(output, target)
         if several:
             return logits, labels.to(torch.uint8)
@@ -233,7 +239,7 @@ class AUC(_OfClasses):
 
 
 def _area(scores: Tensor, positive: Tensor) -> float:
-    """Mann and Whitney's statistic; NaN without both kinds of samples."""
+    """Compute Mann and Whitney's statistic; NaN unless there are samples of both classes."""
     _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[place]
     yes = int(positive.sum())
@@ -244,31 +250,31 @@ def _area(scores: Tensor, positive: Tensor) -> float:
 
 
 class R2:
-    """The coefficient of determination, as scikit-learn's `r2_score`: the mean over a sample's outputs."""
+    """Coefficient of determination, as in scikit-learn's `r2_score`: the mean over the outputs."""
 
     name, gathers, higher_is_better = "r2", True, True
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and targets, (n, outputs of a sample)."""
+        """Return outputs and targets, (n, outputs of a sample)."""
         values, wanted = same_shape("r2", output, target)
         return values.reshape(len(values), -1), wanted.reshape(len(wanted), -1)
 
     def result(self, total: Tensor, count: Tensor) -> float:
-        """R² of all outputs and targets; NaN for fewer than two samples."""
+        """Compute R² of all outputs and targets; NaN for fewer than two samples."""
         values, wanted = total.double(), count.double()
         if len(wanted) < 2:
             return math.nan
         left = (wanted - values).square().sum(0)
         spread = (wanted - wanted.mean(0)).square().sum(0)
-        constant = (left > 0).logical_not().double()  # 1 if a constant is predicted without an error, else 0
+        constant = (left > 0).logical_not().double()  # 1 if a constant is predicted without an error, otherwise 0
         return float(torch.where(spread > 0, 1 - left / spread, constant).mean())
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of samples (or tokens, pixels) whose largest logit belongs to their class.
+    """Return the fraction of samples (or tokens, pixels) whose largest logit is their class.
 
-    Targets are labels (-100 is left out), one-hot rows or class probabilities. With one logit per sample, the target is
+    Targets are labels (-100 is ignored), one-hot rows or class probabilities. With one logit per sample, the target is
     0 or 1 (or a probability), and the logit should be above 0 if the target is above 0.5.
     """
     logits = logits_of(output)
@@ -294,7 +300,7 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multilabel_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Share of logits that are above 0 exactly if their target is above 0.5."""
+    """Return the fraction of correct labels: logit above 0 exactly if target above 0.5."""
     return _right_side_of_0(output, target, "multilabel_accuracy")
 
 
@@ -316,7 +322,10 @@ def _must_be_probabilities(target: Tensor, name: str) -> None:
 
 
 def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (m, classes, …) and labels (m, …); other shapes would be broadcast into a wrong result."""
+    """Return logits (m, classes, …) and labels (m, …); refuse other shapes.
+
+    Broadcasting them would give a wrong result.
+    """
     logits, labels = classes_on_dim_1(logits, target)
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
@@ -347,13 +356,13 @@ def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor])
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """Share of views whose nearest other view of the batch is their partner."""
+    """Return the fraction of views whose nearest other view in the batch is their partner."""
     similarity, partner = view_similarity(output)
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 
 
 def _exponential(mean: float) -> float:
-    return math.exp(mean) if mean < 700 else math.inf  # a float ends near e^709
+    return math.exp(mean) if mean < 700 else math.inf  # a float overflows near e^709
 
 
 def _bits(mean: float) -> float:

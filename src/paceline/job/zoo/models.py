@@ -18,9 +18,9 @@ from paceline.job.experts import by_expert, combined, without_values
 
 
 class GPT(nn.Module):
-    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab).
+    """GPT model from tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
 
-    About 3.3 M parameters by default.
+    It has about 3.3 M parameters by default.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
@@ -58,10 +58,10 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Logits (n, t, vocab) of the token after each of `tokens` (n, t), whole numbers below `vocab`.
+        """Return the logits (n, t, vocab) of the token after each of `tokens` (n, t).
 
-        `position_ids` (1, t) are the tokens' places below `context`, where they are not 0 to t - 1: a rank may hold a
-        part of a sequence.
+        Tokens are whole numbers below `vocab`. `position_ids` (1, t) are the positions of the tokens if they are not 0
+        to t - 1, because a rank may hold a part of a sequence.
 
         Raises:
             DataError: a sequence longer than `context`.
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return logits
 
     def _initialise(self, layers: int) -> None:
-        """Initialise as GPT-2: residual projections are scaled down by the number of residual additions."""
+        """Initialise like GPT-2: residual projections are scaled down by the number of residual additions."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 added = name.endswith(("attention.out.weight", "mlp.2.weight"))
@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to the residual stream (n, t, hidden) and normalised before."""
+    """Attention and an MLP with pre-normalization, each added to the residual stream (n, t, hidden)."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, t, hidden) to (n, t, hidden)."""
+        """Map (n, t, hidden) to (n, t, hidden)."""
         x = x + self.attention(self.attention_norm(x))
         added: Tensor = self.mlp(self.mlp_norm(x))
         return x + added
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         self.out_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, t, hidden) to (n, t, hidden); position i sees positions up to i."""
+        """Map (n, t, hidden) to (n, t, hidden); position i sees positions up to i."""
         n, t, hidden = x.shape
         projected = self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
@@ -134,14 +134,17 @@ class Attention(nn.Module):
 
 
 def mlp(*, hidden: PositiveInt = 1024, classes: PositiveInt = 10) -> nn.Module:
-    """784 - `hidden` - `classes` with ReLU, for images of 1 x 28 x 28; output (n, classes)."""
+    """Build a perceptron 784 - `hidden` - `classes` with ReLU.
+
+    It maps images of 1 x 28 x 28 to an output (n, classes).
+    """
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden), nn.ReLU(), nn.Linear(hidden, classes))
 
 
 def cifar_cnn(*, classes: PositiveInt = 10) -> nn.Module:
-    """Two convolutions and two linear layers for images of 3 x 32 x 32.
+    """Build two convolutions and two linear layers for images of 3 x 32 x 32.
 
-    Output (n, classes). 268,650 parameters with 10 classes.
+    The output has the shape (n, classes). There are 268,650 parameters with 10 classes.
     """
     head = nn.Sequential(nn.Linear(CIFAR_FEATURES, 128), nn.ReLU(), nn.Linear(128, classes))
     return nn.Sequential(*cifar_convolutions(), *head)
@@ -151,7 +154,7 @@ CIFAR_FEATURES = 32 * 8 * 8
 
 
 def cifar_convolutions() -> nn.Sequential:
-    """The convolutional part of `cifar_cnn`: (n, 3, 32, 32) to (n, 2048)."""
+    """Build the convolutional part of `cifar_cnn`: (n, 3, 32, 32) to (n, 2048)."""
     return nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, padding=1),
         nn.ReLU(),
@@ -164,18 +167,18 @@ def cifar_convolutions() -> nn.Sequential:
 
 
 class MoE(GPT):
-    """Tokens (n, t) with t up to `context`, to the logits of each next token (n, t, vocab).
+    """Mixture of experts from tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
 
-    About 18 M parameters by default.
+    It has about 18 M parameters by default.
 
     Args:
-        experts: MLPs in each block.
-        top_k: how many of them each token goes to.
+        experts: number of MLPs in each block.
+        top_k: number of experts for each token.
         capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the
-            first ones, so that no token depends on later ones; the others are dropped and pass the block by. 0: no
-            limit, nothing is dropped.
-        balance: weight of the balanced-load loss (see `Router`), which is minimised besides the job's loss and is not a
-            part of the loss that is reported.
+            first ones, so that no token depends on later ones; the others are dropped and skip the experts. 0 means no
+            limit.
+        balance: weight of the balanced-load loss (see `Router`), which is added to the job's loss for training but not
+            included in the reported loss.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`, or `top_k` is more than `experts`.
@@ -211,7 +214,7 @@ class MoE(GPT):
 
 
 class Mixture(nn.Module):
-    """Weighted sum (n, t, hidden) of each token's experts, zero for a token without one."""
+    """Weighted sum (n, t, hidden) of each token's experts; zero for a token without one."""
 
     def __init__(self, router: Router, experts: Experts, dropout: float) -> None:
         super().__init__()
@@ -227,17 +230,17 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """Top-k router: chooses the `top_k` experts with the largest probabilities for each token.
+    """Top-k router that chooses the `top_k` most probable experts for each token.
 
     The probabilities are a softmax of a linear function of the token.
 
-    *Balanced-load loss.* Of a sequence with t tokens, f_i is the share of its t * top_k choices that fell on expert i,
-    and P_i the mean of i's probability: experts * sum over i of f_i * P_i, which is 1 where the load is balanced and
-    `experts` where one expert takes it all (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3,
-    arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would depend on how the batch is divided; the mean
-    of this over the sequences does not. It is added to the loss in the backward pass, where no value of it is needed
-    (see `_Besides`), so every pipeline stage adds that of its own layers. Where a sequence is divided over ranks (cp),
-    the shares f are those of the whole sequence; only the capacity is then that of each part.
+    *Balanced-load loss.* For a sequence with t tokens, f_i is the fraction of its t * top_k choices of expert i, and
+    P_i the mean probability of expert i. The loss is experts * sum over i of f_i * P_i: 1 for a balanced load, and
+    `experts` if one expert takes all tokens (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3,
+    arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would depend on the division of the batch; the mean
+    over sequences does not. Its gradient is added in the backward pass, which does not need its value (see `_Besides`),
+    so every pipeline stage adds the loss of its own layers. If a sequence is divided over ranks (cp), the fractions f
+    cover the whole sequence, but the capacity applies to each part.
     """
 
     taken: Tensor
@@ -249,15 +252,16 @@ class Router(nn.Module):
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden), std=0.02))
         self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.sequence_weight: Tensor | None = None  # of the next forward pass; no buffer, which ranks would hold alike
-        self.pieces = 1  # into which every sequence is divided, each on another rank
+        # for the next forward pass; not a buffer, because ranks would have to hold it alike
+        self.sequence_weight: Tensor | None = None
+        self.pieces = 1  # number of parts of every sequence, each on another rank
         self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and weights, both (n, t, top_k), of tokens (n, t, hidden).
+        """Return experts and weights, both (n, t, top_k), for tokens (n, t, hidden).
 
-        A dropped choice is expert number `experts`. The weights of a token's experts sum to 1 before any are dropped;
-        with a single expert the weight is its probability, or it would not be learned.
+        A dropped choice is expert number `experts`. The weights of a token's experts sum to 1 before any are dropped.
+        With a single expert the weight is its probability; otherwise the router would not learn.
         """
         experts = len(self.weight)
         # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
@@ -293,7 +297,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, index: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1 or without_values(index):
-            # within a backward pass activations are computed again; they were counted when they were computed first
+            # a recomputation within a backward pass does not count tokens again
             return
         chosen = index.flatten()
         counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device)
@@ -316,23 +320,23 @@ class _Besides(Function):
 
 
 def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Mask of the choices (n, t, k) behind `capacity` others of the same expert and sequence."""
+    """Return a mask of the choices (n, t, k) beyond the `capacity` of an expert in a sequence."""
     n = index.shape[0]
-    # one for every expert of every sequence
+    # one number for every expert of every sequence
     place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()
     of_place, order = place.sort(stable=True)
-    first = torch.searchsorted(of_place, of_place)  # where in `order` those of the same place begin
+    first = torch.searchsorted(of_place, of_place)  # positions in `order` at which the groups begin
     before = torch.arange(len(order), device=index.device) - first
     return torch.empty_like(before).scatter(0, order, before).view(index.shape) >= capacity
 
 
 class Experts(nn.Module):
-    """MLPs with GELU whose matrices are kept as one parameter each.
+    """MLPs with GELU; the matrices of all experts form one parameter each.
 
-    They have the calling convention of transformers' mixtures.
+    The calling convention is that of transformers' mixtures.
 
     Attributes:
-        num_experts: number of experts; this rank's, if they are sharded.
+        num_experts: number of experts; this rank's number, if they are sharded.
         up: (experts, inner, hidden).
         down: (experts, hidden, inner).
     """
@@ -344,11 +348,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden, inner), std=0.02 / math.sqrt(2 * layers)))
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sums of the experts' outputs for every token.
+        """Return weighted sums of the experts' outputs for every token.
 
-        Takes tokens (tokens, hidden), and for each its experts and weights (tokens, k).
+        The arguments are tokens (tokens, hidden), and the experts and weights of each (tokens, k).
 
-        An index of `num_experts` stands for none.
+        The index `num_experts` means no expert.
         """
         order, counts = by_expert(top_k_index, self.num_experts)
         sizes = counts.tolist()

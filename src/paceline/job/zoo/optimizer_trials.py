@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.own_random import kept_random
 
-# What one update of an element depends on: its own history, the whole parameter, all parameters, or random numbers.
+# Scope of an element's update: its own history, the whole parameter, all parameters, or random numbers.
 Scope = Literal["element", "parameter", "model", "random"]
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-_SIZES = (2, 3, 5, 7, 11)  # of dimensions; all differ, so that a state's shape tells them apart
+_SIZES = (2, 3, 5, 7, 11)  # sizes of dimensions; all differ, so that the shape of a state tensor identifies them
 _STEPS = 4
 _TOLERANCE = 1e-12  # relative, in float64: elementwise updates may differ in the last digit
 
@@ -27,9 +27,9 @@ class StateTensor(NamedTuple):
     """A tensor of an optimizer's state.
 
     Attributes:
-        dims: dimensions of the parameter that its shape has.
-        factor: elements for one element of these dimensions.
-        element_bytes: bytes of an element; 0 for those of the parameter's type.
+        dims: dimensions of the parameter that occur in its shape.
+        factor: number of elements for one element of these dimensions.
+        element_bytes: bytes of an element; 0 for the size of the parameter's type.
     """
 
     dims: tuple[int, ...]
@@ -37,16 +37,16 @@ class StateTensor(NamedTuple):
     element_bytes: int
 
     def bytes(self, shape: Sequence[int], element_bytes: int) -> int:
-        """Bytes for a parameter of `shape` with elements of `element_bytes`."""
+        """Return the bytes for a parameter of `shape` with elements of `element_bytes`."""
         return math.prod(shape[dim] for dim in self.dims) * self.factor * (self.element_bytes or element_bytes)
 
 
 class StateTried(NamedTuple):
-    """State of an optimizer for a parameter of some number of dimensions.
+    """State of an optimizer for a parameter with some number of dimensions.
 
     Attributes:
-        tensors: what it keeps.
-        refused: why it does not take such a parameter; "" if it does.
+        tensors: the state tensors.
+        refused: the reason to reject such a parameter; "" if it is supported.
     """
 
     tensors: tuple[StateTensor, ...]
@@ -54,10 +54,10 @@ class StateTried(NamedTuple):
 
 
 def state_of(build: Build, dims: int) -> StateTried:
-    """State that an optimizer keeps after one step on a tiny parameter of `dims` dimensions.
+    """Return the state of an optimizer after one step on a `dims`-dimensional parameter.
 
     Raises:
-        JobError: it does not even take a step on a matrix.
+        JobError: the optimizer cannot even take a step on a matrix.
     """
     shape = (_SIZES * (1 + dims // len(_SIZES)))[:dims]
     parameter = nn.Parameter(torch.ones(shape))
@@ -84,12 +84,12 @@ def _described(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> State
 
 
 def scope_of(build: Build) -> Scope:
-    """What an update depends on, found by steps on a matrix and on its halves.
+    """Find the scope of an update by steps on a matrix and on its halves.
 
-    Gradients of the halves differ a hundredfold, so that norms, means and maxima over the matrix show.
+    The gradients of the halves differ by a factor of 100, which reveals norms, means and maxima over the matrix.
 
     Raises:
-        JobError: the optimizer takes no step on matrices with dense gradients.
+        JobError: the optimizer cannot take a step on matrices with dense gradients.
     """
     with kept_random():
         try:
@@ -145,12 +145,12 @@ def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.clone()
             _step(optimizer)
-    # as parts of the whole, to be compared with those of another division
+    # as parts of the whole, for comparison with another division
     return [[p.detach() for p in parameters] for parameters in ranks]
 
 
 def _alike(whole: list[list[Tensor]], divided: list[list[Tensor]]) -> bool:
-    """True if the whole parameters have the values of the divided ones."""
+    """Return True if the whole parameters have the values of the divided ones."""
     expected = next(parts for parts in (d(whole[0]) for d in _DIVISIONS) if _shapes(parts) == _shapes(divided))
     pairs = zip((t for part in expected for t in part), (t for part in divided for t in part), strict=True)
     return all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for a, b in pairs)
@@ -167,7 +167,7 @@ def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
     """Refuse an optimizer whose step needs a closure.
 
     Raises:
-        JobError: it does, as L-BFGS.
+        JobError: it needs a closure, like L-BFGS.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

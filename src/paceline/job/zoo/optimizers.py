@@ -13,7 +13,7 @@ from torch import Tensor
 class _Layerwise(torch.optim.Optimizer):
     """Optimizer with one update per layer.
 
-    `_update` gets the parameters of a group that are adapted by their norms, then the others.
+    `_update` gets the parameters of a group that are scaled by their norms, then the others.
     """
 
     @overload
@@ -24,9 +24,9 @@ class _Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step.
+        """Take one optimizer step.
 
-        `closure`, if any, computes the loss and the gradients first, and its result is returned.
+        If given, `closure` computes the loss and the gradients first, and its result is returned.
         """
         loss = None
         if closure is not None:
@@ -45,7 +45,7 @@ class LARS(_Layerwise):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
 
     Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none
-    (biases, norms) are neither scaled nor decayed, as is usual where LARS is used: their norms say little, and decay
+    (biases, norms) are neither scaled nor decayed, as is usual with LARS: their norms have little meaning, and decay
     harms them.
     """
 
@@ -104,7 +104,7 @@ class LAMB(_Layerwise):
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _adam(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Adam's bias-corrected directions."""
+        """Return Adam's bias-corrected directions."""
         for p in parameters:
             state = self.state[p]
             if not state:
@@ -113,7 +113,7 @@ class LAMB(_Layerwise):
         gradients = [_gradient(p) for p in parameters]
         means: list[Tensor] = [self.state[p]["mean"] for p in parameters]
         squares: list[Tensor] = [self.state[p]["square"] for p in parameters]
-        steps = [self.state[p]["step"].item() for p in parameters]  # on the CPU, so nothing is waited for
+        steps = [self.state[p]["step"].item() for p in parameters]  # on the CPU, so there is no wait
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
@@ -127,19 +127,19 @@ class LAMB(_Layerwise):
 
 
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """Parameters with gradients: matrices and filters with True, biases and norms with False."""
+    """Yield parameters with gradients: matrices and filters with True, biases and norms with False."""
     present = [p for p in parameters if p.grad is not None]
     parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
     return [(part, adapted) for part, adapted in parts if part]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None  # `_adapted_and_exempt` left out the others
+    assert parameter.grad is not None  # `_adapted_and_exempt` has excluded the others
     return parameter.grad
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """L2 norms of the tensors in one vector, for one operation over all layers."""
+    """Return the L2 norms of all tensors in one vector."""
     return torch.stack(list(torch._foreach_norm(tensors)))
 
 

@@ -1,4 +1,4 @@
-"""The meaning of a model's outputs by its loss: logits, probabilities or values."""
+"""Meaning of a model's outputs, determined by its loss: logits, probabilities or values."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _YES_NO = (
     nn.MultiLabelSoftMarginLoss,
     F.binary_cross_entropy_with_logits,
 )
-_SCORES = (nn.MultiMarginLoss,)  # larger for likelier classes, but no logits
+_SCORES = (nn.MultiMarginLoss,)  # larger for likelier classes, but not logits
 
 
 def kind_of(loss: Loss | None) -> OutputKind | None:
-    """The kind of outputs that a loss is for; None for others."""
+    """Return the type of outputs that a loss needs; None for other losses."""
     if isinstance(loss, CrossEntropy):
         return "classes"
     if isinstance(loss, BinaryCrossEntropy):
@@ -47,7 +47,7 @@ def kind_of(loss: Loss | None) -> OutputKind | None:
 
 
 def gives_probabilities(loss: Loss | None) -> bool:
-    """True if the model returns probabilities of independent labels, as `BCELoss` needs them."""
+    """Return True if the model returns probabilities of independent labels, as for `BCELoss`."""
     return _torchs(loss) in _PROBABILITIES
 
 
@@ -57,10 +57,10 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     Classes are on dim 1 or, in sequences, on the last dimension.
 
     Args:
-        kind: what the outputs are; `kind_of(loss)` where that tells.
+        kind: meaning of the outputs; `kind_of(loss)` if known.
 
     Raises:
-        JobError: only the user knows how outputs of this loss become probabilities.
+        JobError: the conversion for outputs of this loss is unknown, and the user must define it.
     """
     own = getattr(loss, "probabilities", None)
     if callable(own):
@@ -90,12 +90,12 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
 
 
 def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities (m, classes, …) and labels (m, …); for independent labels both (m, labels).
+    """Return probabilities (m, classes, …) and labels (m, …); for independent labels both (m, labels).
 
-    Labels of -100 are left out; what remains then has one row each.
+    Labels of -100 are skipped; the remaining labels then have one row each.
 
     Raises:
-        DataError: the targets are not the labels that the loss says.
+        DataError: the targets are not labels of the loss's type.
         JobError: see `probabilities`.
     """
     kind = kind_of(loss)
@@ -124,7 +124,7 @@ def _are_probabilities(values: Tensor) -> bool:
 
 
 def _torchs(loss: object) -> object:
-    """The class or function of torch that a loss is; else the loss itself."""
+    """Return the class or function of torch that a loss is; otherwise the loss itself."""
     if isinstance(loss, TorchLoss):
         return type(loss.module)
     if isinstance(loss, functools.partial):

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in a job, exact over ranks by the reductions that they declare."""
+"""Metrics of torchmetrics in a job, exact over ranks with the reductions that they declare."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CLASSIFICATION = "torchmetrics.classification"
 class TorchMetric:
     """A metric of torchmetrics.
 
-    If the reductions of its states are sums, maxima, minima and concatenations, every rank updates a copy and the
-    states are reduced over the ranks. Else a mean over ranks would be wrong for uneven shares, so all predictions are
-    gathered and measured at once.
+    If the reductions of its states are sums, maxima, minima and concatenations, every rank updates a copy, and the
+    states are reduced over the ranks. For other metrics, a mean over ranks would be wrong for uneven shares, so all
+    predictions are gathered and evaluated at once.
 
     Metrics of `torchmetrics.classification` get probabilities and labels; others get the output and the target.
 
     Attributes:
-        keeps_state: True if states are reduced; `gathers` otherwise.
+        keeps_state: True if states are reduced; otherwise `gathers` is True.
     """
 
     def __init__(self, name: str, metric: Metric, loss: Loss | None) -> None:
@@ -41,7 +41,7 @@ class TorchMetric:
         self.higher_is_better: bool | None = metric.higher_is_better
         self._classifies = any(cls.__module__.startswith(_CLASSIFICATION) for cls in type(metric).__mro__)
         self._binary = type(metric).__name__.startswith("Binary")
-        # the ranks' states are reduced here, by no process group of torch's
+        # this module reduces the ranks' states, not a process group of torch
         metric.sync_on_compute = metric._to_sync = False
         self.gathers = not _reduces_exactly(metric)
         self.keeps_state = not self.gathers
@@ -54,7 +54,7 @@ class TorchMetric:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """What the metric compares: predictions and targets of a batch."""
+        """Return the predictions and targets of a batch."""
         if not self._classifies:
             return logits_of(output).detach(), target
         found, labels = classified(self.loss, output, target)
@@ -70,13 +70,13 @@ class TorchMetric:
         return found, labels
 
     def result(self, total: Any, count: Any) -> float:
-        """The value by the predictions and targets of all ranks."""
+        """Compute the value from the predictions and targets of all ranks."""
         states = self.begin()
         states.add(total, count)
         return states.result()
 
     def begin(self) -> States:
-        """States before the first batch."""
+        """Return the states before the first batch."""
         return States(self.name, self.metric.clone())
 
     def _refuse_several_values(self) -> None:
@@ -99,7 +99,7 @@ _EACH = (None, "none", "raw_values")
 
 
 class States:
-    """The states of a metric on one rank.
+    """States of a metric on one rank.
 
     Attributes:
         metric: a copy that this rank updates.
@@ -110,15 +110,15 @@ class States:
         self.name, self.metric, self.batches = name, metric, 0
 
     def add(self, predictions: Any, targets: Any) -> None:
-        """Update the metric by a batch.
+        """Update the metric with a batch.
 
         Raises:
-            DataError: the metric refuses the batch.
+            DataError: the metric rejects the batch.
         """
         device = predictions.device
         if not self.batches:
             self.metric = self.metric.to(device)
-            self.metric.set_dtype(widest_float(device))  # sums of many batches
+            self.metric.set_dtype(widest_float(device))  # sums over many batches
         self.batches += 1
         try:
             with torch.autocast(device.type, enabled=False):
@@ -138,8 +138,8 @@ class States:
         """Compute the value over all ranks; NaN on a rank without a batch.
 
         Args:
-            of_all: concatenates this rank's rows of a state with those of the others, and is called for each state;
-                None: the batches of this rank are all.
+            of_all: function that concatenates this rank's rows of a state with those of the other ranks, called for
+                each state; None if there are no other ranks.
 
         Raises:
             JobError: the value is not one number.
@@ -176,7 +176,7 @@ class States:
 
 
 def _reduces_exactly(metric: Metric) -> bool:
-    """True if the reductions give what one process computes for any division of samples."""
+    """Return True if the reductions are exact for any division of samples."""
     for state, default in metric._defaults.items():
         reduction = metric._reductions[state]
         if isinstance(default, list):
