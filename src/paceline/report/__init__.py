@@ -1,6 +1,6 @@
-"""Pages about a run, a benchmark, a plan or links; they open offline.
+"""HTML pages about a run, a benchmark, a plan or links, which open offline.
 
-Read `page.py` first (what every page is made of), then `run_page.py` and its template. Other packages write pages for
+Read `page.py` first (the blocks of every page), then `run_page.py` and its template. Other packages write pages for
 the kinds of directory that they add (`PAGES`).
 """
 

@@ -37,8 +37,8 @@ class Measured:
 
     Attributes:
         ranks: seconds of each part of the median step, by rank.
-        samples: of a step, over all ranks.
-        local_samples: of each rank in a step.
+        samples: samples of a step, over all ranks.
+        local_samples: samples of each rank in a step.
         speed: speed of the run, as on its other pages.
     """
 
@@ -55,7 +55,7 @@ class Measured:
 
     @cached_property
     def served(self) -> bool:
-        """True if servers own the parameters: one worker records for all, and no parts."""
+        """True if servers own the parameters: one worker records for all, without parts."""
         return sync_info(self.plan.sync).served
 
     @cached_property
@@ -70,7 +70,7 @@ class Measured:
 
     @property
     def devices(self) -> int:
-        """Devices that it used: accelerators, or on CPUs the cores of the ranks' threads."""
+        """Devices that the run used: accelerators, or on CPUs the cores of the ranks' threads."""
         plan, cluster = self.plan, self.run.cluster
         if cluster.has_accelerators:
             return plan.ranks
@@ -80,9 +80,9 @@ class Measured:
 
     @cached_property
     def compute_s(self) -> float:
-        """Compute of a typical rank, without what only a slow one takes.
+        """Compute of a typical rank, without the excess of slow ranks.
 
-        That of data-parallel ranks is by the pace of the fastest.
+        For data-parallel ranks, the pace of the fastest rank counts.
         """
         if not self._alike:
             return self.parts["compute"]
@@ -90,7 +90,7 @@ class Measured:
 
     @cached_property
     def even_parts(self) -> dict[str, float]:
-        """Parts of a rank that is as fast as the fastest. All that slower ones take longer is waiting for them."""
+        """Parts of a rank as fast as the fastest. The excess of slower ranks counts as waiting."""
         lag_s = self.parts["compute"] - self.compute_s
         return self.parts | {"compute": self.compute_s, "imbalance": self.parts["imbalance"] + lag_s}
 
@@ -143,10 +143,10 @@ def measured(run: Run) -> Measured:
 
 
 def same_work(one: Run, many: Run) -> None:
-    """Refuse a run of one device that did other work.
+    """Refuse a run of one device with different work.
 
     Raises:
-        RunError: with every key of the job that differs, or since it has several ranks.
+        RunError: keys of the job differ, which the text lists, or the run has several ranks.
     """
     if one.plan.ranks > 1:
         raise RunError(
@@ -168,7 +168,7 @@ _MEASURED_AS = {
     "comm": ("dp",),
     "optimizer": ("optimizer",),
 }
-# A prediction that is further off, either way, is of something else.
+# A prediction with a larger error, in either direction, is not comparable.
 _MOST = 5.0
 _TOP = 8  # plans with different degrees
 _DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "microbatches")
@@ -176,13 +176,13 @@ _DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut
 
 @dataclass(frozen=True)
 class Model:
-    """The cost model, held to what a run measured.
+    """Cost model corrected by the measurements of a run.
 
     Attributes:
         factors: measured over predicted seconds of the run's plan, by measured part.
-        beside_s: what is added to a part if no factor can be determined.
-        calibration: measurements of the machine that it rests on as well; None if there are none.
-        doubt: relative error that a predicted time may have.
+        beside_s: seconds added to a part if no factor can be determined.
+        calibration: calibration of the machine that the model also uses, or None.
+        doubt: possible relative error of a predicted time.
         why_not: reason why nothing is predicted from the run; empty if it is.
     """
 
@@ -196,10 +196,10 @@ class Model:
     def parts_of(self, plan: Plan, job: Job | None = None) -> dict[str, float]:
         """Predicted seconds of each measured part under a plan.
 
-        Waiting for data and checkpoints stay those of the run, a slow rank stays slow.
+        The times for data and checkpoints are taken from the run; a slow rank stays slow.
 
         Raises:
-            PacelineError: it cannot be predicted.
+            PacelineError: the plan cannot be predicted.
         """
         run = self.run
         job = job or run.run.job
@@ -209,10 +209,10 @@ class Model:
         return self.held(plan, prediction, job.global_batch / run.run.job.global_batch)
 
     def held(self, plan: Plan, prediction: Prediction, batches: float = 1.0) -> dict[str, float]:
-        """A prediction's parts as measured ones, corrected by the run.
+        """Convert a prediction's parts to measured parts, corrected by the run.
 
         Args:
-            batches: how many times the run's global batch it is of.
+            batches: global batch of the prediction, as a multiple of the run's.
         """
         parts = dict.fromkeys(PARTS, 0.0)
         for part, seconds in _as_measured(prediction).items():
@@ -234,7 +234,7 @@ class Model:
 
 
 def model_of(run: Measured) -> Model:
-    """The cost model held to a run.
+    """Fit the cost model to a run.
 
     Raises:
         PacelineError: the run's own plan cannot be predicted.
@@ -282,7 +282,7 @@ def undivided(plan: Plan) -> Plan:
 
 
 def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
-    """The best other plans with their predicted parts, the fastest first.
+    """Predict the best other plans; return them with their parts, fastest first.
 
     Raises:
         PacelineError: nothing can be searched.
@@ -321,21 +321,21 @@ def _as_measured(prediction: Prediction) -> dict[str, float]:
     return {part: sum(breakdown.get(name, 0.0) for name in names) for part, names in _MEASURED_AS.items()}
 
 
-_LEAST_SHARE = 0.03  # of a step, for a part to be worth a suggestion
+_LEAST_SHARE = 0.03  # fraction of a step above which a part is worth a suggestion
 _MOST_PLANS = 4
-_LEAST_INEXACT = 0.02  # gain that other losses are worth a line for
+_LEAST_INEXACT = 0.02  # gain above which a change of the losses is worth a line
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change that may help.
+    """Change that may help.
 
     Attributes:
         what: the change: a plan's text, or words.
         gain: relative gain of throughput; None if it is not predicted.
-        known: whether the gain is predicted, or the most that there can be, by the run's own parts.
-        plan: the plan with it, where it is one that can be tried.
-        but: its cost, or what it changes.
+        known: True if the gain is predicted; False if it is an upper bound from the run's own parts.
+        plan: plan with the change, if it can be tried.
+        but: cost or side effect of the change.
     """
 
     what: str
@@ -346,14 +346,14 @@ class Suggestion:
 
     @property
     def order(self) -> float:
-        """Sort key, larger for what is shown first."""
+        """Sort key; larger values are shown first."""
         return -1.0 if self.gain is None else self.gain
 
     def is_certain(self, doubt: float) -> bool:
         """True if the interval of the predicted gain excludes zero.
 
         Args:
-            doubt: relative error that a predicted time may have.
+            doubt: possible relative error of a predicted time.
         """
         return self.known == "predicted" and self.gain is not None and self.gain > doubt
 
@@ -370,7 +370,7 @@ class Suggestion:
 
 
 def from_parts(run: Measured) -> list[Suggestion]:
-    """Suggestions whose greatest gain the run's own parts tell."""
+    """Suggestions whose maximum gain follows from the run's own parts."""
     if run.served:
         return []
     job, found = run.run.job, []
@@ -388,7 +388,7 @@ def from_parts(run: Measured) -> list[Suggestion]:
 
 
 def _balance(run: Measured, share: float) -> Suggestion:
-    """Less waiting for slow ranks, by shares of the batch or otherwise."""
+    """Suggest less waiting for slow ranks, by shares of the batch or otherwise."""
     waits = {rank: parts["imbalance"] for rank, parts in run.ranks.items()}
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
@@ -402,7 +402,7 @@ def _at_most(what: str, share: float, but: str = "") -> Suggestion:
 
 
 def from_predictions(model: Model) -> list[Suggestion]:
-    """Other plans, batches and rules with their predicted gain, and settings to measure."""
+    """Suggest other plans, batches and rules with their predicted gain, and settings to measure."""
     if model.why_not:
         plans = [replace(one, gain=None, known="not predicted") for one in _plans(model)]
         return [*plans, *_knobs(model)]
@@ -413,7 +413,7 @@ def _plans(model: Model) -> list[Suggestion]:
     """Plans of the same training that are predicted to be faster."""
     try:
         others = other_plans(model)
-    except PacelineError:  # nothing else can run: its own plan has been predicted
+    except PacelineError:  # no other plan can run; the run's own plan has been predicted
         return []
     found = [Suggestion(named(plan), _gain(model, parts), "predicted", plan) for plan, parts in others]
     return [one for one in found if (one.gain or 0.0) >= WORTH or model.why_not][:_MOST_PLANS]
@@ -446,10 +446,10 @@ def _inexact(model: Model) -> list[Suggestion]:
 
 
 def _knobs(model: Model) -> list[Suggestion]:
-    """Settings of a plan that compute the same; the cost model does not know them."""
+    """Settings of a plan with equal results, which the cost model does not cover."""
     run = model.run
     tried = [knob for knob in knobs(run.run.job, run.run.cluster, run.plan) if not (knob.untried or knob.hint)]
-    # loader processes are suggested where the run waits for data (`from_parts`)
+    # loader processes are suggested if the run waits for data (`from_parts`)
     told = {*DEGREES, "num_workers"}
     same = [knob for knob in tried if not knob.cost_s and not knob.whole and not set(knob.changes) & told]
     plans = {str(knob): knob.on(run.plan) for knob in same}

@@ -1,4 +1,4 @@
-"""A chart as plain values, which `svg` draws; curves, and compared bars."""
+"""Charts as plain values, which `svg` draws: curves, and compared bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from paceline.units import digits
 
-# Colours of the style sheet, which has a light and a dark form of each. Those of lines stand out from the page; those
+# Colours of the style sheet, which has a light and a dark form of each. Line colours stand out from the page; colours
 # of areas are told apart in grey too: from dark to light BLUE, GREY, VERMILLION, SLATE, LEAF, AMBER, PINK, PALE, ICE.
 BLUE, VERMILLION, GREEN = "var(--blue)", "var(--vermillion)", "var(--green)"
 PURPLE, OCHRE, AZURE, GREY = "var(--purple)", "var(--ochre)", "var(--azure)", "var(--grey)"
@@ -22,7 +22,7 @@ Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 16
 _LABEL_WIDTH = 24  # characters; a longer plan is broken into lines
 _FEWEST = 100  # points of a curve of many
-POINTS = 400  # a curve of more is drawn by the middle, the least and the greatest of its stretches
+POINTS = 400  # a longer curve is drawn as the median, minimum and maximum of its intervals
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at `x`, drawn as a vertical line."""
+    """Event at `x`, drawn as a vertical line."""
 
     x: float
     text: str
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure for everything compared: values in the order of the names.
+    """Values of one figure for all compared items, in the order of the names.
 
     None where there is no value; drawn times `factor`.
     """
@@ -88,7 +88,7 @@ def lines(
 
 
 def panelled(names: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """A bar per name in each panel, panels under each other, empty ones left out."""
+    """Draw a bar per name in each panel, with panels below each other. Empty panels are skipped."""
     labels = ["\n".join(textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
     rows = sum(label.count("\n") + 1 for label in labels)
     places, place = [], 0.0
@@ -131,8 +131,8 @@ class Thinned:
     """At most `POINTS` points of a line.
 
     Attributes:
-        x, y: end and middle of each stretch of the line; a stretch without any value is a gap.
-        low, high: least and greatest value of each stretch; empty if each point is a stretch of its own.
+        x, y: end and median of each interval of the line; an interval without values is a gap.
+        low, high: minimum and maximum of each interval; empty if each point is its own interval.
     """
 
     x: list[float]
@@ -142,7 +142,7 @@ class Thinned:
 
 
 def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
-    """Reduce a line to at most `most` stretches; no spike is lost."""
+    """Reduce a line to at most `most` intervals, without losing spikes."""
     size = math.ceil(len(line.x) / most) or 1
     if size == 1:
         return Thinned(list(line.x), list(line.y), [], [])
@@ -157,7 +157,7 @@ def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
 
 
 Dash = Literal["solid", "dash", "dot", "dashdot", "long"]
-DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "long")  # so that lines differ without colours too
+DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "long")  # lines differ without colours
 INK = "currentColor"  # the colour of the page's text, in the light and the dark theme
 
 

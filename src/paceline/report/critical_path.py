@@ -1,7 +1,7 @@
 """Critical path of a few steps: the parts that their time depended on.
 
-The ranks leave an exchange together, so each exchange ends when the last rank has come to it and the exchange itself is
-done. From one exchange to the next the path is that of the rank that comes last: all others wait for it.
+The ranks leave an exchange together: it ends when the last rank has arrived and the exchange itself is done. Between
+two exchanges, the path is that of the rank that arrives last, because all others wait for it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paceline.text import listed
 from paceline.units import count, percent, seconds
 
 BETWEEN, LATE = "between", "late"
-_SHARED = ("comm", BETWEEN)  # what no single rank is to blame for
-_LEAST = 0.005  # of the time; less is not worth a sentence
-_WAIT = 0.03  # of the time: less waiting is no imbalance
-_MOST_RANKS, _WORTH_NAMING = 3, 0.1  # that are waited for, and the part of all waiting
+_SHARED = ("comm", BETWEEN)  # parts that no single rank causes
+_LEAST = 0.005  # fraction of the time above which a part is worth a sentence
+_WAIT = 0.03  # fraction of the time above which waiting is an imbalance
+_MOST_RANKS, _WORTH_NAMING = 3, 0.1  # slow ranks to name, and their fraction of all waiting
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the path.
+    """Part of the path.
 
     Attributes:
         part: one of `PARTS`, or `between` for time in no step.
@@ -57,8 +57,8 @@ class Arrival:
     Attributes:
         last: the rank that came last.
         waited_s: how long each other rank waited for it.
-        busy_s: of each rank, seconds of each part since the exchange before; and of `late`, how much later than the
-            first rank it left that.
+        busy_s: for each rank, seconds of each part since the previous exchange; `late` is how much later than the first
+            rank it left that exchange.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Arrival:
 class CriticalPath:
     """Path through a timeline, from the exchange before its first step to its last.
 
-    Where no rank waits for another, it is the steps of the rank that ends last.
+    If no rank waits for another, the path consists of the steps of the rank that ends last.
     """
 
     timeline: Timeline
@@ -84,7 +84,7 @@ class CriticalPath:
         return sum(piece.seconds for piece in self.pieces)
 
     def seconds_of(self, part: str) -> dict[int, float]:
-        """Seconds of a part by rank, the most first."""
+        """Seconds of a part by rank, largest first."""
         found: defaultdict[int, float] = defaultdict(float)
         for piece in self.pieces:
             if piece.part == part:
@@ -100,7 +100,7 @@ class CriticalPath:
 
     @property
     def sentences(self) -> list[str]:
-        """The path in words, with what the record does not tell."""
+        """Describe the path in words, including gaps in the record."""
         each = seconds(self.total_s / self.timeline.steps)
         noun = self.timeline.noun
         head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else f" a {noun}")
@@ -183,7 +183,7 @@ class CriticalPath:
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
-    """The path through a timeline."""
+    """Find the critical path through a timeline."""
     pieces: list[Piece] = []
     arrivals: list[Arrival] = []
     begun = _begun_after(timeline)
@@ -210,7 +210,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 def _begun_after(timeline: Timeline) -> int | None:
-    """The step before the first, where the path can begin at its exchange."""
+    """The step before the first, if the path can begin at its exchange."""
     step = timeline.first - 1
     return step if step in timeline.agreed and timeline.before else None
 
@@ -231,7 +231,7 @@ def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
 def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping[int, RankStep | None]) -> Arrival:
     """Arrival at a step's exchange.
 
-    The rank that came last is the one that did not wait; of several the one that was busy longest.
+    The last rank is the one that did not wait; if there are several, the one that was busy longest.
     """
     left_s = min([prior.synced_s for prior in priors.values() if prior], default=0.0)
     busy_s = {rank: _busy(steps, priors[rank], left_s) for rank, steps in there.items()}
@@ -241,7 +241,7 @@ def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping
 
 
 def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> dict[str, float]:
-    """Seconds of each part since the exchange before, without waiting for slower ranks and communicating."""
+    """Seconds of each part since the previous exchange, without waiting for slower ranks and communication."""
     sums = Counter(prior.after_sync_s if prior else {})
     for step in steps:
         sums.update(step.parts_s)

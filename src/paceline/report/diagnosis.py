@@ -35,20 +35,20 @@ from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
 from paceline.text import listed, on_cores
 
-_LEAST = 0.005  # of a step, for a part to be named
-_ALIKE = 0.02  # closer to one than this is no difference
-_DISTURBED = 1.1  # times the ideal: no speedup of that size is believed
-_SLOW = 0.03  # of a step: more waiting is for a slow rank
+_LEAST = 0.005  # fraction of a step above which a part is named
+_ALIKE = 0.02  # a ratio closer to one counts as no difference
+_DISTURBED = 1.1  # times the ideal speedup; a larger one is implausible
+_SLOW = 0.03  # fraction of a step: more waiting indicates a slow rank
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A step of the same work on one device.
+    """Step of the same work on one device.
 
     Attributes:
         parts: seconds of each part.
-        doubt: relative error that the time may have; 0 where it was measured.
-        source: where it is from, for people.
+        doubt: possible relative error of the time; 0 if measured.
+        source: description of where the times come from.
     """
 
     parts: Mapping[str, float]
@@ -67,9 +67,9 @@ class Diagnosis:
 
     Attributes:
         one: a step on one device; None if that is not known.
-        suggestions: all changes that may help, the most promising first; `advice` has those that surely help.
-        unknown: sentences on what could not be told, and why.
-        doubt: relative error that predictions may have; 0 without predictions.
+        suggestions: all changes that may help, most promising first; `advice` has those that almost certainly help.
+        unknown: sentences on unknown facts, with reasons.
+        doubt: possible relative error of predictions; 0 without predictions.
     """
 
     run: Measured
@@ -85,12 +85,12 @@ class Diagnosis:
 
     @cached_property
     def speedup(self) -> float | None:
-        """Times the speed of one device; None if that is not known."""
+        """Speed relative to one device; None if unknown."""
         return None if self.one is None else self.one.step_s / self.run.step_s
 
     @property
     def sentences(self) -> list[str]:
-        """The diagnosis in words, without the suggestions."""
+        """Describe the diagnosis in words, without suggestions."""
         run = self.run
         step = f"Plan {run.plan} takes {units.seconds(run.speed.step_s)} a step on {units.count(run.devices, 'device')}"
         said = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
@@ -104,7 +104,7 @@ class Diagnosis:
         return listed([f"{units.percent(shares[part])} {PARTS[part].phrase}" for part in named])
 
     def _verdict(self) -> list[str]:
-        """Slower or faster than one device, and where the time goes that it loses."""
+        """Compare the speed with that of one device, and describe where time is lost."""
         run, one = self.run, self.one
         if one is None or self.speedup is None or run.devices == 1:
             return []
@@ -164,7 +164,7 @@ def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> 
         predicts: whether to build the job's model and to ask the cost model; else the record alone is used.
 
     Raises:
-        RunError: a run is too short, federated, or did other work.
+        RunError: a run is too short or federated, or the runs did different work.
     """
     many = measured(run)
     unknown: list[str] = []
@@ -197,7 +197,7 @@ def _rests_on(model: Model) -> str:
     return f"{basis}{corrected}{pace}"
 
 
-_ENDLESS = StopSpec(steps=10**9)  # what is measured here is asked for, however short the run was
+_ENDLESS = StopSpec(steps=10**9)  # measurements are requested even if the run was short
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,13 @@ class Tried:
 
 
 def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object]) -> Tried:
-    """Measure the best suggestions that are plans, and one device.
+    """Measure one device, and the best suggestions that are plans.
 
     Args:
         say: called with each row while it is measured.
 
     Raises:
-        RunError: the run was on other machines, or its plan cannot be tried in a few steps.
+        RunError: the run used other machines, or its plan cannot be tried in a few steps.
         LaunchError: the run's own plan could not be measured.
     """
     run = diagnosis.run
@@ -282,7 +282,7 @@ def _results(
 
 
 def _ratios(rows: list[Trial]) -> dict[str, Interval]:
-    """Step time of each plan over that of the first one. Each was measured beside the plan that was the best then."""
+    """Ratio of each plan's step time to the first plan's. Each plan was measured beside the best plan so far."""
     best = Interval(1.0, 1.0, 1.0)
     found = {rows[0].knob: best}
     for row in rows[1:]:
@@ -313,7 +313,7 @@ def _signed(gain: float) -> str:
 
 
 def _must_be_here(run: Run) -> None:
-    """Refuse to measure where the run was not."""
+    """Refuse to measure on machines that the run did not use."""
     here = discover()
     if run.cluster.emulate is None and hardware_of(run.cluster) != hardware_of(here):
         raise RunError(
@@ -336,6 +336,6 @@ def _must_be_short(plan: Plan) -> None:
 
 
 def _is_short(plan: Plan) -> bool:
-    """True if every step is alike, so that a few of them can be compared."""
+    """True if all steps are alike, so that a few of them can be compared."""
     spec = SyncSpec.parse(plan.sync)
     return spec.period == 1 and not spec.info.served

@@ -42,7 +42,7 @@ SYNTHETIC = "The data is synthetic: speeds are real, losses and other metrics sa
 
 @dataclass(frozen=True)
 class Definition:
-    """A figure's name in tables and captions, and what it is."""
+    """Definition of a figure, and its name in tables and captions."""
 
     name: str
     text: str
@@ -56,7 +56,7 @@ class Part(Definition):
     phrase: str = ""
 
 
-PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
+PARTS = {  # parts of a step, in the order of `paceline.engine.meter.PARTS`
     "data": Part(
         "data wait", "The part of a step in which a rank waits for its next batch.", AMBER, "waiting for data"
     ),
@@ -90,7 +90,7 @@ PARTS = {  # of a step, as `paceline.engine.meter.PARTS`, in its order
         "checkpoint stall", "The part of a step in which training waits for a checkpoint.", PALE, "checkpoints"
     ),
 }
-WALL = {  # of a run's wall-clock, as `paceline.run.record.goodput.PARTS`
+WALL = {  # parts of a run's wall-clock, as in `paceline.run.record.goodput.PARTS`
     "useful": Part(
         WALL_NAMES["useful"], "Steps that were done for the first time, without waiting for checkpoints.", LEAF
     ),
@@ -146,8 +146,8 @@ class RankFigure:
         over_runs: combines the values of several runs.
         shown: formats the value.
         absent: text of a cell without a value.
-        only: runs that have the figure: those that compress, or those on accelerators; "": all.
-        curve: what the run's page draws of it over the steps, for each rank.
+        only: kind of runs that have the figure: runs that compress, or runs on accelerators; "" is all runs.
+        curve: curve over the steps for each rank on the run's page, or None.
     """
 
     name: str
@@ -163,7 +163,7 @@ class RankFigure:
 
 
 def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
-    """Readings of a counter: step, steps since the reading before, growth meanwhile."""
+    """Readings of a counter: step, steps since the previous reading, and growth since then."""
     found, before = [], 0
     for line in lines:
         if counter in line.get("use", {}) and line["step"] > before:
@@ -330,7 +330,7 @@ DEFINITIONS: Mapping[str, Definition] = {
 """Those that all pages know, by the names that templates, tables and panels use."""
 
 
-TARGETS = ("loss_below", "metric_above", "metric_below")  # stop rules that are reached, not used up
+TARGETS = ("loss_below", "metric_above", "metric_below")  # stop rules that are targets, not budgets
 
 
 def reason_words(reason: str) -> str:
@@ -403,6 +403,6 @@ def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], 
         figure.traces.append(Points(definition.name, short.x, short.y, definition.colour, width=0, fill="stack"))
     whole = [1e3 * sum(parts) for parts in zip(*parts_s.values(), strict=True)]
     longest = thinned(Line("longest", steps, whole), max)
-    if longest.high:  # what the means of the parts hide
+    if longest.high:  # differences that the means of the parts hide
         figure.traces.append(Points(f"longest {noun} of a stretch", longest.x, longest.y, INK, width=1, dash="dot"))
     return figure

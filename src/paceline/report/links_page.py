@@ -75,7 +75,7 @@ _SYMBOLS = ("circle", "square", "triangle", "diamond", "cross")
 def write_links_page(
     measured: Sequence[TransportMeasurement], cluster: str, command: str, environment: Mapping[str, Any], file: Path
 ) -> Path:
-    """Write the page about what the links carry.
+    """Write the page about the bandwidth of links.
 
     Raises:
         RunError: the file cannot be written.
@@ -131,7 +131,7 @@ def _cards(speeds: Sequence[CollectiveSpeed], transports: Sequence[str]) -> list
 
 
 def _limits(limit: Limit) -> list[tuple[str, str]]:
-    """The hardware's limits as measured, or why they were not."""
+    """Describe the measured limits of the hardware, or the reason why they are missing."""
     found = []
     if limit.stream is not None and limit.latency_s is not None:
         stream = f"{units.bandwidth(limit.stream)}, the slowest of all at once"

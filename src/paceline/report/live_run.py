@@ -1,4 +1,4 @@
-"""Live run: newest steps by rank, losses, members, and events of a run that trains."""
+"""Live state of a run: newest steps by rank, losses, members and events."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from paceline.run.record.run import Run
 RECENT = 50  # steps of each rank
 EVENTS = 100
 CURVE = 256  # losses of a curve, at most
-_PARSED = 256  # lines of a look, about, of all ranks but the leading one
+_PARSED = 256  # approximate lines per poll, for all ranks but the leading one
 _FEWEST_PARSED = 4
-_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; of a rank that leads from now on
-# without a step for so many times the usual step, and so many seconds, a run may have stopped
+_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # maximum age of steps for a rank that now becomes the leading one
+# time without a step, in usual steps and in seconds, after which a run may have stopped
 _LATE_STEPS, _LATE_S = 20.0, 10.0
 _PARTS_S = tuple(f"{part}_s" for part in PARTS)
-_COUNTS = ("step", "epoch", "local_samples")  # of a step's line, that runs of some kinds leave out
+_COUNTS = ("step", "epoch", "local_samples")  # keys of a step's line that some kinds of runs omit
 
 
 @dataclass
 class Curve:
-    """Losses of a whole run, few enough to draw. When they are too many, each two become one.
+    """Losses of a whole run, few enough to draw. If there are too many, pairs are merged.
 
     Attributes:
-        each: steps of a value.
+        each: number of steps per value.
         values: means; `low` and `high` are the least and the greatest loss of the same steps.
     """
 
@@ -49,7 +49,7 @@ class Curve:
     _pending: list[float] = field(default_factory=list)
 
     def add(self, loss: float) -> None:
-        """Take in the loss of the next step."""
+        """Add the loss of the next step."""
         self._pending.append(loss)
         if len(self._pending) < self.each:
             return
@@ -67,14 +67,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankNow:
-    """Newest steps of a rank, in figures.
+    """Figures of a rank's newest steps.
 
     Attributes:
         step: its newest step; `behind`: by how many steps the newest of all is later, where that is more than may
             have been made while the files were read.
         step_s: the median of its newest steps, in seconds.
         parts: share of each of `PARTS` in them; they sum to 1.
-        samples: its own of the newest whole batch; `share`: their part of that batch.
+        samples: its samples in the newest complete batch; `share`: their fraction of that batch.
         memory_bytes: of its process, or of its device; None if it was not read.
         sent: between its newest readings, the mean of what it sent; None if that is not known.
     """
@@ -101,7 +101,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Happened:
-    """An event for people; `number` counts those of a run from 0."""
+    """Event for display; `number` counts the events of a run from 0."""
 
     number: int
     time: float
@@ -110,7 +110,7 @@ class Happened:
 
 
 class LiveRun:
-    """A run's directory, followed. Only what was added since the last look is read.
+    """Follower of a run's directory. It only reads data that was added since the last poll.
 
     Of one rank, the leading one, every line is parsed: rank 0, and while that makes no steps the one that is
     furthest. Of the others the newest few are, so figures about them are those of a sample.
@@ -118,8 +118,8 @@ class LiveRun:
     Attributes:
         recent: of the leading rank, with the sentence about them.
         curve: losses of the whole run, from step `curve_from` on.
-        members: which ranks take part.
-        goodput: the wall-clock so far, divided.
+        members: ranks that take part.
+        goodput: the wall-clock so far, divided into parts.
         events: the newest, for people, and `troubles` the newest failures among all of them; `happened` counts those
             of the whole run.
         metrics: the newest validation metrics; `transport`: what the ranks talk over.
@@ -146,7 +146,7 @@ class LiveRun:
         self._took_s = 0.0  # for the newest look
 
     def look(self) -> bool:
-        """Read what was added; True if there was something."""
+        """Read new data; return True if there was any."""
         began = time.monotonic()
         events = self._look_at_events()
         steps = self._look_at_the_lead()
@@ -163,7 +163,7 @@ class LiveRun:
         return self.end is not None
 
     def late(self, now: float | None = None) -> bool:
-        """True if no step has come for so long that the run may have stopped."""
+        """True if the last step is so old that the run may have stopped."""
         steps = self.recent.steps
         if not steps or self.ended:
             return False
@@ -171,7 +171,7 @@ class LiveRun:
         return self._since_s(now) > max(_LATE_S, _LATE_STEPS * usual_s)
 
     def state(self, now: float | None = None) -> str:
-        """In words: running, ended with the reason, or for how long no step has come."""
+        """State in words: running, ended with the reason, or the time since the last step."""
         if self.end is not None:
             return f"ended: {self.end.get('reason')}"
         if self.late(now):
@@ -197,7 +197,7 @@ class LiveRun:
         self._take(self._lead, steps)
         for line in steps:
             self.recent.add(line)
-            if line["step"] > self._newest_curve and line["loss"] is not None:  # not those that are trained again
+            if line["step"] > self._newest_curve and line["loss"] is not None:  # without steps that are trained again
                 if not self._newest_curve:
                     self.curve_from = line["step"]
                 self._newest_curve = line["step"]
@@ -248,7 +248,7 @@ class LiveRun:
                 self.members.told(event)
                 self._note(event)
                 sentence = event_sentence(event)
-            except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or made by hand
+            except (KeyError, TypeError, ValueError, AttributeError):  # from another version, or edited by hand
                 sentence = None
             self.total_steps = self.recent.total_steps or self.total_steps
             if event["event"] == "end":
@@ -277,7 +277,7 @@ class LiveRun:
             try:
                 self.run = Run(self.run.path)  # a resumed one may have another plan
                 self.members.planned(self.run)
-            except PacelineError:  # while its files are written, or made by somebody else
+            except PacelineError:  # its files are being written, or come from another program
                 pass
         self.began, self.end = self.began or event["time"], None
         if not _is_count(event.get("total_steps")):
@@ -397,7 +397,7 @@ class Members:
         self.ranks = {rank: self.ranks.get(rank) or Member(names.get(rank, "")) for rank in range(ranks)}
 
     def told(self, event: dict[str, Any]) -> None:
-        """Take in an event."""
+        """Apply an event."""
         at = float(event["time"])
         if event["event"] in ("lost", "host_lost", "joins"):
             self.generation = min(max(self.generation, int(event.get("generation", 0))), 2**53)
@@ -425,7 +425,7 @@ class Members:
         return rank not in self.ranks or self.ranks[rank].state == "in"
 
     def stepped(self, rank: int, at: float) -> None:
-        """Take in that a rank made a step: it takes part, whatever earlier events said."""
+        """Note a rank's step: the rank takes part, regardless of earlier events."""
         member = self.ranks.get(rank)
         if member is None:
             if rank < MOST_RANKS:
@@ -439,7 +439,7 @@ class Members:
                 member.state, member.since = state, at
 
 
-_MOST_BYTES = 2**16  # read at a look: hundreds of lines
+_MOST_BYTES = 2**16  # bytes per poll: hundreds of lines
 _READING = b'"use":'  # in the lines with a reading of the machine, one in a second
 _MOST_READINGS = 8
 
@@ -457,10 +457,10 @@ class NewestSteps:
     def look(self, most: int) -> tuple[list[dict[str, Any]], bool]:
         """Newest lines that were added, `most` of them, behind those with readings of the machine.
 
-        The second value is False where something was passed over unread, so that a reading may be missing.
+        The second value is False if lines were skipped, so that a reading may be missing.
         """
         added, unbroken = self._added()
-        until = added.rfind(b"\n") + 1  # what follows is still being written
+        until = added.rfind(b"\n") + 1  # the last line is still being written
         if self._place is not None:
             self._place += until
         newest = added[:until].rsplit(b"\n", most + 1)
@@ -483,12 +483,12 @@ class NewestSteps:
                 self._place = max(before, size - _MOST_BYTES)
                 file.seek(self._place)
                 return file.read(_MOST_BYTES), self._place == before
-        except OSError:  # none yet, or what no run has
+        except OSError:  # no file yet, or not a run's file
             return b"", True
 
 
 def _lines_with(mark: bytes, text: bytes) -> list[bytes]:
-    """The newest lines that hold `mark`, in order."""
+    """The newest lines that contain `mark`, in order."""
     found: list[bytes] = []
     end = len(text)
     while len(found) < _MOST_READINGS and (at := text.rfind(mark, 0, end)) >= 0:
@@ -504,7 +504,7 @@ _LONGEST_S = 5.0
 
 
 class Pace:
-    """Waits between looks: as asked, and longer where looks cost much.
+    """Time between polls: as requested, and longer if polls are expensive.
 
     They cost `SHARE` of a core at most, counted by all CPU time of this process since the wait before. No wait is
     longer than 5 s.
@@ -514,6 +514,6 @@ class Pace:
         self.every_s, self._spent_s = every_s, time.process_time()
 
     def wait_s(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next poll."""
         before, self._spent_s = self._spent_s, time.process_time()
         return max(self.every_s, min((self._spent_s - before) / SHARE, _LONGEST_S))

@@ -1,4 +1,4 @@
-"""Server of the live page, on loopback, for those who have its token."""
+"""Server of the live page, on loopback, for clients with its token."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from paceline.report.live_state import Section, changes, curves_of, look_at, tol
 from paceline.report.page import live_page
 
 ADDRESS = "127.0.0.1"
-EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # from look to look, while a run trains and when all have ended
+EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # between polls, while a run trains and when all have ended
 _DRAWN_EVERY_S = 1.0
-RUN_COLOUR = "var(--run)"  # which the page sets, for each run its own
-_ALIVE_S = 15.0  # a browser that has gone is noticed by that
+RUN_COLOUR = "var(--run)"  # set by the page, different for each run
+_ALIVE_S = 15.0  # this detects browsers that have disconnected
 CONNECTIONS = 32
-_TAKEN_S = 1.0  # of what is sent by a client that is refused
-_BEHIND_BYTES = 2**20  # that wait for a client, at most
+_TAKEN_S = 1.0  # bytes read from a rejected client
+_BEHIND_BYTES = 2**20  # maximum of pending messages per client
 
 
 class LiveServer:
-    """Follows runs while somebody looks, and tells every browser what has changed.
+    """Server that follows runs while clients are connected, and sends changes to every browser.
 
-    One loop reads the runs, however many look; while nobody does, nothing is read. A client that does not take what
-    it is sent is dropped, and gets everything anew when it comes again.
+    One loop reads the runs for all clients; without clients, nothing is read. A client that does not read its messages
+    is dropped, and gets the full state when it reconnects.
 
     Args:
         port: 0 for a free one.
 
     Attributes:
         url: the address of the page, with the token. Known to `ready`.
-        looks: how often the runs were read.
+        looks: number of times that the runs were read.
     """
 
     def __init__(self, runs: Sequence[LiveRun], port: int = 0) -> None:
@@ -66,14 +66,14 @@ class LiveServer:
 
     @property
     def followers(self) -> int:
-        """Number of clients that are told of changes."""
+        """Number of connected clients."""
         return len(self._clients)
 
     async def serve(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         """Serve until `stop` is set; `ready` is called once the port is open.
 
         Raises:
-            RunError: the port cannot be had.
+            RunError: the port is not available.
         """
         self._somebody = asyncio.Event()
         self._page, self._policy = live_page()
@@ -100,11 +100,11 @@ class LiveServer:
             following.cancel()
             stopping.cancel()
             ended = await asyncio.gather(following, stopping, *self._tasks, return_exceptions=True)
-        if isinstance(ended[0], Exception):  # the follower's own error is not to pass for an end
+        if isinstance(ended[0], Exception):  # an error of the follower must not look like a normal end
             raise ended[0]
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= 2 * CONNECTIONS:  # so many cannot even be refused in words
+        if len(self._open) >= 2 * CONNECTIONS:  # too many clients to send each a refusal
             writer.transport.abort()
             return
         task = asyncio.current_task()
@@ -125,7 +125,7 @@ class LiveServer:
                 await writer.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        cookie = f"paceline-{self.port}"  # cookies of all ports of a host are one jar
+        cookie = f"paceline-{self.port}"  # all ports of a host share cookies
         try:
             if len(self._open) > CONNECTIONS:
                 raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS} connections are open already")
@@ -156,11 +156,11 @@ class LiveServer:
         else:
             self._new.add(writer)
             self._somebody.set()
-        while await reader.read(HEAD_BYTES):  # a client has nothing to say; its end is the end
+        while await reader.read(HEAD_BYTES):  # a client sends nothing; its end of stream is the end
             pass
 
     async def _follow(self) -> None:
-        """Look at the runs and tell the clients, while there are any."""
+        """Poll the runs and notify the clients, while there are any."""
         pace = Pace(EVERY_S)
         while True:
             if idle := not (self._clients or self._new):
@@ -181,13 +181,13 @@ class LiveServer:
                 new, self._new = self._new, set()
                 self._clients |= new
                 self._send(new, "state", self._everything())
-            if idle:  # what has gathered meanwhile is no usual cost
+            if idle:  # accumulated data is not the usual cost
                 pace = Pace(EVERY_S)
             pace.every_s = _ENDED_EVERY_S if all(run.ended for run in self.runs) else EVERY_S
             await self._pause(pace.wait_s())
 
     async def _pause(self, wait_s: float) -> None:
-        """Wait for the next look; whoever comes anew need not."""
+        """Wait until the next poll; a new client ends the wait."""
         self._somebody.clear()
         await asyncio.sleep(EVERY_S)
         with suppress(TimeoutError):
@@ -204,7 +204,7 @@ class LiveServer:
         return found
 
     def _draw(self) -> None:
-        """Draw the curves anew. Drawing takes long, so it is not part of every look."""
+        """Draw the curves anew. Drawing is slow, so it is not part of every poll."""
         self._drawn_at = time.monotonic()
         self._curves = [curves_of([("this run", RUN_COLOUR, run)]) for run in self.runs]
         colours = itertools.cycle(SERIES)
@@ -227,7 +227,7 @@ class LiveServer:
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes) -> None:
-    """Answer, and take for a while what is still on its way. To close before that would take the answer back."""
+    """Answer, and read remaining data for a while. Closing earlier would discard the answer."""
     writer.write(answer)
     writer.write_eof()
     with suppress(TimeoutError):
@@ -251,7 +251,7 @@ _ALWAYS = {
 
 
 class RefusedError(Exception):
-    """A request that is refused, with its status and the reason for a person."""
+    """Raised for a refused request, with its status and a readable reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -270,10 +270,10 @@ async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) ->
     """Read the head of a request and check it; returns its path.
 
     Args:
-        token: what the address or the cookie has to hold; `cookie` is the cookie's name.
+        token: token that the address or the cookie must contain; `cookie` is the cookie's name.
 
     Raises:
-        RefusedError: it may not be answered.
+        RefusedError: the request must not be answered.
     """
     try:
         text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
@@ -288,7 +288,7 @@ async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) ->
         raise RefusedError(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
     headers = _headers(lines)
     host = headers.get("host", "")
-    # a name that an attacker's server resolves to this machine is not a name of this machine
+    # protects against DNS rebinding: another name may resolve to this machine
     if host.rpartition(":")[0] not in _LOOPBACK_NAMES and host not in _LOOPBACK_NAMES:
         raise RefusedError(HTTPStatus.FORBIDDEN, "the host of the address has to be 127.0.0.1 or localhost")
     if headers.get("origin", f"http://{host}") != f"http://{host}":
@@ -330,5 +330,5 @@ def _cookies(header: str, name: str) -> list[str]:
 
 
 def _is(token: str, given: str) -> bool:
-    """True for the token; how long it takes does not tell how much is right."""
+    """True for the token, compared in constant time."""
     return secrets.compare_digest(token.encode(), given.encode(errors="replace"))

@@ -27,7 +27,7 @@ _IN_SIGHT_S = 365 * 86_400.0
 
 
 def told_apart(paths: Sequence[Path]) -> list[str]:
-    """Names of directories, with as many of those above as tell them apart."""
+    """Names of directories, with enough parent folders to make them unique."""
     whole = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, whole), default=0)):
         if len({parts[-length:] for parts in whole}) == len(set(whole)):
@@ -36,7 +36,7 @@ def told_apart(paths: Sequence[Path]) -> list[str]:
 
 
 def look_at(run: LiveRun, name: str) -> dict[str, Section]:
-    """Read what was added; returns the sections, or one that says why not."""
+    """Read new data; return the sections, or a section with the error."""
     try:
         with not_by_paceline(run.run.path, "run"):
             run.look()
@@ -46,7 +46,7 @@ def look_at(run: LiveRun, name: str) -> dict[str, Section]:
 
 
 def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Section]:
-    """Sections of a run's part of the page, which JSON can hold."""
+    """Sections of a run's part of the page, as JSON values."""
     now = time.time() if now is None else now
     ranks = run.ranks()
     return {
@@ -87,7 +87,7 @@ def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
 
 
 def changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> dict[str, Section]:
-    """The sections that differ; None for those that are no more."""
+    """Sections that differ; None for removed sections."""
     gone = dict.fromkeys(before.keys() - after.keys())
     return {name: section for name, section in after.items() if name not in before or before[name] != section} | gone
 
@@ -228,5 +228,5 @@ def _events(run: LiveRun) -> Section:
 
 
 def _text(text: str) -> str:
-    """Text that others wrote, as it may stand on a page."""
+    """Sanitize text of external origin for the page."""
     return printable(text[:_LONGEST])

@@ -1,4 +1,4 @@
-"""A self-contained HTML file, and the blocks that pages are made of. A page has no script and loads nothing."""
+"""Self-contained HTML pages and their blocks. A page has no script and loads nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.units import Shown, size
 
 PAGE = "report.html"
 Cell = Shown | str
-# Errors that values of wrong types and shapes end in.
+# Errors that values of wrong types and shapes cause.
 _NOT_OURS = (ArithmeticError, AttributeError, LookupError, MsgspecError, RecursionError, TypeError, ValueError)
 # Known entries of an environment, in the order of the page.
 _ENVIRONMENT = {
@@ -75,7 +75,7 @@ class Chart:
 
     Attributes:
         name: unique on the page.
-        label: the content in words, for those who cannot see it.
+        label: the content in words, for screen readers.
         title, terms: of its caption, where the page writes none: a heading, and names of definitions.
         note: added to the definitions of its caption.
     """
@@ -89,7 +89,7 @@ class Chart:
 
 
 class _UsedDefinitions:
-    """Looks definitions up and remembers the used ones, in order, for the page's list."""
+    """Lookup of definitions that records the used ones, in order, for the page's list."""
 
     def __init__(self, known: Mapping[str, Definition]) -> None:
         self.known, self.names = {**DEFINITIONS, **known}, list[str]()
@@ -102,10 +102,10 @@ class _UsedDefinitions:
 
 @contextmanager
 def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
-    """Turn errors from a directory that anybody may have made into one message.
+    """Turn errors from invalid files of a directory into one message.
 
     Raises:
-        RunError: the directory holds values of wrong types and shapes.
+        RunError: the directory contains values of wrong types or shapes.
     """
     try:
         yield
@@ -135,7 +135,7 @@ def write_page(
         look: the name of a template of this package, or one from `template`.
         facts, environment: entries of the page's list of the environment; see `described`.
         on_cores: the page calls devices cores.
-        definitions: those of figures that only this page has.
+        definitions: definitions of figures that only this page has.
 
     Raises:
         RunError: the file cannot be written.
@@ -187,7 +187,7 @@ def template(source: str) -> Template:
 
 
 def described(facts: Mapping[str, str], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values in words; `facts` first, then those of the environment that say anything.
+    """Names and values in words: `facts` first, then the non-empty ones of the environment.
 
     Known names come first, others are shown as they are written.
     """
@@ -236,7 +236,7 @@ def _templates() -> Environment:
 
 
 def _source(name: str) -> str:
-    """A file of this package's templates, as it is."""
+    """Read a file of this package's templates unchanged."""
     source, *_ = _templates().loader.get_source(_templates(), name)  # type: ignore[union-attr]
     return source
 

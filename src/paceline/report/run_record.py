@@ -21,7 +21,7 @@ from paceline.text import listed
 from paceline.units import percent
 
 FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps
-_LARGEST = 1e300  # of a number; also keeps NaN and the infinities out, which JSON has no word for
+_LARGEST = 1e300  # limit of a number; it also excludes NaN and infinity, which JSON does not have
 _NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
 
 
@@ -50,11 +50,11 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: Run) -> RunRecord:
-        """Read what can be read. Broken lines are counted and left out."""
+        """Read all readable records. Broken lines are counted and skipped."""
         gaps: list[str] = []
         lines, ranks = {}, {}
         there = sorted(ranks_of(run))
-        # of workers of servers the first one writes for all
+        # with servers, the first worker writes for all
         gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
@@ -147,7 +147,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def is_step(line: Any) -> bool:
-    """True of a step's line as a run writes it; files may be of anybody."""
+    """True for a valid line of a step; files may come from other programs."""
     if (
         not isinstance(line, dict)
         or not all(map(_is_number, map(line.get, _NUMBERS)))
@@ -161,7 +161,7 @@ def is_step(line: Any) -> bool:
 
 
 def is_event(line: Any) -> bool:
-    """True of an event's line as a run writes it."""
+    """True for a valid line of an event."""
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")

@@ -120,7 +120,7 @@ class _Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]] | None:
-        """Names of values that are no numbers."""
+        """Names of values that are not numbers."""
         return None if self.names is None else [(float(i), name) for i, name in enumerate(self.names)]
 
 
@@ -150,7 +150,7 @@ def _against(known: Sequence[Combination], key: str, metric: str, best: Sequence
 
 
 def _parallel(known: Sequence[Combination], keys: Sequence[str], metric: str, best: Sequence[int]) -> Figure:
-    """Parallel coordinates: one line a combination, over its parameters to the metric."""
+    """Draw parallel coordinates: one line per combination, from its parameters to the metric."""
     scales = {key: _Scale([c.parameters[key] for c in known]) for key in keys}
     of_metric = _Scale([c.metric for c in known])
     columns = [*short_names(keys), metric]

@@ -21,15 +21,15 @@ _ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optim
 # … and replicas that take local steps exchange parameters after the update.
 _LOCAL_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "optimizer", "comm")
 assert set(_ORDER) == set(_LOCAL_ORDER) == set(PARTS)
-# A shorter time between two steps is taken for none.
+# A shorter time between two steps counts as zero.
 LEAST_GAP_S = 2e-3
-_AROUND = 50  # steps on both sides of those asked for, by which clocks are aligned
+_AROUND = 50  # steps on both sides of the requested ones, which align the clocks
 _SCATTER = 3.0  # times a median deviation
 _RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 
 
 class StepRange(NamedTuple):
-    """Steps that are asked for: the newest `newest`, or those from `first` to `last`."""
+    """Requested steps: the newest `newest`, or those from `first` to `last`."""
 
     newest: int | None = None
     first: int = 0
@@ -40,7 +40,7 @@ class StepRange(NamedTuple):
         """Read `3` (the newest three) or `40-42`.
 
         Raises:
-            ValueError: it is neither; with what would be.
+            ValueError: the text is neither; the error shows valid forms.
         """
         match = _RANGE.fullmatch(text.strip())
         if match is not None and match[2] is None and int(match[1]) > 0:
@@ -73,7 +73,7 @@ class RankStep:
         return self.start_s + sum(self.parts_s.values())
 
     def place(self, part: str) -> tuple[float, float]:
-        """Start and end of a part. Where there were several, it is their sum, drawn once."""
+        """Start and end of a part. Several occurrences are summed and drawn once."""
         start_s = self.start_s
         for name, seconds in self.parts_s.items():
             if name == part:
@@ -83,7 +83,7 @@ class RankStep:
 
     @property
     def synced_s(self) -> float:
-        """The moment at which it had what the ranks agree on."""
+        """Time at which the rank had the results of the exchange."""
         return self.place("comm")[1]
 
     @property
@@ -105,7 +105,7 @@ class Timeline:
         origin_s: Unix time of its zero.
         ranks: the steps that were asked for, by rank, in order.
         before: the step before them, of the ranks that have it.
-        agreed: steps in which all ranks exchanged something and so waited for each other.
+        agreed: steps with an exchange of all ranks, in which they waited for each other.
         events: seconds and event, of those that fall within the steps.
         spread_s: by how much the moments at which hosts leave an exchange differ after their clocks were aligned; None
             where there is one clock.
@@ -148,7 +148,7 @@ class Timeline:
 
     def events_between(self, start_s: float, end_s: float) -> list[str]:
         """Kinds of the events in a stretch of time, each once."""
-        # an event is written where what it tells of is over, and its time is rounded
+        # an event is written when it is over, and its time is rounded
         return list(dict.fromkeys(e["event"] for s, e in self.events if start_s - 1e-3 < s < end_s + 1e-3))
 
 
@@ -262,7 +262,7 @@ def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]
 
 
 def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
-    """Steps in which the ranks agreed. Replicas that take local steps have a loss of their own in every other step."""
+    """Steps with an exchange of all ranks. In other steps, replicas with local steps have different losses."""
     losses: dict[int, list[Any]] = {}
     for steps in placed.values():
         for step in steps:

@@ -40,7 +40,7 @@ def write_trace(path: CriticalPath, file: Path, about: Mapping[str, Any]) -> Pat
     """Write the trace of a timeline.
 
     Args:
-        about: what it is of, for the trace's metadata.
+        about: subject of the trace, for its metadata.
 
     Raises:
         RunError: the file cannot be written.
@@ -171,7 +171,7 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     """Values of an event, and its sentence for people."""
     try:
         sentence = event_sentence(dict(event))
-    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or made by hand
+    except (KeyError, TypeError, ValueError, AttributeError):  # from another version, or edited by hand
         sentence = None
     plain = {
         key: value
@@ -193,7 +193,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
 
     Args:
         traces: of torch's profiler, by rank; all on the clock of one machine.
-        about: what it is of, for the trace's metadata.
+        about: subject of the trace, for its metadata.
 
     Raises:
         RunError: the file cannot be written.
@@ -237,7 +237,7 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[T
         process = processes.setdefault(event["pid"], (rank + 1) * _EACH + len(processes))
         changes: TraceEvent = {"pid": process, "ts": event.get("ts", 0.0) + shift_us}
         if event["ph"] in _ARROWS and isinstance(event.get("id"), int):
-            changes["id"] = event["id"] + (rank << 32)  # a number: Perfetto takes no other names of arrows
+            changes["id"] = event["id"] + (rank << 32)  # a number: Perfetto accepts no other ids of arrows
         if event["ph"] == "M" and event["name"] == "process_name":
             what = "" if event["pid"] == own else f": {event['args'].get('name', '')}"
             changes["args"] = {"name": f"rank {rank}{what}"}
@@ -298,7 +298,7 @@ def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) 
 def _own_us(events: Sequence[TraceEvent]) -> Counter[str]:
     """Microseconds of each operation within the steps, without those that it calls.
 
-    What is in no operation, such as waiting, stands under the phase of the step.
+    Time outside operations, such as waiting, is listed under the phase of the step.
     """
     found: Counter[str] = Counter()
     for slices in _by_thread(events).values():

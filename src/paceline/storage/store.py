@@ -48,8 +48,8 @@ from paceline.storage.url import (
 )
 from paceline.text import printable
 
-STALL_S = 120.0  # after so long without a byte, a connection counts as lost
-PART_BYTES = 5 << 20  # the smallest that S3 takes; one has to get through in `STALL_S`
+STALL_S = 120.0  # seconds without a byte after which a connection counts as lost
+PART_BYTES = 5 << 20  # minimum of S3; a part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows 10,000
 _TRIES, _FIRST_PAUSE_S = 4, 0.5  # of a part that is fetched
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
@@ -99,7 +99,7 @@ class Store:
                 raise self._explained(error, self.url) from error
 
     def list(self, under: str = "") -> dict[str, Entry]:
-        """All objects below `under`, by name; empty where there is nothing."""
+        """List all objects below `under` by name; empty if there are none."""
         found = self._call("find", self._path(under), detail=True)
         below = f"{self._root}/"
         return {
@@ -109,7 +109,7 @@ class Store:
         }
 
     def about(self, name: str = "") -> Entry | None:
-        """An object's size and version; None where there is no object of that name."""
+        """Return an object's size and version; None if it does not exist."""
         try:
             found = self._call("info", self._path(name))
         except StorageError as error:
@@ -119,7 +119,7 @@ class Store:
         return _entry(found) if found.get("type") == "file" else None
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """The content of a small object; None where there is none."""
+        """Return the content of a small object; None if it does not exist."""
         about = self.about(name)
         if about is None:
             return None
@@ -135,7 +135,7 @@ class Store:
         return bytes(self._call("cat_file", self._path(name))) if about.size else b""
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write an object that must be new; False where there is one of that name.
+        """Write a new object; return False if one of that name exists.
 
         Of several that try at once, one succeeds, on stores that can tell (S3, Google's, local files).
         """
@@ -172,7 +172,7 @@ class Store:
             self._call("mv", f"{path}.part", path)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; those that are gone already do not matter."""
+        """Delete objects, ignoring missing ones."""
         for name in names:
             try:
                 self._call("rm_file", self._path(name))
@@ -185,11 +185,11 @@ class Store:
     ) -> Entry:
         """Copy an object into a new private file.
 
-        Its length is checked, and that it did not change meanwhile.
+        The length is checked, and that the object did not change meanwhile.
 
         Args:
-            moved: told the bytes of each part.
-            sha256: what its content has to have, in hex.
+            moved: called with the bytes of each part.
+            sha256: expected hash of the content, in hex.
         """
         shown = f"{self.url}/{name}".rstrip("/")
         about = self.about(name)
@@ -272,7 +272,7 @@ class Store:
             future.cancel()
 
     def _explained(self, error: Exception, path: str) -> StorageError:
-        """A store's own error, of whatever class, in words."""
+        """Convert a store's error, of any class, to words."""
         shown = f"{self.protocol}://{path}" if path.startswith(self._root) else self.url
         code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
         first = _first_line(error)
@@ -367,7 +367,7 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
     Processes of one host that ask at once wait for the one that fetches.
 
     Raises:
-        StorageError: there is nothing, it cannot be read, or the disk is too small.
+        StorageError: the object does not exist or cannot be read, or the disk is too small.
     """
     store = Store(url)
     if (path := local_path(store.url)) is not None:
@@ -533,7 +533,7 @@ def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]
     """Hold the lock of a URL's copies; the value shows others that bytes move.
 
     Raises:
-        StorageError: another process has it, and moves nothing.
+        StorageError: another process holds the lock without progress.
     """
     fd = open_to_append(file)
     try:

@@ -1,8 +1,8 @@
 """Replicated data parallelism: the gradients of all replicas are summed in every step.
 
 The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704): gradients gather in flat buckets in the
-order in which the backward pass makes them, and a full bucket is sent while the remaining gradients are computed, where
-that pays.
+order in which the backward pass makes them, and a full bucket is sent while the remaining gradients are computed, if
+that saves time.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class AllReduce(SyncRule):
     pass communicates.
 
     Args:
-        algorithm: how a sum is made (see `paceline.comm.allreduce`): flat, ring, hierarchical, or auto.
-        compress: what is sent of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes
-            go as they are.
+        algorithm: all-reduce algorithm (see `paceline.comm.allreduce`): flat, ring, hierarchical, or auto.
+        compress: compression of the gradients (see `paceline.sync.compress`): none, a codec, or auto. Losses and votes
+            are never compressed.
     """
 
     def __init__(self, algorithm: str = "auto", compress: str = "none") -> None:
@@ -97,7 +97,7 @@ class AllReduce(SyncRule):
         for number in summed:
             bucket = self.buckets[number]
             if bucket.pending is None:
-                bucket.take_all()  # all of them, or those of earlier passes that the last one did not reach
+                bucket.take_all()  # all of them, or those of earlier passes that the last pass did not reach
                 bucket.fill()
                 if self.overlap:
                     self._begin(number)
@@ -163,7 +163,7 @@ class AllReduce(SyncRule):
         return dp.spans_hosts or (is_accelerator(dp.device) and self.compress == "none")
 
     def tell(self, why: str) -> None:
-        """Note in the record how sums are made, where that is not plain."""
+        """Record the method of the sums, unless it is the default."""
         dp = self.replica.dp
         if not dp.spans_hosts and self.algorithm_name == "auto":
             return
@@ -175,7 +175,7 @@ class AllReduce(SyncRule):
 
     def coder(self, codec: str, lane: Lane, number: int) -> SumCoder:
         """The coded sums of lane `number`; the random numbers of each are its own."""
-        from paceline.sync.compress import Compressor  # most runs do without
+        from paceline.sync.compress import Compressor  # most runs do not need it
 
         return Compressor(codec, lane.group, lane.traffic, seed=number)
 
@@ -255,10 +255,10 @@ class AllReduce(SyncRule):
             return sum_rows(tables, dp)
 
     def _begin_full_buckets(self) -> None:
-        """Send full buckets, in bucket order only.
+        """Send full buckets, only in bucket order.
 
-        Every rank must start the same collectives in the same order, whatever it computed first. The last bucket
-        carries the scalars, which are complete only after the backward pass.
+        Every rank must start the same collectives in the same order, regardless of the order of its gradients. The last
+        bucket carries the scalars, which are complete only after the backward pass.
         """
         for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
@@ -273,7 +273,7 @@ class AllReduce(SyncRule):
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
-        """Have a bucket summed beside the backward pass; its `pending` tells when that is done."""
+        """Start the sum of a bucket during the backward pass. Its `pending` waits for the result."""
         bucket, lane = self.buckets[number], self._lane(number)
         if lane.thread is not None:
             bucket.pending = lane.thread.start(partial(self._sum, number))
@@ -283,7 +283,7 @@ class AllReduce(SyncRule):
 
     def _sum(self, number: int) -> None:
         bucket, lane = self.buckets[number], self._lane(number)
-        if lane.compressor is not None:  # what follows the gradients is summed exactly
+        if lane.compressor is not None:  # values after the gradients are summed exactly
             lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
             return
         with lane.counting(bucket):
@@ -299,7 +299,7 @@ class Lane:
 
     Attributes:
         traffic: bytes sent by this lane.
-        compressor: codec of the buckets; None sends them as they are.
+        compressor: codec of the buckets; None sends them uncompressed.
         thread: runs the sums beside the backward pass; the group is then a copy for it alone.
     """
 
@@ -310,7 +310,7 @@ class Lane:
     thread: CommThread | None = None
 
     def counting(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Count what an exact sum sends, and what a ring sends at least."""
+        """Count the bytes of an exact sum, and the minimum of a ring."""
         return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))
 
 

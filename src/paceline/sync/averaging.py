@@ -12,7 +12,7 @@ from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state
 
 
 class Averaging(SyncRule):
-    """Sum the gradients over the replicas, one after another, after the backward pass."""
+    """Sum the gradients over the replicas one by one, after the backward pass."""
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
@@ -24,12 +24,12 @@ class Averaging(SyncRule):
         trained = [p for p in self.replica.trainable if only is None or p in only]
         with self.replica.traffic.counting(dp):
             # All ranks make the same calls, also for a parameter that only some replicas used.
-            # One that none used keeps no gradient.
+            # A parameter that no replica used keeps no gradient.
             used = scalars.new_tensor([float(p.grad is not None) for p in trained])
             dp.all_reduce(used)
             for parameter in [p for p, count in zip(trained, used.tolist(), strict=True) if count]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-                # A sum, for the engine has weighted each replica's gradient by its share of the global batch.
+                # A sum, because the engine has weighted each replica's gradient by its share of the global batch.
                 dp.all_reduce(parameter.grad)
             # The engine's own numbers: the loss, votes, times.
             dp.all_reduce(scalars)

@@ -21,14 +21,14 @@ Forward = Callable[..., Any]
 
 
 def synchronise(model: nn.Module, dp: Group) -> nn.Module:
-    """Make every batch-norm layer of `model` use the statistics of all replicas; returns the model.
+    """Make every batch-norm layer of `model` use the statistics of all replicas; return the model.
 
-    The layers stay the objects that they are, with their hooks, names and tensors. Their class becomes a subclass of
-    its own, in whose forward `torch.nn.functional.batch_norm` is computed over the replicas. So a layer that extends
-    BatchNorm keeps what it does besides.
+    The layers remain the same objects, with their hooks, names and tensors. Their class is replaced with a subclass
+    whose forward computes `torch.nn.functional.batch_norm` over the replicas. A layer that extends BatchNorm thus keeps
+    its other behaviour.
 
     Raises:
-        PlanError: a layer whose statistics cannot be taken over the replicas; names it.
+        PlanError: the statistics of a layer cannot be computed over the replicas; the text names the layer.
     """
     classes: dict[type, type] = {}
     for name, layer in model.named_modules():
@@ -46,7 +46,7 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
 
 
 def unsynchronise(model: nn.Module) -> None:
-    """Give the layers that `synchronise` changed their own classes back."""
+    """Restore the original classes of the layers that `synchronise` changed."""
     for layer in model.modules():
         if isinstance(layer, _Global):
             layer.__class__ = layer.plain
@@ -84,7 +84,7 @@ class _Global(_Layer):
     plain: ClassVar[type]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        # torch's SyncBatchNorm refuses CPUs, and is otherwise what every batch norm is.
+        # torch's SyncBatchNorm does not support CPUs.
         forward: Forward = partial(_BatchNorm.forward, self) if self.plain is SyncBatchNorm else super().forward
         return _computed(forward, self.dp, *args, **keywords) if self.training else forward(*args, **keywords)
 
@@ -118,12 +118,12 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
         )
 
 
-@_not_compiled  # a compiler cannot trace what replicas tell each other
+@_not_compiled  # a compiler cannot trace communication between replicas
 def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
     """A layer's own forward pass, in which batch norms are over the replicas.
 
     Raises:
-        PlanError: it computed no batch norm that torch knows, so its statistics may be its own.
+        PlanError: the layer did not call torch's batch norm, so its statistics may be local.
     """
     with _OverReplicas(dp) as mode:
         output = forward(*args, **keywords)
@@ -142,7 +142,7 @@ class _OverReplicas(TorchFunctionMode):
     """Within, `torch.nn.functional.batch_norm` takes the statistics of a training batch over all replicas.
 
     Attributes:
-        used: whether that function was called.
+        used: True if that function was called.
     """
 
     def __init__(self, dp: Group) -> None:
@@ -173,7 +173,7 @@ def _batch_norm(
     On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not
     lose digits to cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.
     """
-    # in shapes only, so there is nothing to agree on
+    # only shapes are computed, so that no communication is needed
     traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)
     single = input.numel() == input.shape[1]  # one value is enough where other replicas have more; torch refuses it
     if not training or dp.size == 1 or (traced and not single):

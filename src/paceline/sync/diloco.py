@@ -98,7 +98,7 @@ class DiLoCo(LocalRule):
             fragment.load_state_dict(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the rule. A fragment in flight arrives first, and is kept for its step."""
+        """Return the state of the rule. A fragment in flight is awaited first, and kept for its step."""
         self.wait()
         state: dict[str, Any] = {"alike": self.identical}
         for fragment in self.fragments:
@@ -122,7 +122,7 @@ class DiLoCo(LocalRule):
     def detach(self) -> None:
         try:
             self.wait()
-        finally:  # what is in flight may have been broken off
+        finally:  # transfers in flight may have been aborted
             if self.beside is not None:
                 self.beside.close()
             for fragment in self.fragments:
@@ -192,7 +192,7 @@ class Fragment:
             torch.sub(outer.values, snapshot.values, out=delta.values)
 
     def wait(self) -> None:
-        """Return when nothing is in flight."""
+        """Wait until no transfer is in flight."""
         if self.in_flight is not None:
             self.in_flight.wait()
             self.in_flight = None
@@ -234,7 +234,7 @@ class Fragment:
         return {f"{self.number}/{kind}/{i}": tensor for kind, some in kinds.items() for i, tensor in enumerate(some)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state`; without any, start anew from the parameters as they are."""
+        """Continue from `state`; without any, start anew from the current parameters."""
         due = state.get(f"{self.number}/due")
         self.due = None if due is None else int(due)
         for i, (outer, velocity) in enumerate(zip(self.outer, self.momentum, strict=True)):

@@ -41,7 +41,7 @@ class LocalRule(SyncRule):
         return algorithm_for(group, "auto")[0]
 
     def agrees_in(self, step: int) -> bool:
-        """True if replicas share losses and votes in a step; at least once per period."""
+        """True if replicas exchange losses and votes in a step; at least once per period."""
         raise NotImplementedError
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
@@ -55,7 +55,7 @@ class LocalRule(SyncRule):
     def in_agreement(self) -> Iterator[None]:
         """Within the context, parameters are the mean over all replicas, whatever the step.
 
-        No replica's work since the last agreement is left out of it.
+        The mean includes the work of all replicas since the last exchange.
         """
         self.wait()
         if self.identical:
@@ -75,7 +75,7 @@ class LocalRule(SyncRule):
             torch._foreach_copy_([p.data for p in self.parameters], own)
 
     def wait(self) -> None:
-        """Return when no exchange is in flight."""
+        """Wait until no exchange is in flight."""
 
     def outer_state(self) -> dict[str, Tensor]:
         """State of the rule that is alike on all replicas, besides parameters; not copied."""
@@ -84,12 +84,12 @@ class LocalRule(SyncRule):
     def go_on(self, outer: dict[str, Tensor]) -> None:
         """Go on with an earlier `outer_state` among other replicas, whose parameters differ.
 
-        What was in flight is left out: replicas still have what they learned, and send it the next time.
+        Transfers in flight are dropped: replicas still have their changes, and send them the next time.
         """
         self.identical = False
 
     def sum(self, tensor: Tensor) -> None:
-        """Replace a tensor by its sum over the replicas."""
+        """Replace a tensor with its sum over the replicas."""
         with self.replica.traffic.counting(self.group, ring_bytes(tensor.nbytes, self.group.size)):
             self.algorithm.all_reduce(tensor)
 

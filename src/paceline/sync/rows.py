@@ -35,10 +35,10 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
-    """Replace the gradients of tables by their sums over the group.
+    """Replace the gradients of tables with their sums over the group.
 
-    A table that no replica used has none. Every rank sends the rows that it has, and adds up everyone's in the order of
-    ranks.
+    A table that no replica used has no gradient. Every rank sends its rows, and adds the rows of all ranks in rank
+    order.
 
     Returns:
         tensors that hold every gradient once, see `numbers_of`.
@@ -82,7 +82,7 @@ class _Kind:
         return added_up(numbers[None], torch.cat([g._values() for g in sparse]), shape)
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        """The sum of all ranks' rows, of which there are so many."""
+        """Gather the sum of all ranks' rows."""
         return sum_of_rows(group.gather_rows(rows_to_send(own), counts), own) if any(counts) else own
 
     def hand_out(self, rows: Tensor) -> Tensor:

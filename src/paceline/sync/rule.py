@@ -42,8 +42,8 @@ class Traffic:
     """Sums since the start of the run, of one rank.
 
     Attributes:
-        sent_bytes: put on the wire by the rule.
-        plain_bytes: what the same exchange would have sent as it is, by an all-reduce in the tensors' own dtype.
+        sent_bytes: bytes that the rule has sent.
+        plain_bytes: bytes of the same exchange uncompressed, by an all-reduce in the tensors' own dtype.
         error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback
             makes up for it).
         signal_square: squared L2 norm of the tensors handed to it.
@@ -68,7 +68,7 @@ class Traffic:
         self.plain_bytes += sent if plain_bytes is None else plain_bytes
 
     def become(self, parts: Iterable[Traffic]) -> None:
-        """Take over the sums of several parts."""
+        """Become the sum of several parts."""
         parts = list(parts)
         for each in fields(self):
             setattr(self, each.name, sum(getattr(part, each.name) for part in parts))
@@ -89,7 +89,7 @@ _TOGETHER_BYTES = 25 * 2**20
 
 @dataclass
 class BackwardPass:
-    """Settings of the backward pass under way.
+    """Settings of the current backward pass.
 
     The engine writes them, hooks of a rule read them.
 
@@ -108,7 +108,7 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Replica:
-    """One full copy of the model, as a rule sees it from one rank.
+    """Full copy of the model, as a rule sees it from one rank.
 
     Attributes:
         model: the module whose parameters and buffers this rank holds.
@@ -145,7 +145,7 @@ class Replica:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        """The parameters that get gradients."""
+        """Parameters that get gradients."""
         held = self.model.parameters() if self.parameters is None else self.parameters
         extra = (p for p in self.extra if isinstance(p, nn.Parameter))
         return [p for p in (*held, *extra) if p.requires_grad]
@@ -173,10 +173,10 @@ def acts_after_step(rule: SyncRule) -> bool:
 
 
 class SyncRule(Protocol):
-    """A synchronisation rule, which keeps replicas in agreement.
+    """Synchronization rule, which keeps replicas consistent.
 
-    There is one instance per rank, called by the engine, never by user code. A rule that inherits from this class needs
-    to write `attach`, `after_backward` and what else it does: the other methods do nothing by themselves.
+    There is one instance per rank, called by the engine, never by user code. A subclass must implement `attach` and
+    `after_backward`. The other methods do nothing by default.
     """
 
     def attach(self, replica: Replica) -> None:
@@ -196,21 +196,21 @@ class SyncRule(Protocol):
         raise NotImplementedError
 
     def step_optimizer(self, optimizer: Optimizer) -> None:
-        """Update the parameters by their gradients."""
+        """Update the parameters with their gradients."""
         optimizer.step()
 
     def after_step(self, step: int) -> None:
-        """Replace local parameters by agreed ones, for rules that agree on parameters.
+        """Replace local parameters with shared ones, for rules that average parameters.
 
         `step` counts optimizer steps from 1.
         """
         return
 
     def in_agreement(self) -> AbstractContextManager[None]:
-        """Context in which every replica has the parameters that all agree on.
+        """Context in which every replica has the shared parameters.
 
-        Afterwards it has its own again. Every rank enters it, for measuring and saving. Rules whose replicas never
-        differ have nothing to do.
+        Afterwards each replica has its own parameters again. Every rank must enter it, for evaluating and saving. Rules
+        whose replicas never differ do nothing.
         """
         return nullcontext()
 
@@ -246,9 +246,9 @@ def broadcast_state(replica: Replica) -> None:
 
 
 def broadcast_tensors(group: Group, tensors: Iterable[Tensor], root: int) -> None:
-    """Replace tensors on every rank by those of rank `root`. Many small ones go in one collective.
+    """Replace tensors on every rank with those of rank `root`. Small tensors share a collective.
 
-    They may lie on other devices than the group's.
+    The tensors may be on another device than the group's.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -285,7 +285,7 @@ def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def build_rule(plan: Plan) -> SyncRule:
-    """The rule that a plan names, not yet attached to a replica.
+    """Build the rule that a plan names, not yet attached to a replica.
 
     Raises:
         PlanError: another package's rule cannot be imported, or does not take its arguments.
@@ -309,7 +309,7 @@ def build_rule(plan: Plan) -> SyncRule:
 
 
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
-    """Hand a replica to the rule of its plan.
+    """Attach a replica to the rule of its plan.
 
     Every call of another package's rule is compared over the ranks before it starts.
 

@@ -1,4 +1,4 @@
-"""Coded messages of one rank's numbers, in whose code no other rank takes part."""
+"""Coded messages of a single rank, without collective operations."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MessageCodec:
 class Feedback:
     """Codes tensors by name, with error feedback.
 
-    What a code leaves out is added to the next tensor of the name.
+    The compression error is added to the next tensor of the name.
 
     Args:
         seed: of the random rounding.
@@ -115,7 +115,7 @@ class Feedback:
         return {name: error.clone() for name, error in self._errors.items()} | {_RANDOM: self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self._errors = {name: tensor.clone() for name, tensor in state.items() if name != _RANDOM}
         if _RANDOM in state:
             self._generator.set_state(state[_RANDOM].cpu())
@@ -124,7 +124,7 @@ class Feedback:
 def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
     """Reader of a codec's messages: bytes and the count of numbers to fp32 numbers.
 
-    It raises ServerRefused for bytes that are none.
+    It raises ServerRefused for invalid bytes.
     """
     codecs: dict[int, MessageCodec] = {}
 

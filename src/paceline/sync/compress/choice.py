@@ -3,7 +3,8 @@
 Exact and coded sums are timed alone first; then whole steps, with the codecs whose sums save enough.
 
 Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training
-Systems" (arXiv:2103.00543). So no step is taken with a codec that should not pay, and without one every step is exact.
+Systems" (arXiv:2103.00543). Therefore no step uses a codec without an expected gain, and without a codec every step is
+exact.
 
 It is no candidate of `--plan auto`, whose trial has the launcher's machine only and keeps every step's result: a codec
 pays on the network of the run, which its ranks alone reach, also under torchrun and in a loop of one's own.
@@ -69,9 +70,9 @@ class CodecChooser:
         self._last: float | None = None
 
     def step_done(self) -> str:
-        """The codec for the next step.
+        """Choose the codec for the next step.
 
-        Call it once a step, when its sums are done: the time between two calls is that of a step.
+        Call it once per step, after the sums: the time between two calls is the step time.
         """
         if self.decided:
             return self.codec
@@ -90,7 +91,7 @@ class CodecChooser:
     def decide(self, codec: str, reason: str) -> None:
         """End the search with a codec.
 
-        A resumed run goes on with what was decided before.
+        A resumed run continues with the earlier decision.
         """
         left_out = f". Left out: {'; '.join(self._left_out)}" if self._left_out else ""
         self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
@@ -114,7 +115,7 @@ class CodecChooser:
         return sorted(worth, key=lambda codec: self._coded_s[codec])[:TRIALS]
 
     def _best(self) -> str:
-        """The least lossy of the codecs that are about as fast as the fastest.
+        """Choose the least lossy codec that is about as fast as the fastest.
 
         "none" if that is not faster than no codec by the margin.
         """
@@ -136,7 +137,7 @@ class CodecChooser:
 
 
 def _candidates(group: Group) -> tuple[list[str], list[str]]:
-    """Codecs to try, the same on every rank, and why others are left out.
+    """Codecs to try, equal on every rank, and reasons why others are skipped.
 
     A package that is broken on one rank must not stop a run that did not name its codec. Every rank calls it.
     """

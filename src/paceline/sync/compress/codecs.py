@@ -45,7 +45,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, coded: Tensor, rows: Tensor) -> None:
-        """Overwrite `rows` by what `encode` kept of them. Shapes as there."""
+        """Overwrite `rows` with the decoded values of `coded`. Shapes are as in `encode`."""
         ...
 
 
@@ -73,7 +73,7 @@ class CodedSum(Protocol):
 class Coding:
     """Tensor that a codec is made for, which a rule sums in every step.
 
-    A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None where nothing of the tensor gains.
+    A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None if compression does not help.
 
     Attributes:
         value: after the colon in the plan, converted as the description says; None where the codec takes none.

@@ -29,23 +29,23 @@ class SumCoder(Protocol):
     messages: list[str]
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks; what follows the views is summed exactly."""
+        """Replace `flat` with its sum over the ranks; values after the views are summed exactly."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Error feedback and random state of this rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
 
 
 class Compressor:
-    """Sums flat tensors over a group in coded form.
+    """Coded sums of flat tensors over a group.
 
-    What a code leaves out is added to the next tensor of its name (error feedback).
+    The compression error is added to the next tensor of the same name (error feedback).
 
-    A tensor that the codec would not make smaller is summed as it is, and so are the matrices that PowerSGD would not.
-    Not for two threads at once.
+    Tensors that the codec would not make smaller are summed exactly, and so are such matrices with PowerSGD. Not
+    thread-safe.
 
     Args:
         codec: as in the plan: `int8`, `topk:0.01+bf16`, `powersgd:4`.
@@ -79,7 +79,7 @@ class Compressor:
 
         Raises:
             PlanError: the codec does not take the dtype.
-            SyncError: a rank did not come; or a name stands for a tensor of another size than before.
+            SyncError: a rank did not arrive, or the tensor of a name has changed its size.
         """
         if self.group.size == 1:
             return
