@@ -1,7 +1,7 @@
 """paceline: train any PyTorch model on your machines, and know how fast it went.
 
-The public API is what this module names, nothing else. Each name is imported when it is first used, so
-`import paceline` is instant.
+The public API consists of the names in this module. Each name is imported when it is first used, so `import paceline`
+is fast.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _HOMES = {
     "train": "paceline.run.train",
 }
 
-# without it, type checkers know every name
+# without it, type checkers would accept every name
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

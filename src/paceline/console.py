@@ -1,4 +1,4 @@
-"""The terminal by rich, where text of others is shown and never obeyed."""
+"""Terminal output with rich, with control characters in text escaped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.text import printable
 
 
 class Console(console.Console):
-    """A rich console that escapes control characters in text. rich's own control codes pass."""
+    """A rich console that escapes control characters in text; rich's own control codes pass."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of something to print."""
+        """Yield the segments of an object to print."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)

@@ -1,7 +1,7 @@
 """torch's compiler, imported when it is first used instead of by every optimizer.
 
-torch's optimizers import `torch._dynamo` to tell a compiler where not to look (torch/optim/optimizer.py,
-torch/_compile.py). That takes as long as `import torch`, and is for nothing in a rank that compiles nothing.
+torch's optimizers import `torch._dynamo` to exclude functions from compilation (torch/optim/optimizer.py,
+torch/_compile.py). The import takes as long as `import torch`, and ranks without compilation do not need it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-COMPILER = "torch._dynamo.config"  # a module whose import brings the compiler itself
+COMPILER = "torch._dynamo.config"  # a module that imports the compiler itself
 _NAME = "torch._dynamo"
 
 
 def defer_compiler() -> None:
-    """Have `import torch._dynamo` bring a stand-in, in this process, unless it is imported already.
+    """Make `import torch._dynamo` import a stand-in in this process, unless already imported.
 
-    The stand-in knows what eager optimizers call. Any other use of it imports the compiler, which takes its place.
+    The stand-in has the functions that eager optimizers call. Any other use imports the compiler, which replaces it.
     """
     if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _TraceRules:
-    """`torch._dynamo.trace_rules` of a compiler that was not used: `init_process_group` clears its cache."""
+    """`torch._dynamo.trace_rules` of an unused compiler: `init_process_group` clears its cache."""
 
     @staticmethod
     def clear_lru_cache() -> None:
@@ -38,14 +38,14 @@ class _StandIn(ModuleType):
     """`torch._dynamo` before the compiler is used.
 
     Attributes:
-        disabled: functions that the compiler is to leave alone, and whether what they call, too.
+        disabled: functions that the compiler must skip, and whether it must also skip the functions they call.
     """
 
     trace_rules = _TraceRules
 
     def __init__(self, name: str, file: str | None) -> None:
         super().__init__(name)
-        # Asked for by whoever looks through all modules, as `inspect` does.
+        # Requested by code that inspects all modules, such as `inspect`.
         self.__file__ = file
         self.disabled: list[tuple[Any, bool]] = []
 
@@ -65,7 +65,7 @@ class _StandIn(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        # The path is asked for by the import of a module of the compiler, and while this one is made.
+        # The path is requested when a module of the compiler is imported, and while this stand-in is created.
         if name.startswith("__") and (name != "__path__" or _NAME not in sys.modules):
             raise AttributeError(name)
         return getattr(self._compiler(), name)
@@ -75,7 +75,7 @@ class _StandIn(ModuleType):
 
     def _compiler(self) -> Any:
         if self._waits():
-            # The finder steps aside while a stand-in is being replaced.
+            # The finder is inactive while a stand-in is being replaced.
             del sys.modules[_NAME]
             compiler: Any = importlib.import_module(_NAME)
             for fn, recursive in self.disabled:
@@ -86,19 +86,19 @@ class _StandIn(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Finder of the stand-in and of the compiler's modules already loaded.
 
-    Python looks for such a module once the package's path is known, and would load it a second time.
+    Python searches for such a module once the package's path is known, and would load it a second time.
     """
 
     def __init__(self) -> None:
         self.made = False
 
     def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
-        """Specification for the compiler's first import, or for a loaded module of it."""
+        """Return a spec for the compiler's first import, or for a loaded module of it."""
         there = name.startswith(f"{_NAME}.") and name in sys.modules
         return ModuleSpec(name, self) if there or (name == _NAME and not self.made) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The stand-in, or the module that is there, whose own specification is kept."""
+        """Return the stand-in, or the loaded module, which keeps its own spec."""
         if spec.name != _NAME:
             spec.loader_state = sys.modules[spec.name].__spec__
             return sys.modules[spec.name]
@@ -107,7 +107,7 @@ class _Finder(MetaPathFinder, Loader):
         return _StandIn(_NAME, real.origin if real else None)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give a module that was there its own specification back."""
+        """Restore the spec of a module that was already loaded."""
         spec = module.__spec__
         if spec is not None and spec.loader is self and spec.loader_state is not None:
             module.__spec__ = spec.loader_state

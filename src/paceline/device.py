@@ -1,8 +1,8 @@
-"""Devices: the one that a rank computes on, and what it can do.
+"""Devices of a rank, and their capabilities.
 
-All that the project asks of an accelerator goes through here, in torch's generic forms (`torch.accelerator`,
-`torch.get_device_module`): whatever the installed torch knows as one (CUDA, ROCm, XPU, MPS, a plugin's) is used.
-Torch is imported when a function needs it; the launcher does without.
+All accelerator code of the project is in this module. It uses torch's generic APIs (`torch.accelerator`,
+`torch.get_device_module`), so every accelerator of the installed torch (CUDA, ROCm, XPU, MPS, a plugin's) is supported.
+Functions import torch when they need it, because the launcher does not use torch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 CPU = "cpu"
-GPU = "cuda"  # torch's type of NVIDIA's and of AMD's
+GPU = "cuda"  # torch's device type for NVIDIA and AMD
 DEVICE_VARIABLE = "PACELINE_DEVICE"
-# by which makers' own software leaves devices out
+# variables with which the vendors' software hides devices
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -37,14 +37,14 @@ VISIBLE = (
 )
 ON_CPU = {DEVICE_VARIABLE: CPU}
 """Environment of a process that is to leave the accelerators alone."""
-# open where a maker's own runtime was started, also by other libraries than torch
+# device files that are open once the vendor's runtime has started, even in other libraries than torch
 _DRIVERS_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
 
 
 def accelerator_type() -> str | None:
-    """Torch's name of this machine's accelerators, such as `cuda`; None without any.
+    """Return torch's name of this machine's accelerators, such as `cuda`; None without any.
 
-    Also None where PACELINE_DEVICE is `cpu`.
+    Also None if PACELINE_DEVICE is `cpu`.
 
     Raises:
         ClusterError: PACELINE_DEVICE names a device that this torch cannot use.
@@ -71,14 +71,14 @@ def accelerator_type() -> str | None:
 
 
 def count() -> int:
-    """Number of accelerators that this process may use."""
+    """Return the number of accelerators that this process may use."""
     import torch
 
     return torch.accelerator.device_count() if accelerator_type() else 0
 
 
 def use(local_rank: int) -> torch.device:
-    """Make an accelerator the current device of this process; the CPU where there is none.
+    """Make an accelerator the current device of this process; the CPU if there is none.
 
     Raises:
         ClusterError: there are fewer accelerators than ranks on this host.
@@ -104,17 +104,17 @@ def use(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """True if work on the device is queued, and the host runs ahead of it."""
+    """Return True if the host queues work on the device and runs ahead."""
     return device.type not in (CPU, "meta")
 
 
 def on_accelerator(tensor: Tensor) -> bool:
-    """True if a tensor's memory is an accelerator's."""
+    """Return True if a tensor is in an accelerator's memory."""
     return is_accelerator(tensor.device)
 
 
 def is_started() -> bool:
-    """True if this process has started an accelerator, which no fork of it would survive."""
+    """Return True if this process has started an accelerator, so it must not fork."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -124,12 +124,12 @@ def is_started() -> bool:
 
 def _open_files() -> Iterator[str]:
     for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():  # macOS has none
-        with suppress(OSError):  # closed meanwhile
+        with suppress(OSError):  # closed in the meantime
             yield os.readlink(f"/proc/self/fd/{descriptor}")
 
 
 def default_backend(device: torch.device) -> str:
-    """Torch's name of the collective library for a device's tensors, such as `gloo`.
+    """Return torch's name of the collective library for a device's tensors, such as `gloo`.
 
     Raises:
         ClusterError: this torch has none for the device.
@@ -153,7 +153,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Make the host wait for all work queued on a device; the CPU has none."""
+    """Make the host wait for all queued work of a device, except the CPU."""
     import torch
 
     if is_accelerator(device):
@@ -161,7 +161,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor on a device; the host does not wait for the copy."""
+    """Copy numbers to a tensor on a device without making the host wait."""
     import torch
 
     staged = torch.tensor(numbers, dtype=dtype, pin_memory=has_pinned_memory(device))
@@ -169,9 +169,9 @@ def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class Download:
-    """Numbers on their way from an accelerator; the host goes on meanwhile.
+    """Copy of numbers from an accelerator, while the host continues.
 
-    The copy is queued behind what the current stream has now, into pinned memory of its own.
+    The copy is queued after the current work of the stream, into its own pinned memory.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -183,7 +183,7 @@ class Download:
         self._arrived.record()
 
     def numbers(self) -> list[float]:
-        """The numbers; the host waits until they have come, if they have not yet."""
+        """Return the numbers; the host waits until they have arrived."""
         if not self._arrived.query():
             self._arrived.synchronize()
         found: list[float] = self._host.tolist()
@@ -194,33 +194,33 @@ class Download:
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """A new event of an accelerator, not yet recorded; a `timed` one has `elapsed_time`."""
+    """Return a new event of an accelerator, not yet recorded; a `timed` one has `elapsed_time`."""
     import torch
 
     return torch.Event(device, enable_timing=timed)
 
 
 def stream(device: torch.device) -> torch.Stream:
-    """A new stream of an accelerator, a context manager that makes it the current one."""
+    """Return a new stream of an accelerator, a context manager that makes it current."""
     import torch
 
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that an accelerator's operations are queued on now."""
+    """Return the stream to which an accelerator's operations are queued now."""
     import torch
 
     return torch.accelerator.current_stream(device)
 
 
 class Clock:
-    """Moments of a device's work.
+    """Points in time of a device's work.
 
-    Events in the current stream where it has timed ones, else the host's clock.
+    They are events in the current stream if the device has timed events, otherwise readings of the host's clock.
 
     Attributes:
-        by_events: moments are events, which can be compared once the device has reached them.
+        by_events: True if the points are events, which can be compared once the device has reached them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -228,7 +228,7 @@ class Clock:
         self.by_events = has_timed_events(device)
 
     def now(self) -> Any:
-        """The moment at which the device has done what is queued so far."""
+        """Return the point at which the device has completed the work queued so far."""
         if not self.by_events:
             return time.perf_counter()
         moment = event(self._device, timed=True)
@@ -236,11 +236,11 @@ class Clock:
         return moment
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Seconds between two moments, which must have passed."""
+        """Return the seconds between two points, which must have passed."""
         return float(start.elapsed_time(stop)) / 1e3 if self.by_events else float(stop - start)
 
     def reach(self, moment: Any) -> None:
-        """Make the host wait until a moment has passed, if it has not yet."""
+        """Make the host wait until a point has passed."""
         if self.by_events and not moment.query():
             moment.synchronize()
 
@@ -249,10 +249,10 @@ class Clock:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """State of the default generator of this process's device, a uint8 tensor on the CPU."""
+    """Return the state of the device's default generator, a uint8 tensor on the CPU."""
     import torch
 
-    # Without an index: a rank's device is the current one, and MPS takes none.
+    # Without an index: a rank's device is the current one, and MPS does not accept an index.
     return device_module(device).get_rng_state() if is_accelerator(device) else torch.get_rng_state()
 
 
@@ -289,11 +289,11 @@ def forked_random(device: torch.device) -> Iterator[None]:
             set_random_state(device, state)
 
 
-# What a device is and can do
+# Properties and capabilities of a device
 
 
 def built_for() -> str:
-    """Makers' software that torch is built for, with its version; `CPU only` without any."""
+    """Return the vendors' software that torch is built for, with its version; `CPU only` without any."""
     import torch
 
     makers = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
@@ -302,7 +302,7 @@ def built_for() -> str:
 
 
 def nvidia_uuid(device: torch.device) -> str | None:
-    """Number by which NVIDIA's driver knows a GPU; None for any other device."""
+    """Return the UUID of a GPU in NVIDIA's driver; None for any other device."""
     import torch
 
     if device.type != GPU or torch.version.cuda is None:
@@ -312,10 +312,10 @@ def nvidia_uuid(device: torch.device) -> str | None:
 
 @cache
 def is_device_type(name: str) -> bool:
-    """True if torch knows a type of devices by this name."""
+    """Return True if torch knows a device type with this name."""
     import torch
 
-    # of one that torch is to lose
+    # for a device type that torch will remove
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.device(name).type == name
@@ -324,26 +324,26 @@ def is_device_type(name: str) -> bool:
 
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """Dtype of sums over samples: float64, or float32 where a device has no other."""
+    """Return the dtype of sums over samples: float64, or float32 if unsupported."""
     import torch
 
     return torch.float64 if _works(lambda: torch.zeros(1, dtype=torch.float64, device=device)) else torch.float32
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """A tensor in the dtype of `widest_float`, on its device."""
+    """Convert a tensor to the dtype of `widest_float`, on its device."""
     return tensor.to(widest_float(tensor.device))
 
 
 @cache
 def has_streams(device: torch.device) -> bool:
-    """True if a device has several queues of work."""
+    """Return True if a device has several queues of work."""
     return is_accelerator(device) and _works(lambda: stream(device))
 
 
 @cache
 def has_timed_events(device: torch.device) -> bool:
-    """True if events of a device tell the time between two of them."""
+    """Return True if events of a device measure the time between two of them."""
 
     def between_two() -> None:
         first, last = event(device, timed=True), event(device, timed=True)
@@ -357,7 +357,7 @@ def has_timed_events(device: torch.device) -> bool:
 
 @cache
 def has_pinned_memory(device: torch.device) -> bool:
-    """True if host memory can be pinned, so that its copies need no wait."""
+    """Return True if host memory can be pinned, so that its copies are asynchronous."""
     import torch
 
     return is_accelerator(device) and _works(lambda: torch.empty(1, pin_memory=True))
@@ -365,36 +365,36 @@ def has_pinned_memory(device: torch.device) -> bool:
 
 @cache
 def has_counted_memory(device: torch.device) -> bool:
-    """True if torch tells a device's allocated, peak and free memory."""
+    """Return True if torch reports a device's allocated, peak and free memory."""
     import torch
 
     return is_accelerator(device) and _works(lambda: torch.accelerator.get_memory_info(device))
 
 
 def has_fused_optimizers(device_type: str) -> bool:
-    """True if torch.optim takes `fused=True` for parameters on a device."""
+    """Return True if torch.optim supports `fused=True` for parameters on a device."""
     from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     return device_type in _get_fused_kernels_supported_devices()
 
 
 def has_graphs(device: torch.device) -> bool:
-    """True if recorded kernels can be replayed (`compile=reduce-overhead`)."""
+    """Return True if recorded kernels can be replayed (`compile=reduce-overhead`)."""
     return is_accelerator(device) and hasattr(device_module(device), "graph")
 
 
 def has_flash_attention(device: torch.device) -> bool:
-    """True if the fused attention kernel that returns log-sum-exps is there."""
+    """Return True if there is a fused attention kernel that returns log-sum-exps."""
     return _has_kernels(device.type, "_scaled_dot_product_flash_attention")
 
 
 def has_batch_norm_kernels(device: torch.device) -> bool:
-    """True if the kernels of torch.nn.SyncBatchNorm are there."""
+    """Return True if the kernels of torch.nn.SyncBatchNorm exist."""
     return _has_kernels(device.type, "batch_norm_stats", "batch_norm_gather_stats_with_counts", "batch_norm_elemt")
 
 
 def has_bf16(device: torch.device) -> bool:
-    """True if a device multiplies matrices of bfloat16."""
+    """Return True if a device multiplies bfloat16 matrices."""
     import torch
 
     def multiply() -> None:
@@ -413,7 +413,7 @@ def _has_kernels(device_type: str, *operators: str) -> bool:
 
 
 def device_module(device: torch.device) -> Any:
-    """Torch's module of a type of devices, such as `torch.xpu`."""
+    """Return torch's module of a device type, such as `torch.xpu`."""
     import torch
 
     return torch.get_device_module(device)
@@ -428,21 +428,21 @@ def _works(action: Callable[[], object]) -> bool:
 
 
 def name(device: torch.device) -> str:
-    """The maker's name of an accelerator, or torch's type where its module states none."""
+    """Return the vendor's name of an accelerator, or torch's type if there is none."""
     ask = getattr(device_module(device), "get_device_name", None)
     return str(ask(device)) if ask else device.type
 
 
 def states_bf16(device: torch.device) -> bool | None:
-    """True if a device's module says that it computes in bfloat16; None without an answer."""
+    """Return True if a device's module reports bfloat16 support; None if unknown."""
     ask = getattr(device_module(device), "is_bf16_supported", None)
     return bool(ask()) if ask else None
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None where nothing states them.
+    """Return the bytes of an accelerator's memory; None if unknown.
 
-    Properties are asked first, as they need no device to be started.
+    Device properties are read first, because they do not start the device.
     """
     import torch
 
@@ -459,10 +459,10 @@ class Memory:
     """Bytes of an accelerator's memory.
 
     Attributes:
-        allocated: in tensors of this process now.
-        peak: the most that was, since the process began or `reset_peak_memory`.
-        free: to all processes.
-        total: of the hardware.
+        allocated: bytes in tensors of this process now.
+        peak: largest `allocated` since the process began or `reset_peak_memory`.
+        free: bytes available to all processes.
+        total: bytes of the hardware.
     """
 
     allocated: int
@@ -472,7 +472,7 @@ class Memory:
 
 
 def memory(device: torch.device) -> Memory | None:
-    """Memory of an accelerator; None where torch does not count it."""
+    """Return the memory of an accelerator; None if torch does not count it."""
     import torch
 
     if not has_counted_memory(device):
@@ -483,7 +483,7 @@ def memory(device: torch.device) -> Memory | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Count the peak of `memory` from here on."""
+    """Restart the peak of `memory`."""
     import torch
 
     if has_counted_memory(device):
@@ -492,7 +492,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of torch on a device, each tried or asked for by a function `has_…`.
+    """Capabilities of torch on a device, each from a function `has_…`.
 
     Attributes:
         collectives: torch's name of the device's collective library; None without one.
@@ -512,7 +512,7 @@ class Capabilities:
 
 
 def capabilities(device: torch.device) -> Capabilities:
-    """All abilities of a device, for people to read."""
+    """Return all capabilities of a device for display."""
     import torch
     import torch.distributed as dist
 

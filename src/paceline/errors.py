@@ -1,4 +1,4 @@
-"""Errors a user sees: each says what was wrong, where, and what to do."""
+"""Errors for users: each text names the problem, its position and a solution."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 if TYPE_CHECKING:
     from paceline.planning.plan import Plan
 
-_to_be_told: list[Callable[[BaseException], None]] = []  # one at most
+_to_be_told: list[Callable[[BaseException], None]] = []  # at most one
 
 
 def on_failure(tell: Callable[[BaseException], None]) -> None:
-    """Register `tell` for the error that ends a rank, in the place of any other.
+    """Register `tell` as the only callback for the error that ends a rank.
 
-    It is called before the rank lets go of anything.
+    It is called before the rank releases any resource.
     """
     _to_be_told[:] = [tell]
 
 
 def tell_of_failure(error: BaseException) -> None:
-    """Tell who wants to know of the error that ends this rank."""
+    """Call the registered callback with the error that ends this rank."""
     for tell in _to_be_told:
         tell(error)
 
 
 class Problem:
-    """A code for programs and a text for people, of one thing that is wrong.
+    """A code for programs and a text for people that describe one problem.
 
     A list is shown as `a, b, c`, and with `{name!s}` as Python shows it. Making a problem never fails: if a field is
     missing, or cannot be shown as the template asks, the text is the template followed by the fields.
 
     Args:
         code: area and condition, such as `plan.heads_not_divisible`. It never changes.
-        template: the text with `{name}` in the place of each field. Never text from outside of the program.
-        fields: values of the text. Numbers, text, lists and mappings of such are kept; anything else becomes text.
+        template: the text with `{name}` for each field. It never comes from outside of the program.
+        fields: values of the text. Numbers, text, and lists and mappings of these are kept; other values become text.
     """
 
     def __init__(self, code: str, template: str, /, **fields: object) -> None:
@@ -51,14 +51,14 @@ class Problem:
             self.text = f"{template} {self.fields}"
 
     def at(self, place: str) -> Self:
-        """Return this problem with a place before its text, and as the field `place`."""
+        """Return this problem with a position before its text, also in the field `place`."""
         located = copy.copy(self)
         located.text, located.fields = f"{place}: {self.text}", {"place": place, **self.fields}
         return located
 
     @classmethod
     def of_parts(cls, code: str, template: str, fields: Mapping[str, object]) -> Self:
-        """Make a problem again that another process of this program described."""
+        """Restore a problem that another process of this program described."""
         return cls(code, template, **fields)
 
     def replaced(self, **fields: object) -> Self:
@@ -90,9 +90,9 @@ class PlanProblem(Problem):
 
     Attributes:
         code: identifier of the reason, such as `plan.heads_not_divisible`; it does not change between versions.
-        fields: the values that the text is made of, by name; all are JSON values.
+        fields: values in the text, by name; all are JSON values.
         text: a sentence for people, with the value that would work.
-        template: the text with `{name}` in the place of each field.
+        template: the text with `{name}` for each field.
     """
 
     def __init__(self, code: str, template: str, /, **fields: object) -> None:
@@ -121,7 +121,7 @@ def _shown(value: object) -> object:
 
 
 def _plain(value: object) -> Any:
-    """Return a value as JSON can hold it."""
+    """Convert a value to a form that JSON supports."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Real):
@@ -137,16 +137,16 @@ def _plain(value: object) -> Any:
 
 
 class PacelineError(Exception):
-    """Base of every error that paceline raises on purpose. The text is written for the person at the keyboard.
+    """Base of all errors that paceline raises on purpose; the text is for the user.
 
     `PlanError("plan.devices", "{plan} needs {needed} devices; there are {found}.", plan=plan, needed=8, found=4)`
 
     Attributes:
-        problems: everything that is wrong, one at least. `code`, `template` and `fields` are those of the first.
-        from_users_code: the cause was raised by the user's own code, so its traceback belongs under the text.
-        may_pass: a second attempt may succeed, so a restart is worth its time.
+        problems: all problems, at least one. `code`, `template` and `fields` belong to the first.
+        from_users_code: True if the user's own code raised the cause, so its traceback belongs under the text.
+        may_pass: True if a second attempt may succeed, so a restart is worthwhile.
         exit_code: exit code of a command that ends with this error. It is 130 or 143 if SIGINT or SIGTERM came before
-            there was anything to save.
+            the run had a state to save.
         traceback: the part of the text that is the traceback of a rank's error. Commands keep it off the screen.
     """
 
@@ -161,8 +161,7 @@ class PacelineError(Exception):
         """Make an error.
 
         Args:
-            code: as of a `Problem`.
-            template: as of a `Problem`.
+            code: as for `Problem`. template: as for `Problem`.
             fields: values of the text; and attributes of the error, which are in `keywords` of its class.
         """
         own = {name: fields[name] for name in fields if name in self.keywords}
@@ -185,7 +184,7 @@ class PacelineError(Exception):
 
         Args:
             error: the other error.
-            place: where it happened, for the beginning of the text.
+            place: position of the error, for the beginning of the text.
             attributes: attributes of the new error.
         """
         own = cls.__new__(cls, f"{place}: {error}" if place else str(error))
@@ -194,12 +193,12 @@ class PacelineError(Exception):
         return own
 
     def as_json(self) -> dict[str, Any]:
-        """Return what another process or a file needs to know of this error."""
+        """Return the description of this error for another process or a file."""
         return {"code": self.code, "text": str(self), "fields": self.fields}
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any], **attributes: object) -> Self:
-        """Make an error again that another process described by `as_json`; its code stays."""
+        """Restore an error that another process described by `as_json`; its code stays."""
         code, text = str(told.get("code", "")), str(told.get("text", ""))
         problem = Problem(code if _CODE.fullmatch(code) else "error.received", "{text}", text=text)
         problem.fields = _plain(told.get("fields") or {})
@@ -242,7 +241,7 @@ class InvalidValue(ValueError):
 
     @classmethod
     def of_error(cls, error: PacelineError) -> Self:
-        """Make it of an error that another function raised."""
+        """Convert an error that another function raised."""
         invalid = cls.__new__(cls, str(error))
         invalid.problems = error.problems[:1]
         return invalid
@@ -274,7 +273,7 @@ class LoaderProcessError(DataError):
 
 
 class ClusterError(PacelineError):
-    """The machines asked for are not the machines there are."""
+    """The requested machines do not exist or cannot be used."""
 
 
 class PlanError(PacelineError):
@@ -318,9 +317,9 @@ class StorageError(PacelineError):
     """An object store cannot be used, or does not hold what was asked of it.
 
     Attributes:
-        absent: there is no such object.
-        exists: there is one, where a new one was to be made.
-        denied: no credentials, or without the right.
+        absent: the object does not exist.
+        exists: the object already exists.
+        denied: the credentials are missing or insufficient.
     """
 
     absent = False
@@ -347,22 +346,22 @@ class LaunchError(PacelineError):
 
 
 class ChannelError(PacelineError):
-    """A connection between processes of a run failed, or carried what no peer sends."""
+    """A connection between processes of a run failed, or carried invalid data."""
 
     may_pass = True
 
 
 class DeadlineError(ChannelError):
-    """A peer did not answer in time. The message names it, or what it was to do."""
+    """A peer did not answer in time; the message names the peer or its task."""
 
 
 class RemoteError(PacelineError):
     """A remote function raised, cannot be called, or was given or returned unsendable values.
 
     Attributes:
-        function: its name there.
-        kind: name of the class of what it raised; empty where it was not called.
-        remote_traceback: as text, made safe to show.
+        function: its name on the remote side.
+        kind: class name of its exception; empty if the function was not called.
+        remote_traceback: the traceback as text, safe to show.
     """
 
     function = ""
@@ -372,7 +371,7 @@ class RemoteError(PacelineError):
 
 
 class SyncError(PacelineError):
-    """Ranks failed to agree in time. The message names the ranks that are missing."""
+    """Ranks failed to communicate in time; the message names the missing ranks."""
 
 
 _LOST_PEER = (
@@ -401,12 +400,15 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 class ServerRefused(PacelineError):
-    """A parameter server refused what it was asked. Nothing was changed; the message says what to do."""
+    """A parameter server refused a request.
+
+    Nothing was changed; the message explains what to do.
+    """
 
 
 class ServerLost(ChannelError):
-    """No process of a parameter server answers, neither the primary nor its backup."""
+    """No process of a parameter server answers, neither primary nor backup."""
 
 
 class FederateError(PacelineError):
-    """A server and its clients do not go together."""
+    """A server and its clients are incompatible."""

@@ -1,4 +1,4 @@
-"""Extension points: descriptions by name, of what paceline brings and what installed packages register.
+"""Extension points: descriptions by name, from paceline and from installed packages.
 
 A description is a small object that loads nothing heavy; it names the class that does the work by import path.
 """
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 class ExtensionPoint(Generic[T]):
-    """Everything of one kind that can be named: sync rules, codecs, transports, …
+    """Named extensions of one type: sync rules, codecs, transports, …
 
     A package adds to it by an entry point whose value is a description, `module:INFO`. Built-in names cannot be taken.
 
     Args:
-        noun: the kind, for error texts.
+        noun: name of the type, for error texts.
         group: the group of its entry points, e.g. `paceline.codecs`.
         kind: the class of the descriptions.
         built_in: paceline's own, by name.
-        error: raised for names that nobody knows, and for descriptions that cannot be loaded.
-        words: what may stand in the place of a name, for the hint.
+        error: error class for unknown names, and for descriptions that cannot be loaded.
+        words: other accepted words, for the hint.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ExtensionPoint(Generic[T]):
 
     @cached_property
     def installed(self) -> dict[str, EntryPoint]:
-        """Entry points of other packages, by name."""
+        """Return entry points of other packages, by name."""
         return {entry.name: entry for entry in entry_points(group=self.group) if entry.name not in self.built_in}
 
     @property
@@ -57,10 +57,10 @@ class ExtensionPoint(Generic[T]):
         return name in self.built_in or name in self.installed
 
     def __getitem__(self, name: str) -> T:
-        """The description of a name.
+        """Return the description of a name.
 
         Raises:
-            PacelineError: of the class `error`; nobody knows the name, or its description cannot be loaded.
+            PacelineError: of the class `error`; the name is unknown, or its description cannot be loaded.
         """
         if name in self.built_in:
             return self.built_in[name]
@@ -75,13 +75,13 @@ class ExtensionPoint(Generic[T]):
         return self._load(self.installed[name])
 
     def all(self) -> dict[str, T]:
-        """Every description by name; loads those of other packages. Raises as `[]` does."""
+        """Return every description by name, including other packages'; raises the same errors as `[]`."""
         return {name: self[name] for name in self.names}
 
     def loadable(self) -> tuple[dict[str, T], list[str]]:
-        """Every description that can be loaded, by name, and the error of each other.
+        """Return all descriptions that can be loaded, and the errors of the others, by name.
 
-        For a choice among all: a broken package that nobody named must not stop it.
+        It is used to choose among all: a broken package that the user has not named must not prevent the choice.
         """
         found, errors = dict(self.built_in), []
         for name in self.installed:

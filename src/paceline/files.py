@@ -1,7 +1,7 @@
-"""Safe files: written whole or not at all, private, and never through links of others.
+"""Safe files: written whole or not at all, private, and never through others' links.
 
-Whoever else may write in a folder can put a link where a file is about to be written, or a pipe where one is about to
-be read. Every file that paceline writes under a name that can be guessed goes through this module.
+Another user who may write to a folder can put a link at the path of a future file, or a pipe at the path of a file to
+read. So paceline uses this module to write all files with guessable names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import IO
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 _SCRATCH = "paceline-scratch-"
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # where TMPDIR is too long
-_SOCKET_BYTES = 107  # of a path
-_NEWBORN_S = 60.0  # between its making and its lock a folder is nobody's
-LINE_LIMIT = 2**20  # bytes of a line that is read; no line of ours comes near
-TEXT_LIMIT = 2**28  # bytes of a file that is read whole
-LINES_LIMIT = 2**31  # bytes of a file of lines: some million steps
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # used if TMPDIR is too long
+_SOCKET_BYTES = 107  # maximum length of a socket's path
+_NEWBORN_S = 60.0  # age below which a folder without a lock may still be in creation
+LINE_LIMIT = 2**20  # maximum bytes of a line to read; paceline's lines are much shorter
+TEXT_LIMIT = 2**28  # maximum bytes of a file to read whole
+LINES_LIMIT = 2**31  # maximum bytes of a file of lines: some million steps
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -66,26 +66,26 @@ def short_name(path: Path, limit_bytes: int) -> str:
 
 
 def create_private(path: Path) -> IO[bytes]:
-    """A new file of mode 0600, open for writing.
+    """Create a file of mode 0600, open for writing.
 
     An existing path, link or not, is an error.
 
     Raises:
-        FileExistsError: there is something at `path`.
-        OSError: it cannot be made.
+        FileExistsError: `path` exists.
+        OSError: the file cannot be created.
     """
     return os.fdopen(_create(path), "wb")
 
 
 def private_opener(path: str, flags: int) -> int:
-    """An `opener` for `open` that makes files of mode 0600."""
+    """Create files of mode 0600, as the `opener` of `open`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor that appends to a file of mode 0600.
+    """Return a descriptor that appends to a file of mode 0600.
 
-    The file is made if missing; a link or a pipe there is an error.
+    The file is created if missing; a link or a pipe is an error.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -97,11 +97,11 @@ def open_to_append(path: Path) -> int:
 def private_folder(path: Path) -> None:
     """Make a folder of mode 0700, whatever the umask.
 
-    An existing one of this user's gets that mode.
+    An existing folder of this user gets that mode.
 
     Raises:
-        PermissionError: it belongs to another user, who could put links in it or read what is written there.
-        OSError: it cannot be made.
+        PermissionError: the folder belongs to another user, who could put links into it or read its files.
+        OSError: the folder cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,19 +117,19 @@ def private_folder(path: Path) -> None:
 
 
 def home_folder() -> Path:
-    """Folder of what paceline keeps for this user: PACELINE_HOME, or else ~/.paceline."""
+    """Return paceline's folder of this user: PACELINE_HOME, or else ~/.paceline."""
     return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline").absolute()
 
 
 def sockets_fit(folder: str) -> bool:
-    """True if multiprocessing can make its sockets there."""
+    """Return True if the path is short enough for multiprocessing's sockets."""
     return _fits(f"{folder}/listener-12345678")
 
 
 def temporary_folder(below: str) -> str:
-    """Folder for temporary files, under which sockets of such a path fit.
+    """Return a folder for temporary files, with a path short enough for sockets.
 
-    It is TMPDIR, a shorter one, or, where none is short enough, TMPDIR.
+    It is TMPDIR, or a shorter folder if TMPDIR is too long; TMPDIR if there is none.
     """
     chosen = tempfile.gettempdir()
     found = (folder for folder in (chosen, *_SHORT) if os.access(folder, os.W_OK) and _fits(f"{folder}/{below}"))
@@ -141,7 +141,10 @@ def _fits(socket: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Folder of paceline's cache. It cannot be written if the user has no home."""
+    """Return the folder of paceline's cache.
+
+    It is not writable if the user has no home.
+    """
     home = os.path.expanduser("~")
     return (
         Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home.startswith("~") else Path(home, ".cache")))
@@ -150,7 +153,7 @@ def cache_folder() -> Path:
 
 
 def made_cache_folder(name: str) -> Path:
-    """A folder of the cache, created if missing, private to the user.
+    """Return a folder of the cache, private to the user; create it if missing.
 
     Raises:
         OSError: it cannot be created, or belongs to another user.
@@ -177,7 +180,7 @@ def write_traceback(text: str, name: str, folder: Path | None = None) -> Path | 
 
 
 def must_not_be_anothers(path: Path) -> None:
-    """Raise where a folder is there and belongs to another user, other than root.
+    """Raise an error if a folder belongs to another user, except root.
 
     Raises:
         PermissionError: its owner could put links in it, or change what is written there.
@@ -191,7 +194,7 @@ def must_not_be_anothers(path: Path) -> None:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user of this machine, for messages."""
+    """Return the name of a user of this machine, for messages."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
@@ -200,7 +203,7 @@ def user_name(uid: int) -> str:
 
 @contextmanager
 def scratch_folder(below: str = "") -> Iterator[Path]:
-    """A private folder for temporary files, removed at the end.
+    """Create a private folder for temporary files, which is removed at the end.
 
     Folders left by killed processes are removed as well. `below`: the path in it that a socket may have.
     """
@@ -209,7 +212,7 @@ def scratch_folder(below: str = "") -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it ends
+        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends in any way
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -227,7 +230,7 @@ def _remove_abandoned(parent: str) -> None:
             if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _NEWBORN_S:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # a living process has it
+        except OSError:  # a living process holds it
             continue
         finally:
             os.close(held)
@@ -235,7 +238,9 @@ def _remove_abandoned(parent: str) -> None:
 
 @contextmanager
 def opened_to_read(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file, open for reading. A pipe, a device or a link is an error at once, never a wait.
+    """Open a regular file for reading.
+
+    A pipe, a device or a link raises an error instead of blocking.
 
     Raises:
         OSError: it is missing, cannot be read, or is not a regular file.
@@ -246,7 +251,7 @@ def opened_to_read(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
-    """The text of a regular file that somebody else may have written.
+    """Read the text of a regular file that another user may have written.
 
     Raises:
         OSError: as `opened_to_read`, or it has more than `limit` bytes.
@@ -260,7 +265,7 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
 
 
 def kernel_text(path: Path) -> str:
-    """Stripped text of a file of the kernel; empty where it cannot be read."""
+    """Read the stripped text of a kernel file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -268,11 +273,11 @@ def kernel_text(path: Path) -> str:
 
 
 def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
-    """The lines of a regular file, cut at `LINE_LIMIT`.
+    """Return the lines of a regular file, cut at `LINE_LIMIT`.
 
     A longer line gives only its beginning, which reads as a broken line.
 
-    Nothing behind the first `limit` bytes is read. Raises OSError as `opened_to_read`.
+    At most `limit` bytes are read. Raises OSError like `opened_to_read`.
     """
     with opened_to_read(path) as file:
         while file.tell() < limit and (line := file.readline(LINE_LIMIT)):

@@ -1,4 +1,4 @@
-"""Random states (torch, NumPy, Python) that belong to one piece of code, apart from those of the process."""
+"""Separate random states (torch, NumPy, Python) for a piece of code."""
 
 from __future__ import annotations
 

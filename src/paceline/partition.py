@@ -9,20 +9,20 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-_WHOLE = 2**30  # costs are rounded to this part of their sum, so that parts of equal cost are equal to the last bit
+_WHOLE = 2**30  # costs are rounded to this fraction of their sum, so that parts of equal cost are exactly equal
 _Floats = NDArray[np.float64]
 _Windows = list[tuple[int, int]]  # for each part, the first and the last element that the next part may begin with
 
 
 def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Cut a sequence into contiguous parts with the fastest slowest part.
+    """Cut a sequence into contiguous parts that minimize the time of the slowest part.
 
-    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken.
-    Exact, but for the rounding of each cost to 10^-9 of their sum.
+    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken. The
+    result is exact, except for the rounding of each cost to 10^-9 of their sum.
 
     Args:
         costs: seconds of each element on a device of speed 1, or bytes; at least as many as parts.
-        speeds: of the parts' devices; all are equally fast where None.
+        speeds: speeds of the parts' devices; None if all are equally fast.
 
     Returns:
         The number of elements of each part, at least one.
@@ -49,19 +49,19 @@ def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | Non
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Positions of the elements with which the second and later parts begin."""
+    """Return the positions of the first elements of the second and later parts."""
     return list(accumulate(lengths))[:-1]
 
 
 def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]:
-    """Bounds of the best cut's largest cost, by bisection."""
+    """Find bounds of the best cut's largest cost, by bisection."""
     count = len(until) - 1
     low = max(largest, -(-until[-1] // parts))
-    high = min(low + largest, until[-1])  # a part that is filled lacks less than one element
+    high = min(low + largest, until[-1])  # a full part has room for less than one more element
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _filled(until, parts, middle)[-1] == count else (middle + 1, high)
-    low += count  # by so much rounding may set apart what is equal
+    low += count  # maximum difference between equal costs after rounding
     lasts, firsts, at = _filled(until, parts, low), [count], count
     for _ in range(parts - 1):
         at = bisect_left(until, until[at] - low)
@@ -74,7 +74,7 @@ def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]
 
 
 def _filled(until: list[int], parts: int, limit: int) -> list[int]:
-    """Ends of parts that are filled one after another up to a limit."""
+    """Return the ends of parts that are filled in order up to a limit."""
     ends, at = [], 0
     for _ in range(parts):
         at = bisect_right(until, until[at] + limit, at) - 1
@@ -85,9 +85,9 @@ def _filled(until: list[int], parts: int, limit: int) -> list[int]:
 def _chosen(
     until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None
 ) -> tuple[float, tuple[int, ...]]:
-    """Ends of parts by dynamic programming.
+    """Return the ends of parts by dynamic programming.
 
-    With a limit of their times the most even parts, else those with the least slowest one.
+    With a time limit, it finds the most even parts; otherwise the parts with the smallest maximum.
 
     Returns:
         The sum of squared times, or the slowest time; and the number of elements of each part.

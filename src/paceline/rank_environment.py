@@ -1,6 +1,6 @@
 """Environment variables of a rank.
 
-The one place where RANK, MASTER_ADDR and PACELINE_… are written and read.
+Only this module writes and reads RANK, MASTER_ADDR and PACELINE_… variables.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
     "LOCAL_RANK",
 )
 _ADDRESS, _HOST, _STATUS, _STORE_FD = "PACELINE_ADDRESS", "PACELINE_HOST", "PACELINE_STATUS", "PACELINE_STORE_FD"
-# the run's key, where one was handed over: an inherited descriptor, or a file of mode 0600
+# the run's key, if passed on: an inherited descriptor, or a file of mode 0600
 KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
 STORE, _GRACE = "PACELINE_STORE", "PACELINE_GRACE"
-ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated, and not encrypted
+ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated but not encrypted
 
-# set where a rank's run directory is a copy that another host keeps: checkpoints come from there
+# set if a rank's run directory is a copy of another host's: checkpoints come from there
 FOLDER_IS_COPY = "PACELINE_FOLDER_IS_COPY"
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """An emulated host, as a process that enters it needs it.
+    """An emulated host, with the facts that a process needs to enter it.
 
     Attributes:
         network_namespace: path; that of the bridge, which the host's link needs, is `bridge`.
@@ -46,7 +46,7 @@ class HostEntry:
     control_group: Path | None = None
 
     def to_env(self) -> dict[str, str]:
-        """The variables that `from_env` reads."""
+        """Return the variables that `from_env` reads."""
         return {
             _HOST: self.name,
             "PACELINE_NAMESPACE": self.network_namespace,
@@ -56,7 +56,7 @@ class HostEntry:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> HostEntry | None:
-        """The emulated host that the variables name; None where they name none."""
+        """Return the emulated host that the variables name; None if they name none."""
         name = environ.get(_HOST)
         if not name:
             return None
@@ -66,7 +66,7 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A rank's place in its run: its number, the others' address, and its launcher's files.
+    """A rank's position in its run: its number, the others' address, its launcher's files.
 
     Attributes:
         local_rank: number among the ranks of its host, `local_world_size` of them.
@@ -111,7 +111,7 @@ class RankEnvironment:
     grace_s: int = 30
 
     def to_env(self) -> dict[str, str]:
-        """The variables that `from_env` reads; none for what is None or empty."""
+        """Return the variables that `from_env` reads; omit None and empty values."""
         values = {
             RANK: self.rank,
             WORLD_SIZE: self.world_size,
@@ -140,12 +140,12 @@ class RankEnvironment:
 
     @staticmethod
     def names() -> frozenset[str]:
-        """Every variable that `to_env` can write."""
+        """Return all variables that `to_env` can write."""
         return _NAMES
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """The place that the variables name.
+        """Read the position from the variables.
 
         Raises:
             LaunchError: RANK is not set, or the number of ranks or the rendezvous is not.
@@ -192,29 +192,29 @@ _NAMES = frozenset(
 
 
 def is_our_rank() -> bool:
-    """True in a rank process that paceline's own launcher started and watches."""
+    """Return True in a rank process that paceline's own launcher started and watches."""
     return _STATUS in os.environ
 
 
 def own_rank() -> int:
-    """This process's rank; 0 outside of ranks.
+    """Return this process's rank; 0 outside of ranks.
 
-    Such a process speaks for all, as rank 0 does.
+    A process outside of ranks speaks for all, like rank 0.
     """
     return int(os.environ.get(RANK, "0"))
 
 
 def take_store_fd() -> int | None:
-    """The socket on which rank 0 serves torch's own store; None if not opened.
+    """Return the socket of torch's own store on rank 0; None if not opened.
 
-    Handed out once.
+    It is returned only once.
     """
     descriptor = os.environ.pop(_STORE_FD, None)
     return None if descriptor is None else int(descriptor)
 
 
 def named_address() -> str | None:
-    """Address for other ranks to reach this one, if the launcher or user names it."""
+    """Return the address of this rank, if the launcher or user names it."""
     return os.environ.get(_ADDRESS) or None
 
 

@@ -1,4 +1,4 @@
-"""Medians with 95 % intervals that hold at few repeats, and when two of them differ."""
+"""Medians with 95 % intervals that are valid for few repeats, and their comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_REPEATS = 3  # with fewer, an interval says nothing, and no difference is claimed
+LEAST_REPEATS = 3  # with fewer values, an interval is meaningless, and no difference is claimed
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of t, by the number of values
 
 
@@ -23,16 +23,16 @@ class Interval:
         return f"{self.middle:.4f} ({self.low:.4f} to {self.high:.4f})"
 
     def overlaps(self, other: Interval) -> bool:
-        """True if two intervals have a value in common. No difference between them is claimed then."""
+        """Return True if two intervals have a common value, so that no difference is claimed."""
         return self.low <= other.high and other.low <= self.high
 
     def times(self, factor: float) -> Interval:
-        """The interval of `factor` (positive) times the value."""
+        """Return the interval of `factor` (positive) times the value."""
         return Interval(self.low * factor, self.middle * factor, self.high * factor)
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median of positive `values`, and its confidence interval.
+    """Return the median of positive `values` and its confidence interval.
 
     The interval holds the true median in at least 95 of 100 cases.
 
@@ -51,7 +51,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def _ranks_outside(n: int) -> int:
-    """Number of n ordered values outside of the interval on each side."""
+    """Return the number of n ordered values outside of the interval on each side."""
     outside, tail = 0, 0.5**n
     while outside + 1 < n / 2 and (tail := tail + math.comb(n, outside + 1) * 0.5**n) <= 0.025:
         outside += 1
@@ -63,5 +63,5 @@ def _exp(x: float) -> float:
 
 
 def differ(one: Interval, other: Interval, *, repeats: int) -> bool:
-    """True if the intervals are disjoint, with at least 3 repeats each. Only then a difference is claimed."""
+    """Return True if the intervals are disjoint, with at least 3 repeats each."""
     return repeats >= LEAST_REPEATS and not one.overlaps(other)

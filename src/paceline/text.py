@@ -1,4 +1,4 @@
-"""Text for people: hints for unknown names, lists, and text of others made safe."""
+"""Text for users: hints for unknown names, lists, and safe display of foreign text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-# known names of the field that look like other names but mean something else
+# known names of the field that resemble other names but have another meaning
 _MEAN_OTHER_THINGS = {"radam", "nadam", "qadam", "adamp", "adan", "adamax", "asgd", "rmse", "mape"}
 _PRECISIONS = {"fp64", "fp32", "fp16", "bf16", "fp8"}
 _OPPOSITES = {
@@ -21,7 +21,7 @@ _OPPOSITES = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`Did you mean "adamw"?`, or `Known: adam, sgd.` where nothing known is like `name`."""
+    """Return `Did you mean "adamw"?`, or `Known: adam, sgd.` without a similar name."""
     names = list(known)
     if meant := closest(name, names):
         return f'Did you mean "{meant}"?'
@@ -41,7 +41,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _is_misspelled(given: str, meant: str) -> bool:
-    """True if a few letters differ, and none of them changes the meaning."""
+    """Return True if a few letters differ and none of them changes the meaning."""
     numbers = re.findall(r"[0-9]+", given)
     if (given in _MEAN_OTHER_THINGS and given != meant) or (numbers and meant in _PRECISIONS):
         return False
@@ -57,9 +57,9 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters escaped, e.g. `\x1b[2J`.
+    r"""Return the text with control characters escaped, e.g. `\x1b[2J`.
 
-    No input can steer a terminal then.
+    The text then cannot control a terminal.
     """
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -69,10 +69,10 @@ _DEVICE = re.compile(r"""(?<!=")(?<!=')(?<![-\w.#/=])([Dd])evice(s?)(?!-(?!secon
 
 
 def listed(words: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Join items: `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def on_cores(text: str) -> str:
-    """A text for people about a machine without GPUs, whose devices are cores."""
+    """Adapt a text to a machine without GPUs, whose devices are cores."""
     return _DEVICE.sub(lambda found: ("C" if found[1] == "D" else "c") + f"ore{found[2]}", text)

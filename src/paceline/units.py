@@ -1,10 +1,10 @@
-"""Numbers as people read them, in one form of each kind.
+"""Formatting of numbers for people, with one form for each type.
 
-On the screen, on pages, in errors and in logs.
+It is used on the screen, on pages, in errors and in logs.
 
-Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal ones,
-as makers state them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. At most three
-digits count.
+Bytes that are stored or sent (memory, files, messages) are in binary units: KiB, MiB, GiB. Speeds are in decimal units,
+as vendors state them: GB/s for memory and collectives (as nccl-tests), Gbit/s for links between hosts. Numbers have at
+most three significant digits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reader of YAML files that remembers lines, and messages about the mistakes in them."""
+"""Reader of YAML files that records lines, and messages about mistakes in the files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.text import closest, nearest
 
 @dataclass(frozen=True)
 class FileKind:
-    """Kind of YAML file, for messages.
+    """Type of a YAML file, for messages.
 
     Attributes:
         name: `job`.
-        needs: the keys that it cannot do without, as text.
+        needs: the required keys, as text.
         example: a key with its value, in backticks.
         error: class of its errors.
     """
@@ -36,10 +36,11 @@ class FileKind:
 
 
 def read_yaml(file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions]:
-    """Read the keys and values of a file, and where they stand.
+    """Read the keys and values of a file, and their positions.
 
     Raises:
-        PacelineError: of the kind's class; the file cannot be read, is not YAML, or not a mapping. Names the line.
+        PacelineError: of the kind's class; the file cannot be read, is not YAML, or not a mapping. The message names
+            the line.
     """
     return _parse(_read_text(file, kind), file, kind)
 
@@ -48,7 +49,7 @@ def parse_value(text: str) -> Any:
     """Read one YAML value: a scalar, a list or a map.
 
     Raises:
-        ValueError: the text is not YAML; says what is wrong.
+        ValueError: the text is not YAML; the message explains the error.
     """
     try:
         loader = _Loader(text)
@@ -63,7 +64,7 @@ def parse_value(text: str) -> Any:
 
 
 def to_yaml(values: dict[str, Any], *, flow: bool = False) -> str:
-    """Plain values as YAML that `read_yaml` reads back to equal ones.
+    """Convert plain values to YAML that `read_yaml` reads back unchanged.
 
     With `flow`, the innermost lists and mappings are on one line each.
     """
@@ -73,21 +74,24 @@ def to_yaml(values: dict[str, Any], *, flow: bool = False) -> str:
 
 
 class Positions(Protocol):
-    """Finds the place of a key, for messages."""
+    """Positions of keys, for messages."""
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Line of a key (0 without one), and its place as text."""
+        """Return the line of a key (0 without one), and its position as text."""
 
 
 @dataclass(frozen=True)
 class YamlPositions:
-    """Finds the line of a key in a parsed YAML file."""
+    """Positions of keys in a parsed YAML file."""
 
     file: Path
     root: yaml.MappingNode
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Position of the deepest existing key on `path`: `(line, "examples/digits.yaml, line 7")`; line 0 for none."""
+        """Return the position of the deepest existing key on `path`.
+
+        It is `(line, "examples/digits.yaml, line 7")`; the line is 0 if there is none.
+        """
         line = 0
         node: yaml.Node = self.root
         for part in path:
@@ -99,7 +103,7 @@ class YamlPositions:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe types; `1e-3` is a number, as in YAML 1.2 (PyYAML wants `1.0e-3`)."""
+    """YAML's safe types; `1e-3` is a number, as in YAML 1.2 (PyYAML requires `1.0e-3`)."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -200,11 +204,11 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
 
 
 def _repeated_keys(node: yaml.Node, seen: set[int]) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
-    """Each key that is there twice, with the first of them.
+    """Find each duplicate key, with its first occurrence.
 
-    YAML forbids a key twice; PyYAML keeps the last one without a word.
+    YAML forbids duplicate keys, but PyYAML silently keeps the last one.
     """
-    if id(node) in seen:  # an alias of what was looked at already
+    if id(node) in seen:  # an alias of a node that was already visited
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
@@ -222,7 +226,7 @@ def _child(node: yaml.Node, part: str | int) -> tuple[int, yaml.Node] | None:
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return _line(node.value[part]), node.value[part]
     if isinstance(node, yaml.MappingNode):
-        for key, value in reversed(node.value):  # a key of one's own comes after those that `<<` merged in
+        for key, value in reversed(node.value):  # the mapping's own keys follow those that `<<` has merged
             if key.value == str(part):
                 return _line(key), value
     return None
@@ -251,15 +255,15 @@ def explain(
 
     Args:
         spec: model of the whole file.
-        name: of what the file describes: `job`.
-        hints: what to do about some unknown keys.
+        name: name of the file's subject: `job`.
+        hints: advice for some unknown keys.
     """
     about = _File(spec, name, hints)
     findings: dict[Problem, int] = {}
     located: list[_Located] = [(*_named(details["loc"], spec), details) for details in errors]
     for path, group in itertools.groupby(_without_misspelled(located), key=lambda entry: entry[0]):
         line, place = positions.place(path) if positions else (0, "")
-        entries = list(group)  # several where a value may be of several types and is of none
+        entries = list(group)  # several errors if a value may have several types but has none of them
         wanted = [_WANTED[details["type"]] for _, _, details in entries if details["type"] in _WANTED]
         if len(wanted) == len(entries):
             found = [_wrong_type(about.dotted(path), " or ".join(wanted), entries[0][2]["input"])]
@@ -271,14 +275,14 @@ def explain(
 
 @dataclass(frozen=True)
 class _File:
-    """The file whose mistakes are told."""
+    """The file whose mistakes are reported."""
 
     spec: type[BaseModel]
     name: str
     hints: Mapping[str, str]
 
     def dotted(self, path: KeyPath) -> str:
-        """The path as text: `hosts[0].cores`; `the job` for its top."""
+        """Format the path: `hosts[0].cores`; `the job` for its top."""
         text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
         return text.removeprefix(".") or f"the {self.name}"
 
@@ -344,9 +348,9 @@ _WANTED = (
 
 
 def _without_misspelled(located: list[_Located]) -> list[_Located]:
-    """The findings without missing keys that are there under a misspelled name.
+    """Return the findings without missing keys that occur under a misspelled name.
 
-    The misspelled name has a finding of its own.
+    The misspelled name has its own finding.
     """
     meant = {
         (*path[:-1], closest(str(path[-1]), owner.model_fields))
@@ -428,7 +432,7 @@ class _Step(NamedTuple):
 
 
 def _named(location: KeyPath, spec: type[BaseModel]) -> tuple[KeyPath, type[BaseModel] | None]:
-    """The keys of pydantic's `location` and the spec that has (or lacks) the last one.
+    """Return the keys of pydantic's `location` and the spec of the last one.
 
     Pydantic's own entries are left out.
     """
@@ -459,7 +463,7 @@ def _step(annotation: Any) -> _Step:
 
 
 def _member(members: Sequence[Any], tag: str) -> Any:
-    """The member of a union that `tag` stands for.
+    """Return the member of a union that `tag` stands for.
 
     A spec is known by its kind, anything else by being the only one that can hold more.
     """
@@ -482,12 +486,12 @@ def _below(annotation: Any, part: str | int) -> tuple[type[BaseModel] | None, An
 
 
 def annotation_below(annotation: Any, part: str | int) -> Any:
-    """Annotation of the value under a key or index; None if unknown."""
+    """Return the annotation of the value under a key or index; None if unknown."""
     return next((found for member in _step(annotation).members if (found := _below(member, part)[1])), None)
 
 
 def specs_of(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models that a value with this annotation may be."""
+    """Return the pydantic models that a value with this annotation may be."""
     return [m for m in _step(annotation).members if _is_spec(m)]
 
 
