@@ -283,7 +283,7 @@ def processes_in(namespaces: Sequence[int], groups: Sequence[Path]) -> set[int]:
 
 
 def main() -> None:
-    """Carry packets if requested until the launcher's death, then clean up."""
+    """Carry packets on request until the launcher dies, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # until everything is cleaned up, after the launcher's end
         signal.signal(number, signal.SIG_IGN)

@@ -22,7 +22,7 @@ Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 16
 _LABEL_WIDTH = 24  # characters; a longer plan is broken into lines
 _FEWEST = 100  # points of a curve of many
-POINTS = 400  # a longer curve is drawn as the median, minimum and maximum of its intervals
+POINTS = 400  # a longer curve is drawn as the middle, minimum and maximum of its intervals
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Thinned:
     """At most `POINTS` points of a line.
 
     Attributes:
-        x, y: end and median of each interval of the line; an interval without values is a gap.
+        x, y: end and middle (mean or median) of each interval of the line; an interval without values is a gap.
         low, high: minimum and maximum of each interval; empty if each point is its own interval.
     """
 

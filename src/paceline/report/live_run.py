@@ -26,7 +26,7 @@ EVENTS = 100
 CURVE = 256  # losses of a curve, at most
 _PARSED = 256  # approximate lines per poll, for all ranks but the leading one
 _FEWEST_PARSED = 4
-_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # maximum age of steps for a rank that now becomes the leading one
+_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; read when a rank becomes the leading one
 # time without a step, in usual steps and in seconds, after which a run may have stopped
 _LATE_STEPS, _LATE_S = 20.0, 10.0
 _PARTS_S = tuple(f"{part}_s" for part in PARTS)

@@ -84,7 +84,7 @@ class _Global(_Layer):
     plain: ClassVar[type]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        # torch's SyncBatchNorm does not support CPUs.
+        # torch's SyncBatchNorm does not support CPUs; otherwise it behaves like any batch norm.
         forward: Forward = partial(_BatchNorm.forward, self) if self.plain is SyncBatchNorm else super().forward
         return _computed(forward, self.dp, *args, **keywords) if self.training else forward(*args, **keywords)
 

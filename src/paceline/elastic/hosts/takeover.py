@@ -65,7 +65,7 @@ _FIRST_EVENT_BYTES = 4096
 def tell_successors(hosts: Hosts, run: str | Path) -> None:
     """Send the other hosts what they need to continue a run.
 
-    The run's directory already contains an event.
+    If the run has a directory, its events file must already have a line.
     """
     own, *others = hosts.cluster.hosts
     port = hosts.meeting.address[1] if hosts.meeting else 0
