@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline
+from paceline.cluster.discover import discover
 from paceline.errors import PlanError, RunError
 from paceline.job.job import Job
+from paceline.planning.search.search import search
 from paceline.run.convert import export
 from paceline.run.record.run import Run
 from paceline.state.average import WeightAverage
@@ -135,3 +137,59 @@ def test_a_run_without_an_average_exports_none(tmp_path: Path) -> None:
 def test_what_cannot_be_exact_is_refused(plan: str, changes: dict[str, Any], code: str) -> None:
     with raises(PlanError, code):
         paceline.train(small_job(**changes), plan)
+
+
+class Steep(nn.Module):
+    """Two layers whose output is scaled, so that gradients overflow fp16 at the first loss scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.last(torch.tanh(self.first(inputs))) * 8.0
+        return outputs
+
+
+def test_fp16_leaves_steps_that_overflow_out_and_resumes_with_its_loss_scale(tmp_path: Path, ranks: Ranks) -> None:
+    changes: dict[str, Any] = {"precision": "fp16", "model": Steep, "clip_norm": 0.5, "data": points()}
+    runs = {"undisturbed": (12,), "resumed": (6, 12)}
+    for name, stops in runs.items():
+        for steps in stops:
+            new_run(
+                tmp_path / name, small_job(**changes, nonfinite="rewind", stop={"steps": steps}), "dp=2 balance=off"
+            )
+            ranks(2, train_as_rank, tmp_path / name)
+    undisturbed, resumed = (Run(tmp_path / name) for name in runs)
+    assert facts(resumed) == facts(undisturbed)
+    events = undisturbed.events()
+    left_out = [event["step"] for event in events if event["event"] == "nonfinite"]
+    assert left_out
+    assert left_out == list(range(1, len(left_out) + 1))
+    assert all(event["policy"] == "scale" for event in events if event["event"] == "nonfinite")
+    assert not [event for event in events if event["event"] == "rewind"]
+    # gradients are unscaled before their norm is measured and clipped
+    still = {"precision": "fp32", "optimizer": {"name": "sgd", "lr": 1e-30}, "stop": {"steps": len(left_out) + 1}}
+    wide = train_here(tmp_path / "fp32", small_job(**changes | still))
+    norms = [[step["grad_norm"] for step in run.steps(0)] for run in (undisturbed, wide)]
+    assert norms[0][len(left_out)] == pytest.approx(norms[1][-1], rel=0.05)
+    assert undisturbed.losses[0] == pytest.approx(wide.losses[0], rel=0.01)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 fsdp=2", "tp=2", "dp=2 sync=local:4", "dp=2 compress=int8", "dp=1 remat=block"])
+def test_fp16_needs_whole_and_exact_gradients(plan: str) -> None:
+    for job, own in ((small_job(precision="fp16"), plan), (small_job(), f"{plan} precision=fp16")):
+        assert "plan.fp16_needs_whole_gradients" in {problem.code for problem in paceline.plan_errors(job, own)}
+
+
+def test_a_job_accumulates_gradients_exactly_unless_its_plan_says_otherwise(tmp_path: Path) -> None:
+    job = small_job(gradient_accumulation_steps=2, global_batch=16)
+    found = paceline.check(job, "dp=2 precision=fp64", steps=3)
+    assert found.holds
+    assert found.plan.microbatches == 2
+    assert paceline.check(small_job(), "dp=2 precision=fp16", steps=3).verdict != "differs"
+    assert paceline.check(job, "dp=1 precision=fp64 microbatches=1", steps=1).plan.microbatches == 1
+    assert paceline.train(job, "dp=1 microbatches=4", run=tmp_path / "four").plan.microbatches == 4
+    assert all(candidate.plan.microbatches >= 2 for candidate in search(job, discover()).best)
+    assert paceline.plan_errors(job.replace({"gradient_accumulation_steps": 32}), "dp=1")
+    assert job.beyond_plain_steps == ["gradient_accumulation_steps"]

@@ -187,10 +187,10 @@ _LEGEND = (
 
 def show_dry_run(job: Job, text: str, console: Console) -> bool:
     """Dry-run a plan and show the results; return True if it can run."""
-    from paceline.planning.plan import Plan
+    from paceline.planning.arguments import plan_of
     from paceline.run.dry_run.dry_run import run_dry
 
-    plan = Plan.parse(text)
+    plan = plan_of(text, job)
     try:
         with console.status("importing torch") as status:
             found = run_dry(job, plan, say=status.update)

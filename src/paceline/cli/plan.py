@@ -309,16 +309,16 @@ def _explained_alone(asked: Setting, text: str, best: Explanation) -> Explanatio
 
 
 def _candidate(asked: Setting, text: str) -> Candidate:
-    from paceline.planning.plan import Plan
+    from paceline.planning.arguments import plan_of
     from paceline.planning.prediction import estimate, layout_of
     from paceline.planning.search.result import Candidate
 
     job, where, calibration = asked
-    plan = Plan.parse(text)
+    plan = plan_of(text, job)
     return Candidate(
         plan,
         layout_of(job, where, plan, calibration),
-        estimate(job, plan, cluster=where, calibration=calibration),
+        estimate(job, text, cluster=where, calibration=calibration),
     )
 
 

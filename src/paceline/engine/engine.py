@@ -58,6 +58,7 @@ class Outcome:
         norm: of the gradient, before clipping.
         updated: False if the update was skipped.
         last_losses: see `LossSpikes`.
+        loss_scale: state of the loss scale after the step; None in other precisions than fp16.
     """
 
     loss: float
@@ -65,6 +66,7 @@ class Outcome:
     norm: float
     updated: bool
     last_losses: list[float]
+    loss_scale: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -272,6 +274,8 @@ class RankEngine:
                 self.reduction.scale(outcome.rescale)
             self._clip(outcome.norm)
             self._step_optimizer(step)
+        if self.compute.loss_scale is not None and outcome.loss_scale is not None:
+            self.compute.loss_scale.load_state_dict(outcome.loss_scale)
         self.step_count = step
 
     def deal(self, loader: DataLoader[Any]) -> Loader:
@@ -377,7 +381,8 @@ class RankEngine:
     def _end(self, step: int, samples: int, reduced: Reduced, problem: str | None) -> StepResult:
         spikes = self.guard.spikes
         last_losses = [] if spikes is None else spikes.state_dict()
-        self.outcome = Outcome(reduced.step_loss, reduced.rescale, reduced.norm, problem is None, last_losses)
+        scale = None if self.compute.loss_scale is None else self.compute.loss_scale.state_dict()
+        self.outcome = Outcome(reduced.step_loss, reduced.rescale, reduced.norm, problem is None, last_losses, scale)
         self.reduction.stage = "own"
         self.step_count = step
         self.meter.mark(OPTIMIZER)

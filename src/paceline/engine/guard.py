@@ -31,6 +31,9 @@ class Guard:
         rank: this rank's number in the run.
         late: the update happens before its numbers are known on the host; only `stop` allows this.
         spikes: detects spikes of the loss, whose updates are also skipped; None to make these updates.
+
+    Attributes:
+        overflowed: True if the newest update was skipped because the loss scale was too large.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Guard:
     ) -> None:
         self.spikes = spikes
         self.policy, self.model, self.loss_scale, self.rank, self.late = policy, model, loss_scale, rank, late
+        self.overflowed = False
         self._left_out_in_a_row = 0
         self._saved: list[tuple[Tensor, Tensor]] = []
 
@@ -66,6 +70,7 @@ class Guard:
         Raises:
             NonFiniteError: the policy is to stop, or too many consecutive updates were skipped.
         """
+        self.overflowed = False
         if math.isfinite(loss) and math.isfinite(norm):
             problem = None if self.spikes is None else self.spikes.problem(step, loss)
             if self.loss_scale is not None:
@@ -74,6 +79,7 @@ class Guard:
                 self._left_out_in_a_row = 0
                 return None
         elif self.loss_scale is not None and math.isfinite(loss) and self.loss_scale.overflows < PATIENCE:
+            self.overflowed = True
             return self.loss_scale.shrink()
         else:
             problem = explain(deciders, batch, samples, step=step, loss=loss, norm=norm, rank=self.rank)
@@ -189,11 +195,12 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """State as JSON values."""
-        return {"value": self.value, "good_steps": self._good_steps}
+        return {"value": self.value, "good_steps": self._good_steps, "overflows": self.overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an earlier scale."""
         self.value, self._good_steps = state["value"], state["good_steps"]
+        self.overflows = state.get("overflows", 0)
 
 
 _SIGMA = 1.4826  # standard deviation per median absolute deviation, for normal noise

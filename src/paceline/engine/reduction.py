@@ -215,9 +215,6 @@ class GradientReduction:
         reduced = self._reduce(local, step)
         if pipeline is not None and not on_host:  # the bubble's events are read when the step has ended
             self.meter.waited_in_pipeline(pipeline.bubble_s)
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(self.gradients)
-            self._norm /= self.loss_scale.value
         reduced.norm = self._norm if self._reads_norm else math.hypot(*[norm.item() for norm in self._norms()])
         return reduced
 
@@ -278,7 +275,12 @@ class GradientReduction:
         return self.world
 
     def scale(self, factor: float) -> None:
-        """Rescale gradients for batches with fewer or more items per sample than the first one."""
+        """Rescale gradients for batches with fewer or more items per sample than the first one.
+
+        Removes the loss scale of fp16 training, too.
+        """
+        if self.loss_scale is not None:
+            factor /= self.loss_scale.value
         if factor != 1.0:
             torch._foreach_mul_(self.gradients, factor)
             self._norm *= factor

@@ -35,15 +35,14 @@ from paceline.job.stop import BestSpec, SpikeSpec, StopSpec
 from paceline.storage.url import DATA_VERSIONS, checked_url, is_url, local_path
 from paceline.yaml_file import explain
 
-Precision = Literal["fp32", "bf16", "fp64"]
-_ACCUMULATION = 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+_ACCUMULATION = 'Did you mean "gradient_accumulation_steps", at the top of the job?'
 _HINTS = {
     "accumulate": _ACCUMULATION,
     "accumulate_steps": _ACCUMULATION,
     "accumulation": _ACCUMULATION,
     "accumulation_steps": _ACCUMULATION,
     "gradient_accumulation": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
     "batch_size": (
         'Did you mean "global_batch", at the top of the job? It counts the samples of an optimizer step over '
         "all replicas."
@@ -113,6 +112,8 @@ class Job(Spec):
     optimizer: OptimizerSpec
     schedule: ScheduleSpec = ScheduleSpec()
     global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
+    # microbatches that each data-parallel rank's share is computed in; a plan's `microbatches` overrides it
+    gradient_accumulation_steps: int = Field(1, ge=1)
     drop_last: bool = False  # skip the last, smaller batch of an epoch; by default it is weighted exactly
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     clip_value: float | None = Field(None, gt=0)  # largest absolute value of an element of the gradient
@@ -253,6 +254,8 @@ class Job(Spec):
             f"schedule.name: {schedule.name}": schedule.by_class,
             "clip_value": self.clip_value is not None,
             "ema": self.ema is not None,
+            "precision: fp16": self.precision == "fp16",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps > 1,
         }
         return [key for key, used in found.items() if used]
 

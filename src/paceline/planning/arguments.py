@@ -33,29 +33,33 @@ def job_of(job: AnyJob) -> Job:
     raise JobError("api.not_a_job", "the job is a paceline.Job, a file or a URL, not {kind}.", kind=_kind(job))
 
 
-def plan_of(plan: AnyPlan) -> Plan:
+def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
     """Return the plan, or read it from its text.
+
+    Args:
+        job: the job whose `gradient_accumulation_steps` count where the plan says nothing of `microbatches`.
 
     Raises:
         PlanError: it is neither, the text is no plan, or it is `auto`, which stands for a choice among plans.
     """
     if isinstance(plan, Plan):
-        return plan
+        return plan if job is None else plan.for_job(job)
     if plan == "auto":
         raise PlanError(
             "api.auto_plan",
             '"auto" is a choice among plans, but one plan is needed here. paceline.plan(job) returns one.',
         )
     if isinstance(plan, str):
-        return Plan.parse(plan)
+        parsed = Plan.parse(plan)
+        return parsed if job is None or "microbatches=" in plan else parsed.for_job(job)
     raise PlanError(
         "api.not_a_plan", "the plan is a paceline.Plan or its text, such as dp=2, not {kind}.", kind=_kind(plan)
     )
 
 
-def plan_or_auto(plan: AnyPlan) -> Plan | None:
+def plan_or_auto(plan: AnyPlan, job: Job | None = None) -> Plan | None:
     """Return the plan as `plan_of` does, or None for `auto`."""
-    return None if plan == "auto" else plan_of(plan)
+    return None if plan == "auto" else plan_of(plan, job)
 
 
 def cluster_of(cluster: AnyCluster | None) -> Cluster:

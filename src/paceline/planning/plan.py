@@ -284,6 +284,10 @@ class Plan:
         """The precision that the job is computed in under this plan."""
         return self.precision or job.precision
 
+    def for_job(self, job: Job) -> Plan:
+        """Return the plan with the job's `gradient_accumulation_steps`, unless it says more than one microbatch."""
+        return replace(self, microbatches=job.gradient_accumulation_steps) if self.microbatches == 1 else self
+
     def threads_for(self, host: Host, local_ranks: int) -> int:
         """Compute threads of each of `local_ranks` ranks on `host`, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)

@@ -49,7 +49,8 @@ def estimate(
         >>> found = paceline.estimate("job.yaml", "tp=8", cluster="8xH100-SXM")
         >>> found.step_time_s, found.fits
     """
-    job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
+    job, cluster = job_of(job), cluster_of(cluster)
+    plan = plan_of(plan, job)
     found = modelled(job, cluster, plan, calibration)
     if isinstance(calibration, Adjustment):
         return found
@@ -100,7 +101,7 @@ class Layouts:
                 reason=apart,
             )
         precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
-        # bf16 is autocast's: parameters, gradients and moments stay fp32
+        # bf16 and fp16 are autocast's: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
             trace=self.trace_at(precision, plan.tp),

@@ -292,6 +292,9 @@ class Loop:
         engine.updates = 0
         if engine.guard.spikes is not None:
             engine.guard.spikes.load_state_dict((boundary.outcome or {}).get("last_losses", []))
+        scale = (boundary.outcome or {}).get("loss_scale")
+        if engine.compute.loss_scale is not None and scale is not None:
+            engine.compute.loss_scale.load_state_dict(scale)
         self.stop.load_state_dict(boundary.stop)
         self.rates.load_state_dict(boundary.schedule)
         self.evaluations.at, self.checkpoints.rejected = boundary.evaluated_at, boundary.rejected
@@ -387,7 +390,10 @@ class Loop:
 
     def rewound(self, result: StepResult) -> bool:
         """Apply the job's policy to a skipped update; return True after a rewind."""
-        event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
+        event, policy = "nonfinite", "scale"
+        # of an overflow the loss scale was too large, so the job's policy does not count
+        if not self.engine.guard.overflowed:
+            event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
         self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
         if policy != "rewind":
             return False

@@ -120,7 +120,8 @@ def _train(
     hosts = current_hosts()
     if (takeover := hosts.takeover if hosts else None) is not None:
         run, resume, job = takeover.run, True, takeover.job_file or job
-    job, asked = job_of(job), plan_or_auto(plan) or "auto"
+    job = job_of(job)
+    asked = plan_or_auto(plan, job) or "auto"
     job.model.must_be_at_hand()
     check_trackers(job)
     check_metrics(job)

@@ -62,7 +62,7 @@ def snapshot(engine: RankEngine, values: dict[str, Any]) -> Snapshot:
         values={
             "step": state.step,
             **{key: state.values[key] for key in ("loader", "items_per_sample", "rule", "loop")},
-            **({} if state.values["last_losses"] is None else {"last_losses": state.values["last_losses"]}),
+            **{key: found for key in ("last_losses", "loss_scale") if (found := state.values[key]) is not None},
             "optimizer": {"groups": state.values["groups"]},
             "sync": _sync(engine),
         },

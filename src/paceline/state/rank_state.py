@@ -146,8 +146,6 @@ class RankState:
             drop_average(engine.optimizer)
         restore_counters(engine, self.step, values)
         engine.updates = values["updates"]
-        if engine.compute.loss_scale is not None:
-            engine.compute.loss_scale.load_state_dict(values["loss_scale"])
         rule = {k.removeprefix("sync/"): t.clone() for k, t in self.tensors.items() if k.startswith("sync/")}
         engine.rule.load_state_dict({**values["rule"], **rule})
         restore_random(engine.device, self.tensors, values)
@@ -234,11 +232,13 @@ def optimizer_state(
 
 
 def restore_counters(engine: RankEngine, step: int, values: Mapping[str, Any]) -> None:
-    """Restore the step, the data position, and the knowledge about samples and losses."""
+    """Restore step, data position, last losses, loss scale and items per sample."""
     engine.step_count = step
     engine.compute.normalization.items_per_sample = values["items_per_sample"]
     if engine.guard.spikes is not None:
         engine.guard.spikes.load_state_dict(values.get("last_losses") or [])
+    if engine.compute.loss_scale is not None and values.get("loss_scale") is not None:
+        engine.compute.loss_scale.load_state_dict(values["loss_scale"])
     engine.loader.load_state_dict(values["loader"])
 
 

@@ -200,7 +200,12 @@ _PILOT_STEPS = 40
 _LEAST_STEPS = 60
 _CHECKPOINTS = 8  # in a run, at least, for faults to fall on them
 _DEADLINE_S = 30.0
-_LEAST = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 1e-2}  # relative difference of losses that is always allowed
+_LEAST = {
+    "fp64": 1e-9,
+    "fp32": 1e-5,
+    "bf16": 1e-2,
+    "fp16": 1e-2,
+}  # relative difference of losses that is always allowed
 _TIMES = 20.0  # what another number of replicas differs by, and as much again for each of several changes
 _SMALL = 1e-3  # of the first loss: smaller losses are compared as if they were so large
 

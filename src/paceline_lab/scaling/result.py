@@ -311,7 +311,7 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
     """A plan as `paceline train` runs it. Without GPUs, its number of devices is its total number of threads."""
-    parsed = spelled_out(plan_of(plan), cluster)
+    parsed = spelled_out(plan_of(plan, job), cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))
     return Setting(

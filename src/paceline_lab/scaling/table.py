@@ -374,7 +374,8 @@ def _parts_of(setting: MeasuredSetting) -> dict[str, float]:
 
 
 _LAST = 10  # steps whose mean loss is compared
-_SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2}  # how far rounding alone drives losses apart within the first steps
+# how far rounding alone drives losses apart within the first steps
+_SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
 
 def caveats(

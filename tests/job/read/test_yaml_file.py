@@ -134,11 +134,7 @@ def test_each_mistake_is_named_with_its_line_and_its_remedy(job_file: Path, old:
 @pytest.mark.parametrize(
     ("key", "remedy"),
     [
-        ("accumulate: 4", 'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".'),
-        (
-            "gradient_accumulation_steps: 4",
-            'Gradient accumulation belongs to the plan, not the job: --plan "dp=2 microbatches=4".',
-        ),
+        ("accumulate: 4", 'Did you mean "gradient_accumulation_steps"'),
         ("batch_size: 4", 'Did you mean "global_batch"'),
         ("epochs: 4", 'It belongs under "stop".'),
         ("steps: 4", 'It belongs under "stop".'),

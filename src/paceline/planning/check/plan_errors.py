@@ -52,9 +52,8 @@ def plan_errors(
         >>> found.nearest
         Plan(tp=2)
     """
-    job, plan, cluster = job_of(job), plan_of(plan), cluster_of(cluster)
-    problems = reasons_against(plan, job, cluster, world)
-    return PlanProblems(problems, nearest_plan(plan, job, cluster, world) if problems else None)
+    job, cluster = job_of(job), cluster_of(cluster)
+    return _problems(job, plan_of(plan, job), cluster, world)
 
 
 class PlanProblems(list[PlanProblem]):
@@ -83,8 +82,13 @@ def refuse(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> 
     Raises:
         PlanError: with every reason, and the nearest plan that works.
     """
-    if problems := plan_errors(job, plan, cluster=cluster, world=world):
+    if problems := _problems(job, plan, cluster, world):
         raise problems.error()
+
+
+def _problems(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> PlanProblems:
+    problems = reasons_against(plan, job, cluster, world)
+    return PlanProblems(problems, nearest_plan(plan, job, cluster, world) if problems else None)
 
 
 # number of changed keys that are compared with each other
@@ -267,6 +271,7 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
     most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
     plan = Plan(dp=min(most, job.global_batch) if weights is None else len(weights))
+    plan = plan.for_job(job)
     problems = plan_errors(job, plan, cluster=cluster)
     if plan.ranks > cluster.devices and not cluster.has_accelerators:
         problems.append(

@@ -421,6 +421,28 @@ def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
     )
 
 
+def _without_loss_scale(key: str) -> None:
+    """Refuse fp16 with a key under which ranks would not have the same whole scaled gradients."""
+
+    @_check(key)
+    def _(context: PlanContext) -> PlanProblem | None:
+        plan, value = context.plan, getattr(context.plan, key)
+        exact = sync_info(plan.sync).exact if key == "sync" else value == getattr(Plan, key)
+        if exact or plan.precision_for(context.job) != "fp16":
+            return None
+        return PlanProblem(
+            "plan.fp16_needs_whole_gradients",
+            "plan {plan} has {key}={value}, and fp16 scales the loss, which needs whole and exact gradients on every "
+            "rank: precision=bf16, or leave out {key}.",
+            key=key,
+            value=value,
+        )
+
+
+for _key in ("fsdp", "tp", "pp", "cp", "ep", "remat", "sync", "compress"):
+    _without_loss_scale(_key)
+
+
 @_check("sync")
 def _cannot_go_back(context: PlanContext) -> PlanProblem | None:
     plan = context.plan

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from paceline.cluster.cluster import Cluster, cluster_from
 from paceline.errors import ClusterError, PacelineError, PlanError
 from paceline.job.job import Job, Precision
+from paceline.planning.arguments import plan_of
 from paceline.planning.check.rules import reasons_against
 from paceline.planning.cost.layout import Products
 from paceline.planning.explain.advice import (
@@ -183,7 +184,11 @@ def _plan(text: str) -> Change:
 
     def change(case: Case) -> Case:
         whole = bool(keys & set(DEGREES))
-        plans = [given] if whole else list(dict.fromkeys(replace(plan, **values) for plan, _ in case.plans))
+        plans = (
+            [plan_of(text, case.job)]
+            if whole
+            else list(dict.fromkeys(replace(plan, **values) for plan, _ in case.plans))
+        )
         reasons = {plan: reasons_against(plan, case.job, case.cluster) for plan in plans}
         legal = [plan for plan in plans if not reasons[plan]]
         if not legal:

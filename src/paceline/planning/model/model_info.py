@@ -371,8 +371,8 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
     The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
 
     Args:
-        precision: `bf16` traces the casts of autocast as well, and counts in two-byte elements: four-byte results count
-            twice. The others count alike, in elements of their own size. None: as `fp32`.
+        precision: `bf16` or `fp16` traces the casts of autocast as well, and counts in two-byte elements: four-byte
+            results count twice. The others count alike, in elements of their own size. None: as `fp32`.
         tp: the degree of tensor parallelism that the blocks' division is for; None: the smallest that works.
 
     Raises:
@@ -383,7 +383,7 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
         from paceline.planning.model.transformer import transformer
 
         return transformer(job.model.transformer, tp or 1)
-    return _traced(job).trace(precision == "bf16", tp)
+    return _traced(job).trace(precision in ("bf16", "fp16"), tp)
 
 
 def undivided_attention(job: Job, tp: int) -> PlanProblem | None:

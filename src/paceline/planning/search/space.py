@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.cluster.cluster import Cluster, spread
+from paceline.errors import PlanError
 from paceline.job.job import Job
 from paceline.planning.check.plan_context import Check, PlanContext
 from paceline.planning.check.rules import CHECKS, reasons_of
@@ -89,8 +90,9 @@ class Space:
         rows: dict[str, NDArray[Any]] = {
             key: np.ascontiguousarray(column) for key, column in zip(COLUMNS, table.T, strict=True)
         }
-        if not self.legal.allows_microbatches():
-            rows = {key: column[rows["microbatches"] == 1] for key, column in rows.items()}
+        counts, least = rows["microbatches"], self.job.gradient_accumulation_steps
+        kept = counts >= least if self.legal.allows_microbatches(max(least, 2)) else counts == 1
+        rows = {key: column[kept] for key, column in rows.items()}
         rows["ranks"] = rows["tp"] * rows["cp"] * rows["ep"] * rows["pp"] * rows["shared"]
         several, place = numbered(rows["ranks"])
         threads = [self._threads(*key) for key in several]
@@ -196,8 +198,9 @@ class Space:
 
     @cached_property
     def recomputes(self) -> bool:
-        """True if the model has blocks that can be recomputed."""
-        return bool(self.legal.context.model_info.blocks)
+        """True if the model has blocks that can be recomputed, and nothing is against it."""
+        allowed = self.legal.refusal({"remat": "block"}, ("remat",)) is None
+        return allowed and bool(self.legal.context.model_info.blocks)
 
     def _fitting(self, key: str) -> list[int]:
         fitting = [n for n in self._worth_asking(key) if n == 1 or self.legal.refusal_of_value(key, n) is None]
@@ -388,9 +391,17 @@ class LegalPlans:
         """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 
-    def allows_microbatches(self) -> bool:
-        """True if a rank's part of the batch may be computed in microbatches."""
-        return self.refusal({"microbatches": 2}, ("microbatches",)) is None
+    def allows_microbatches(self, least: int = 2) -> bool:
+        """True if a rank's part of the batch may be computed in so many microbatches.
+
+        Raises:
+            PlanError: it may not, but the job asks for several.
+        """
+        refusal = self.refusal({"microbatches": least}, ("microbatches",))
+        if refusal is not None and self.context.job.gradient_accumulation_steps > 1:
+            plan = replace(self.context.plan, microbatches=least)
+            raise PlanError.of_problems(list(reasons_of(replace(self.context, plan=plan))))
+        return refusal is None
 
 
 VARIED = (*DEGREES, "zero", "sequence", "schedule")
@@ -420,7 +431,7 @@ def legal_plans(
             f"keys: {', '.join(sorted(unknown))} do not vary in the space of plans; there are "
             f"{', '.join(VARIED)}, remat"
         )
-    base = base or Plan()
+    base = base or Plan().for_job(job)
     wanted = sorted({ranks} if isinstance(ranks, int) else set(ranks))
     context = PlanContext(base, job, cluster)
     fitting = _fitting_degrees(context, max(wanted, default=1), keys)

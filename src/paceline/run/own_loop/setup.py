@@ -153,7 +153,7 @@ def _divided(
 ) -> Engine:
     if loss is None:
         refuse_own_passes(plan)
-    if settings.precision == "fp16":
+    if (plan.precision or settings.precision) == "fp16":
         raise PlanError(
             "setup.fp16_divided",
             "precision=fp16 needs whole parameters, but plan {plan} divides them. Use precision=bf16, or dp={size}.",
@@ -249,7 +249,7 @@ def _check_settings(settings: Settings) -> None:
             "nonfinite={nonfinite!r}: your own loop can stop or skip. Rewinding needs checkpoints, see paceline.train.",
             nonfinite=settings.nonfinite,
         )
-    known = (*get_args(Precision), "fp16")
+    known = get_args(Precision)
     if settings.precision not in known:
         raise JobError(
             "setup.precision_invalid",

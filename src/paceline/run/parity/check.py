@@ -39,13 +39,14 @@ TOLERANCES = {
     "fp64": Tolerance(1e-9, 1e-7, 1e-7, 1e-7),
     "fp32": Tolerance(1e-5, 1e-4, 1e-4, 1e-4),
     "bf16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
+    "fp16": Tolerance(5e-3, 1e-1, 1e-2, 1e-2),
 }
 # If rounding alone may change a job by more than this, an error of the same size (one rank's gradient is missing)
 # would pass for rounding.
 CAP = Tolerance(2e-2, 3e-1, 3e-2, 3e-2)
 # Multiple of the difference that one process in the plan's precision shows: up to this, the difference is rounding,
 # which some jobs amplify from step to step.
-ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0}
+ROUNDING = {"fp64": 10.0, "fp32": 10.0, "bf16": 4.0, "fp16": 4.0}
 STEPS = 5
 
 
@@ -182,7 +183,8 @@ def check(job: AnyJob, plan: AnyPlan = "auto", *, cluster: AnyCluster | None = N
         >>> paceline.check("job.yaml", "dp=2").holds
         True
     """
-    job, cluster, asked = job_of(job), cluster_to_run_on(cluster), plan_or_auto(plan)
+    job, cluster = job_of(job), cluster_to_run_on(cluster)
+    asked = plan_or_auto(plan, job)
     job.model.must_be_at_hand()
     job.fetch()
     chosen = choose(job, cluster).plan if asked is None else asked

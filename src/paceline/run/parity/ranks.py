@@ -108,6 +108,9 @@ def _engine(steps: Steps, group: Group) -> RankEngine:
     engine = build_engine(alone, plan, model, data, group)
     if engine.precision == "fp64":
         engine.compute.step_loss = in_float64(engine.compute.step_loss)
+    if engine.compute.loss_scale is not None:
+        # small enough that hardly a step overflows: a step that is left out has no update to compare
+        engine.compute.loss_scale.value = 2.0**8
     if steps.perturbed:
         _perturb(engine)
     if group.size == 1 and steps.parts.data_ranks > 1:

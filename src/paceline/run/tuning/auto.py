@@ -331,12 +331,17 @@ def predicted(job: Job, cluster: Cluster, default: Plan, calibration: Calibratio
 
     found = search(job, cluster, top=_LOOKED_AT, calibration=calibration)
     predictions = {candidate.plan: candidate.prediction for candidate in found.best}
-    for plan in (default, Plan(), *([] if cluster.has_accelerators else [ONE_CORE])):
+    alone = [Plan()] if cluster.has_accelerators else [Plan(), ONE_CORE]
+    for plan in (default, *(plan.for_job(job) for plan in alone)):
         if plan not in predictions and not plan_errors(job, plan, cluster=cluster):
             predictions[plan] = modelled(job, cluster, plan, calibration)
     # microbatches would normalize over fewer samples
     if model_info(job.model).batch_norms:
-        predictions = {plan: prediction for plan, prediction in predictions.items() if plan.microbatches == 1}
+        predictions = {
+            plan: prediction
+            for plan, prediction in predictions.items()
+            if plan.microbatches <= job.gradient_accumulation_steps
+        }
     calibrated = calibration is not None
     rows = [Forecast(str(plan), p.step_time_s, p.step_time_s, calibrated, p.fits) for plan, p in predictions.items()]
     return recorrected(rows, job, cluster)

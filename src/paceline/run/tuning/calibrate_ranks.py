@@ -336,8 +336,9 @@ class _Passes:
             from paceline.split.remat import rematerialise
 
             undo = rematerialise(self.blocks, remat)  # type: ignore[arg-type]
-        if precision == "bf16":
-            self.context = lambda: torch.autocast("cpu", torch.bfloat16)
+        if precision in ("bf16", "fp16"):
+            narrow = torch.bfloat16 if precision == "bf16" else torch.float16
+            self.context = lambda: torch.autocast("cpu", narrow)
         if precision == "fp64":
             self.model.double()
             self.wide = torch.float64
