@@ -112,7 +112,7 @@ class NotFused(torch.optim.SGD):
         ({"model": lambda x: x}, JobError, "setup needs an nn.Module as model, got function"),
         ({"nonfinite": "rewind"}, JobError, "can stop or skip. Rewinding needs checkpoints, see paceline.train"),
         ({"nonfinite": "ignore"}, JobError, "nonfinite='ignore'"),
-        ({"precision": "fp8"}, JobError, "precision='fp8' is not one of fp32, bf16, fp64, fp16"),
+        ({"precision": "fp8"}, JobError, "precision='fp8' is not one of fp32, bf16, fp16, fp64"),
         ({"batch_norm": "global"}, JobError, "batch_norm='global' is neither local"),
         ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
         (
