@@ -422,7 +422,7 @@ def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
 
 
 def _without_loss_scale(key: str) -> None:
-    """Refuse fp16 with a key under which ranks would not have the same whole scaled gradients."""
+    """Refuse fp16 with a key under which ranks lack whole, exact gradients."""
 
     @_check(key)
     def _(context: PlanContext) -> PlanProblem | None:
