@@ -53,7 +53,10 @@ def output_of(steps: list[Command | tuple[str, str]], folder: Path) -> list[str]
         else:
             (folder / f".file{index}").write_text(step[1])
             script.append(f'mkdir -p "$(dirname "{step[0]}")" && mv .file{index} "{step[0]}"')
-    environment = {**os.environ, "COLUMNS": "100", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    temporary = folder / ".temporary"  # torchrun leaves a folder there
+    temporary.mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "COLUMNS": "100", "PATH": path, "TMPDIR": str(temporary)}
     shell = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,

@@ -39,7 +39,7 @@ def test_the_cost_of_a_training_stands_on_the_screen_in_json_and_on_the_page(fol
     values = json.loads(shown.out.splitlines()[-1])
     assert values["training"]["amount"]["steps"] == 61036
     assert [bought["what"] for bought in values["training"]["purchases"]] == ["on demand", "spot"]
-    assert "What the training takes" in (folder / "p.html").read_text()
+    assert "Time and cost of the training" in (folder / "p.html").read_text()
 
 
 def test_the_cost_of_a_named_plan_is_that_of_its_step(folder: Path) -> None:

@@ -44,9 +44,9 @@ def test_every_mistake_in_a_job_is_named_with_its_line_and_the_nearest_key(tmp_p
         "  steps: 10\n"
     )
     assert refused("job.yaml", folder=tmp_path).splitlines() == [
-        'job.yaml, line 4: unknown key "optimiser" in the job. Did you mean "optimizer"?',
-        "job.yaml, line 5: global_batch should be a whole number, got 'many'",
-        'job.yaml, line 7: unknown key "epoch" in stop. Did you mean "epochs"?',
+        'job.yaml, line 4: unknown key "optimiser" in the job. Did you mean "optimizer"?  [file.unknown_key]',
+        "job.yaml, line 5: global_batch should be a whole number, got 'many'  [file.wrong_type]",
+        'job.yaml, line 7: unknown key "epoch" in stop. Did you mean "epochs"?  [file.unknown_key]',
     ]
     assert not (tmp_path / "runs").exists()
 
@@ -89,11 +89,9 @@ def test_a_plan_that_cannot_work_is_refused(plan: str, error: str, job: Path, tm
 def test_a_run_directory_that_cannot_be_made_is_named(job: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     error = refused(job, "--run", "file/run", folder=tmp_path)
-    assert (
-        error
-        == "the run cannot be kept in file/run: Not a directory. Name a directory that can be written with --run.\n"
-    )
-    assert refused("nowhere.yaml", folder=tmp_path) == "nowhere.yaml: no such file\n"
+    assert error.startswith("the run cannot be kept in file/run: Not a directory.")
+    assert error.endswith("[run.directory_unwritable]\n")
+    assert refused("nowhere.yaml", folder=tmp_path).startswith("nowhere.yaml: no such file")
 
 
 def test_a_run_is_never_mixed_with_another(job: Path, tmp_path: Path) -> None:
@@ -105,7 +103,7 @@ def test_a_run_is_never_mixed_with_another(job: Path, tmp_path: Path) -> None:
     write_job(job, global_batch=24, optimizer={"name": "sgd", "lr": 0.2, "momentum": 0.9}, stop={"steps": 1000})
     error = refused(job, "--run", "first", "--resume", folder=tmp_path)
     assert error.startswith(
-        "first was made by another job: global_batch was 16, is 24; optimizer.lr was 0.1, is 0.2. Restore the values"
+        "first belongs to another job: global_batch was 16, is 24; optimizer.lr was 0.1, is 0.2. Restore the values"
     )
     assert run.job.stop.steps == 6, "the run keeps its own job"
 

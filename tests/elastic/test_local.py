@@ -198,7 +198,7 @@ def test_the_first_traceback_is_shown_and_the_others_are_stopped() -> None:
         ("lose_rank_1_in_an_all_reduce", 2, ("rank 1 ", "ValueError: bad sample")),
         ("raise_while_a_thread_runs", 1, ("rank 0 ", "ValueError: first")),
         ("leave_with_code_3", 2, ("rank 1 ", "SystemExit: 3", "leave_with_code_3")),
-        ("vanish_with_code_5", 1, ("rank 0 ", "ended with exit code 5 in start-up and left no error")),
+        ("vanish_with_code_5", 1, ("rank 0 ", "ended with exit code 5 in start-up and reported no error")),
         ("leave_early", 2, ("rank 1 ", "ended with exit code 0 in start-up, before the others", "call exit()?")),
         ("be_killed_on_rank_1", 2, ("rank 1 ", "was killed by SIGKILL in compute of step 37")),
         ("crash", 1, ("rank 0 ", "was killed by SIGSEGV", "in crash")),

@@ -274,7 +274,8 @@ def test_a_deployment_without_flower_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     outcome = paceline("federate", "deploy", "job.yaml", "app", "--superlink", "127.0.0.1:9", folder=tmp_path)
     assert outcome.code == 1
-    assert outcome.error.endswith("pip install 'flwr>=1.42')\n")
+    assert outcome.error.endswith("[federate.flwr_missing]\n")
+    assert "pip install 'flwr>=1.42'" in outcome.error
 
 
 def test_without_a_superlink_the_app_is_written_only(tmp_path: Path) -> None:

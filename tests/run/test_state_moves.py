@@ -92,6 +92,7 @@ def rank_of(
         compute=SimpleNamespace(normalization=SimpleNamespace(items_per_sample=None), loss_scale=None),
         updates=0,
         guard=SimpleNamespace(spikes=None),
+        average=None,
         split=SimpleNamespace(mesh=mesh, aliases={"model/head": "model/embedding"}),
         parts=parts,
         extra={},
@@ -248,7 +249,7 @@ def test_of_another_model_every_stage_says_the_same(tmp_path: Path) -> None:
     ranks = [rank_of(mesh, seed=3, shapes={"embedding", "experts", "scale"}) for mesh in meshes(pp=2)]
     errors = together(ranks, lambda rank: restore(rank, loaded))
     assert {str(error) for error in errors} == {
-        "the checkpoint of step 2 is of another model: norm is unknown to the model; qkv is unknown to the model"
+        "the checkpoint of step 2 belongs to another model: norm is unknown to the model; qkv is unknown to the model"
     }
     for rank in ranks:
         assert all(torch.equal(p, before[name]) for name, p in rank.model.named_parameters()), "nothing was changed"

@@ -120,8 +120,9 @@ def test_another_version_or_name_is_refused_in_words(within_host: Service, hello
 
 def test_descriptors_that_nobody_announced_end_the_connection_and_are_closed(within_host: Service) -> None:
     connection = raw(within_host, HELLO)
-    with raises(ChannelError, "channel.closed_by_peer"):
+    with pytest.raises(ChannelError) as error:
         send_descriptors(connection)
+    assert error.value.code in ("channel.closed_by_peer", "channel.lost")  # closed, or reset with data under way
     connection.close()
     assert still_serves(within_host)
 

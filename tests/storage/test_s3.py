@@ -69,7 +69,7 @@ def test_objects_of_a_real_server_are_made_once_listed_moved_in_parts_and_delete
         "[('deep/large', 13421568), ('empty', 0), ('x', 1)] b''",
         "True",
         "['deep/large', 'empty']",
-        "s3://nowhere/x: not there (The specified bucket does not exist)",
+        "s3://nowhere/x does not exist (The specified bucket does not exist)",
         "s3://bucket/some/place/deep/large has 13,421,568 bytes; at most 9 are expected",
     ]
 

@@ -203,7 +203,7 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
         return
     flat = torch.cat(numbers).to(group.device, widest_float(group.device))
     group.all_reduce(flat)
-    parts = iter(flat.double().cpu().split([len(part) for part in numbers]))
+    parts = iter(flat.cpu().double().split([len(part) for part in numbers]))
     for kept in sums:
         kept.total, kept.count = next(parts).reshape(kept.total.shape), next(parts).item()  # type: ignore[union-attr]
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from paceline import units
 from paceline.report.charts import Panel, panelled
 from paceline.report.notebook import shown
-from paceline_lab.report.systems_view import same_losses
 
 if TYPE_CHECKING:
     from paceline.stats import Interval
@@ -32,7 +31,7 @@ def comparison_html(found: Comparison) -> str:
     names = [f"{way.title}, {way.label}" for way in found.ways]
     figure = panelled(names, [Panel("samples/s", [way.samples_per_s.middle for way in found.ways])])
     rows = [
-        (name, _shown(units.rate(way.samples_per_s)), _speedup(way.speedup, True), same_losses(way))
+        (name, _shown(units.rate(way.samples_per_s)), _speedup(way.speedup, True), way.verdict_on_losses)
         for name, way in zip(names, found.ways, strict=True)
     ]
     rows += [(title, reason, "", "") for title, reason in found.left_out.items()]

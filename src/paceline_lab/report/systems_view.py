@@ -92,14 +92,8 @@ def _cells(found: Comparison) -> dict[str, Callable[[ComparedWay], Cell | None]]
         "wire": lambda way: units.size(way.wire_bytes) if way.wire_bytes else None,
         "recovery": lambda way: way.recovery,
         "changed_lines": lambda way: None if way.lines is None else str(way.lines),
-        "same_losses": same_losses,
+        "same_losses": lambda way: way.verdict_on_losses,
     }
-
-
-def same_losses(way: ComparedWay) -> str:
-    if way.same:
-        return "the same"
-    return f"differ by {way.difference:.1%}" if way.exact else "converges alike, by its rule"
 
 
 def _name(way: ComparedWay) -> str:

@@ -92,6 +92,13 @@ class ComparedWay:
     seconds: list[float]
     losses: list[float]
 
+    @property
+    def verdict_on_losses(self) -> str:
+        """Comparison of its losses with those of one process, in words."""
+        if self.same:
+            return "the same"
+        return f"differ by {self.difference:.1%}" if self.exact else "converges alike, by its rule"
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -246,7 +246,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     choice = choose(job, two)
     assert "FSDP2-wrapped" not in capfd.readouterr().err, "torch's warning of views, which nothing changes here"
     found = verdicts(choice)
-    assert found["ep=2"].startswith("failed: ep=2 divides experts, but the model has no mixture of experts"), (
+    assert found["ep=2"].startswith("failed: plan ep=2 divides experts, but the model has no mixture of experts"), (
         choice.lines
     )
     assert found["fsdp=2"] == "kept", choice.lines
