@@ -126,7 +126,7 @@ def test_a_plan_for_gpus_on_a_machine_without_them_is_told_so(text: str, monkeyp
         ("threads=-1", 'threads is a whole number, at least 0, not "-1"'),
         ("dp=²", 'dp is a whole number, at least 1, not "²"'),
         ("dp=" + "9" * 5000, "dp is a whole number"),
-        ("precision=fp8", 'precision is fp32 or bf16 or fp64, not "fp8"'),
+        ("precision=fp8", 'precision is fp32 or bf16 or fp16 or fp64, not "fp8"'),
         ("compile=max", 'compile is off or on or reduce-overhead, not "max"'),
         ("transport=ucx", 'transport is auto or shm or gloo or tcp, not "ucx"'),
         ("compile", "compile needs a value, e.g. compile=on"),
