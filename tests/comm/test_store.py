@@ -35,7 +35,7 @@ def test_torch_finds_every_call_and_its_own_errors() -> None:
         assert store.multi_get(["a", "y"]) == [b"12", b"8"]
         assert store.compare_set("a", "12", "new") == b"new"
         assert [store.delete_key("a"), store.num_keys()] == [True, 3]
-        with pytest.raises(dist.DistStoreError, match="prefix/never, which nobody has set"):
+        with pytest.raises(dist.DistStoreError, match="prefix/never, which no process has set"):
             store.wait(["never"], timedelta(seconds=0.05))
         store.set_timeout(timedelta(seconds=0.05))
         with pytest.raises(dist.DistStoreError, match="prefix/never"):

@@ -104,7 +104,7 @@ def test_a_wait_ends_when_the_last_key_is_there(clients: Clients) -> None:
 def test_a_deadline_names_the_keys_that_nobody_has_set_and_the_store_goes_on(clients: Clients) -> None:
     store = clients()
     store.set("rank 0", b"here")
-    with raises(DeadlineError, "store.deadline", reason="waited 0.05 s for rank 1, rank 2, which nobody has set"):
+    with raises(DeadlineError, "store.deadline", reason="waited 0.05 s for rank 1, rank 2, which no process has set"):
         store.wait(["rank 0", "rank 1", "rank 2"], 0.05)
     with raises(DeadlineError, "store.deadline"):
         store.get_all([f"key {number}" for number in range(20)], 0.05)

@@ -78,7 +78,7 @@ def torchs_store(environment: RankEnvironment, store: Store, deadline_s: float) 
     address, _, port_text = place.rpartition(":")
     found = server or TCPStore(address, int(port_text), environment.world_size, False, timeout, wait_for_workers=False)
     page = "docs/how-to/secure_the_network.md"
-    note = f"it needs torch's own store, which listens on {place} and asks nobody who they are ({page})"
+    note = f"it needs torch's own store, which listens on {place} without authentication ({page})"
     return _scoped(found, environment, 0), note
 
 

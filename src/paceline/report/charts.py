@@ -11,8 +11,9 @@ from typing import Literal
 
 from paceline.units import digits
 
-# Colours of the style sheet, which has a light and a dark form of each. Line colours stand out from the page; colours
-# of areas are told apart in grey too: from dark to light BLUE, GREY, VERMILLION, SLATE, LEAF, AMBER, PINK, PALE, ICE.
+# Colours of the style sheet, which has a light and a dark form of each. Line colours stand out from the page. Area
+# colours differ in brightness, so they stay distinct in greyscale. From dark to light: BLUE, GREY, VERMILLION, SLATE,
+# LEAF, AMBER, PINK, PALE, ICE.
 BLUE, VERMILLION, GREEN = "var(--blue)", "var(--vermillion)", "var(--green)"
 PURPLE, OCHRE, AZURE, GREY = "var(--purple)", "var(--ochre)", "var(--azure)", "var(--grey)"
 LEAF, AMBER, PINK, ICE = "var(--leaf)", "var(--amber)", "var(--pink)", "var(--ice)"

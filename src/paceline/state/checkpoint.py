@@ -185,8 +185,8 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
         "checkpoint.state_shape",
-        "{name} has shape {shape}, but this rank's part of the parameter has {part}. Of a divided parameter, only "
-        "state that is divided in the same way and single numbers can be saved. Use an optimizer that works "
+        "{name} has shape {shape}, but this rank's part of the parameter has {part}. If a plan divides a parameter, "
+        "its optimizer state must be divided in the same way or be a single number. Use an optimizer that works "
         "elementwise, or a plan that does not divide the parameter along {axes}.",
         name=name,
         shape=tuple(value.shape),

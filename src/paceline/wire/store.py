@@ -267,7 +267,7 @@ class StoreClient:
         except ChannelError as error:
             return f"waited {deadline_s:g} s for the store, which does not answer: {error}"
         more = f" and {len(answer.keys) - _MOST_SHOWN} more" if len(answer.keys) > _MOST_SHOWN else ""
-        return f"waited {deadline_s:g} s for {', '.join(answer.keys[:_MOST_SHOWN])}{more}, which nobody has set"
+        return f"waited {deadline_s:g} s for {', '.join(answer.keys[:_MOST_SHOWN])}{more}, which no process has set"
 
 
 def _exchange(connection: Connection, request: Request, until: float) -> Answer:

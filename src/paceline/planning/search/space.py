@@ -392,10 +392,10 @@ class LegalPlans:
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 
     def allows_microbatches(self, least: int = 2) -> bool:
-        """True if a rank's part of the batch may be computed in so many microbatches.
+        """True if a rank's part of the batch can be divided into `least` microbatches.
 
         Raises:
-            PlanError: it may not, but the job asks for several.
+            PlanError: the part cannot be divided, but the job requests gradient accumulation.
         """
         refusal = self.refusal({"microbatches": least}, ("microbatches",))
         if refusal is not None and self.context.job.gradient_accumulation_steps > 1:
