@@ -1,4 +1,4 @@
-"""Laboratory: benchmarks, comparisons with other systems, simulated scaling, faults, and other systems' configurations.
+"""Laboratory: benchmarks, comparisons with other systems, simulated scaling, fault injection, and configuration import.
 
 The public API is the function `bench`. Read `scaling/protocol.py` first.
 """

@@ -1,4 +1,4 @@
-"""Faults made from outside on the processes, links, disk and memory of a run."""
+"""Faults injected from outside into a run's processes, links, disk and memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from paceline.state.manifest import MANIFEST
 from paceline.text import nearest
 from paceline_lab.chaos.schedule import KINDS, OF_HOSTS, Fault, Kind
 
-FILLER = "filler"  # file beside the run, which takes what room the disk has left
-_BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # of the last byte but one of a float: the highest of its fraction
+FILLER = "filler"  # file beside the run that uses up the free disk space
+_BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # in the second-to-last byte of a float: the highest bit of its mantissa
 
 
 @dataclass
 class Scene:
-    """The run that is disturbed.
+    """The run under test.
 
     Attributes:
-        launcher: process id of its command.
-        ranks: number of ranks that it trains with; `hosts` of emulated hosts.
-        pids_of: process ids that a rank's status names.
+        launcher: process id of the run's command.
+        ranks: number of ranks that the run trains with.
+        hosts: number of emulated hosts.
+        pids_of: returns the process ids in a rank's status.
         disk: folder of the file system that the run is written to, and that can be filled.
-        checkpoints: folder.
+        checkpoints: folder of the checkpoints.
         witness: folder of `run/record/recorder.py:Witness`.
     """
 
@@ -54,15 +55,15 @@ class Scene:
 
 @dataclass
 class Injected:
-    """A fault that was made.
+    """An injected fault.
 
     Attributes:
-        time: of the fault, Unix seconds.
-        step: the newest one then.
-        checkpoint: that was damaged.
-        hit: process, host or file, in words.
-        undo: takes it back.
-        until: monotonic time at which that is due.
+        time: time of the fault, in Unix seconds.
+        step: newest step at that time.
+        checkpoint: the damaged checkpoint.
+        hit: description of the affected process, host or file.
+        undo: reverts the fault.
+        until: monotonic time at which the fault is reverted.
     """
 
     fault: Fault
@@ -75,10 +76,10 @@ class Injected:
 
 
 def inject(fault: Fault, scene: Scene) -> Injected | None:
-    """Make a fault; None where what it hits is not there yet."""
+    """Inject a fault; return None if its target does not exist yet."""
     try:
         injected = (_many if fault.target in ("others", "ranks") else _HOW[fault.kind])(fault, scene)
-    except ClusterError:  # what it hits is being set up, or just gone
+    except ClusterError:  # the target is starting, or has just ended
         return None
     if injected is not None:
         injected.until += fault.for_s
@@ -86,7 +87,7 @@ def inject(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _many(fault: Fault, scene: Scene) -> Injected | None:
-    """Hit all ranks, or all but one, that are there; none unless two are."""
+    """Hit all ranks, or all but one; return None if fewer than two ranks are running."""
     spared = fault.number if fault.target == "others" else None
     wanted = [rank for rank in range(scene.ranks) if rank != spared]
     there = [rank for rank in wanted if rank_process(scene, rank)]
@@ -104,7 +105,7 @@ def _many(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def rank_process(scene: Scene, number: int) -> psutil.Process | None:
-    """The process of a rank; None where it has ended or is not started yet."""
+    """Find the process of a rank; return None if it has ended or not started yet."""
     with suppress(psutil.Error, IndexError):
         for pid in scene.pids_of(number):
             process = psutil.Process(pid)
@@ -129,10 +130,10 @@ def _kill(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _kill_host(fault: Fault, scene: Scene) -> Injected | None:
-    """SIGKILL for all that runs in a host, as where a machine is switched off."""
+    """Send SIGKILL to every process of a host, as if its machine were switched off."""
     links = _links(scene)
     pids = links.processes_in(fault.number) if links else set()
-    if not any(_is_ours(pid) for pid in pids):  # it is only being set up
+    if not any(_is_ours(pid) for pid in pids):  # the host is still starting
         return None
     injected = Injected(fault, f"the {len(pids)} processes of host {fault.number}")
     for pid in pids:
@@ -162,7 +163,7 @@ def _stop(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _stop_store(fault: Fault, scene: Scene) -> Injected:
-    """Stop the command: ranks and host processes meet at its store, and it answers nobody."""
+    """Stop the command, and with it the store that ranks and host processes connect to."""
     injected = Injected(fault, _command(scene), lambda: os.kill(scene.launcher, signal.SIGCONT))
     os.kill(scene.launcher, signal.SIGSTOP)
     return injected
@@ -184,7 +185,7 @@ def _fill_disk(fault: Fault, scene: Scene) -> Injected:
     injected = Injected(fault, f"disk of {scene.disk}", lambda: filler.unlink(missing_ok=True))
     with open(filler, "wb") as file:
         while room := _room(scene.disk):
-            with suppress(OSError):  # another file took some of it
+            with suppress(OSError):  # another file took some of the space
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)
     return injected
 
@@ -212,13 +213,13 @@ def _corrupt_weights(fault: Fault, scene: Scene) -> Injected | None:
             byte = memory.read(1)[0]
             memory.seek(place)
             memory.write(bytes([byte ^ (_BIT_OF_DOUBLE if width == 8 else _BIT)]))
-    except (OSError, IndexError):  # it has just ended
+    except (OSError, IndexError):  # the process has just ended
         return None
     return Injected(fault, f"a bit of the weights of {_named(fault, process)}")
 
 
 def _told_weights(file: Path) -> list[list[int]] | None:
-    """Places of a process's weights; None before its first step, which may still move them."""
+    """Find a process's weights; return None before its first step, which may still move them."""
     lines = list(read_lines(file))
     told = [line["weights"] for line in lines if "weights" in line]
     return told[-1] if told and "step" in lines[-1] else None
@@ -235,7 +236,7 @@ def _corrupt_checkpoint(fault: Fault, scene: Scene) -> Injected | None:
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ _BIT]))
-    except (OSError, ValueError, IndexError):  # just replaced by a newer one
+    except (OSError, ValueError, IndexError):  # just replaced by a newer file
         return None
     return Injected(fault, f"a bit of {whole[-1].name}/{shard.name}", checkpoint=whole[-1].name)
 
@@ -259,7 +260,7 @@ def _part(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _links(scene: Scene) -> Links | None:
-    """Links of the hosts; None until all are up, as they are for ranks."""
+    """Return the links of the hosts; None until all are up."""
     links = Links.of(scene.launcher)
     is_up = links is not None and links.count >= scene.hosts
     return links if is_up and any(rank_process(scene, rank) for rank in range(scene.ranks)) else None
@@ -281,10 +282,10 @@ _TOPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # versions 1 an
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A process in a control group of ours.
+    """A process in a control group that this module made.
 
     Attributes:
-        before: the group that it was in.
+        before: the group that the process was in.
     """
 
     pid: int
@@ -292,10 +293,10 @@ class Squeezed:
     before: Path
 
     def release(self) -> None:
-        """Move the process back, if it lives, and remove the group."""
+        """Move the process back, if it still runs, and remove the group."""
         for limit in ("memory.max", "memory.limit_in_bytes"):
             if (self.group / limit).exists():
-                with suppress(OSError):  # refused; it goes with the group
+                with suppress(OSError):  # refused; the memory is freed with the group
                     (self.group / limit).write_text("max" if limit == "memory.max" else "-1")
         with suppress(OSError):  # the kernel has ended it
             (self.before / "cgroup.procs").write_text(str(self.pid))
@@ -303,12 +304,12 @@ class Squeezed:
 
 
 def little_memory(pid: int) -> Squeezed:
-    """Give a process no further page of memory: the kernel ends it at the next."""
+    """Deny a process any more memory: the kernel kills it at its next new page."""
     top = memory_groups()
     group = top / _name()
     group.mkdir()
     limit = group / "memory.max"
-    # before it has pages that count: a limit below what is used may be refused
+    # before the group has charged pages: a limit below the current use may be refused
     (limit if limit.exists() else group / "memory.limit_in_bytes").write_text(str(_MEMORY_BYTES))
     _move(pid, group)
     return Squeezed(pid, group, top)
@@ -326,7 +327,7 @@ def little_time(pid: int) -> Squeezed:
 def _move(pid: int, group: Path) -> None:
     try:
         (group / "cgroup.procs").write_text(str(pid))
-    except OSError as error:  # it has just ended
+    except OSError as error:  # the process has just ended
         remove_group(group)
         raise ClusterError(
             "chaos.not_moved",
@@ -338,10 +339,10 @@ def _move(pid: int, group: Path) -> None:
 
 
 def memory_groups() -> Path:
-    """Folder in which control groups with a limit of memory can be made.
+    """Find the folder in which control groups with a memory limit can be created.
 
     Raises:
-        ClusterError: there is none.
+        ClusterError: there is no such folder.
     """
     for top in _TOPS:
         limits = (top / "memory.limit_in_bytes").exists() or "memory" in _read(top / "cgroup.subtree_control").split()
@@ -354,7 +355,7 @@ def memory_groups() -> Path:
 
 
 def _group_of(pid: int, top: Path) -> Path:
-    """The group for CPU time of a process; `top` where it is not seen here."""
+    """Find the CPU control group of a process; return `top` if it is not visible here."""
     for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(",") or not controllers:
@@ -378,14 +379,14 @@ def _read(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """Links of hosts, by the namespaces that their launcher holds."""
+    """Links between hosts, addressed by the namespaces that their launcher holds."""
 
     bridge: str
     wires: Sequence[Wire]
 
     @classmethod
     def of(cls, launcher: int) -> Links | None:
-        """Links of a command's hosts; None where they are not up."""
+        """Find the links of a command's hosts; return None if they are not up."""
         held: dict[str, str] = {}
         with suppress(OSError):
             for entry in sorted(Path(f"/proc/{launcher}/fd").iterdir(), key=lambda entry: int(entry.name)):
@@ -399,23 +400,23 @@ class Links:
 
     @property
     def count(self) -> int:
-        """Number of hosts."""
+        """Return the number of hosts."""
         return len(self.wires)
 
     def processes_in(self, host: int) -> set[int]:
-        """Process ids of all that runs in a host."""
+        """Return the process ids of everything that runs in a host."""
         return processes_of_hosts([os.stat(self.wires[host].namespace).st_ino], [])
 
     def cut(self, host: int) -> None:
-        """Have the link of a host carry nothing."""
+        """Cut a host's link, so that it carries no traffic."""
         unplug(self.bridge, self.wires[host])
 
     def part(self, hosts: Sequence[int]) -> None:
-        """Have these hosts reach one another, and no other."""
+        """Let these hosts reach one another, but no other host."""
         move(self.bridge, [self.wires[host] for host in hosts], OTHER_SIDE)
 
     def mend(self, hosts: Sequence[int]) -> None:
-        """Have these hosts reach all others again."""
+        """Reconnect these hosts to all others."""
         for host in hosts:
             plug(self.bridge, self.wires[host])
 
@@ -425,16 +426,16 @@ _LEAST_BYTES, _TIMES = 48 * 2**20, 4
 
 
 def keep_mounts_private() -> None:
-    """Have what this process mounts be gone with it, however it ends."""
+    """Make this process's mounts private, so that they end with it."""
     call_libc("unshare", _CLONE_NEWNS)
     _mount("--make-rprivate", "/")
 
 
 @contextmanager
 def small_disk(folder: Path, like: Path) -> Iterator[Path]:
-    """A file system in memory, with a few times the room that `like` takes.
+    """Mount a file system in memory, a few times the size of `like`.
 
-    Its `run` is copied into `folder` at the end.
+    At the end, its `run` is copied into `folder`.
     """
     place = folder / "disk"
     private_folder(place)
@@ -460,10 +461,10 @@ def _mount(*words: str) -> None:
 
 
 def kinds_in(text: str) -> tuple[Kind, ...]:
-    """Kinds of faults from a text such as `kill,stop`.
+    """Parse kinds of faults from a text such as `kill,stop`.
 
     Raises:
-        ClusterError: one is not known; names the nearest.
+        ClusterError: a kind is not known; the error suggests the closest name.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -475,15 +476,15 @@ def kinds_in(text: str) -> tuple[Kind, ...]:
 
 
 def possible_kinds(hosts: int) -> tuple[Kind, ...]:
-    """Kinds that can be made here."""
+    """List the kinds of faults that can be injected here."""
     return tuple(kind for kind in KINDS if why_not(kind, hosts) is None)
 
 
 def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
-    """Refuse kinds that cannot be made here.
+    """Refuse kinds of faults that cannot be injected here.
 
     Raises:
-        ClusterError: names each with its reason.
+        ClusterError: names each refused kind with its reason.
     """
     reasons = [f"{kind}: {reason}" for kind in kinds if (reason := why_not(kind, hosts))]
     if reasons:
@@ -493,7 +494,7 @@ def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
 
 
 def why_not(kind: Kind, hosts: int) -> str | None:
-    """Reason why a kind of fault cannot be made here, or None."""
+    """Return the reason why a kind of fault cannot be injected here, or None."""
     if kind in OF_HOSTS and hosts < 2:
         return "it takes the links of emulated hosts: say --emulate 2 or more"
     return _WHY_NOT.get(kind, lambda: None)()

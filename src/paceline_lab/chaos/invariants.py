@@ -1,4 +1,4 @@
-"""Invariants of a run that was disturbed: what paceline promises, whatever happens."""
+"""Invariants of a run under faults: what paceline guarantees in every case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.state.manifest import checkpoints
 from paceline_lab.chaos.play import STILL_SAVES, Ended, Played
 
 _MOST_TOLD = 3
-# words of an error by which a fault may end a command that starts again as often as it may
+# words of the errors with which a fault may end a command that has used up its restarts
 _MAY_END = {
     "disk-full": ("No space left",),
     "corrupt": ("is different on rank", "holds other values"),
@@ -35,24 +35,24 @@ _MAY_END = {
     "partition": ("is lost", "did not come"),
     "store": ("is lost", "did not come"),
 }
-_ABOUT_S = 0.005  # between what a rank writes and what others do at that moment
+_ABOUT_S = 0.005  # time between a rank's write and what other ranks do at the same moment
 
 
 @dataclass(frozen=True)
 class Invariant:
-    """One promise: its name, and how it was broken; nothing where it was held."""
+    """One invariant: its name, and how it was violated; no violations if it held."""
 
     name: str
     broken: tuple[str, ...] = ()
 
     @property
     def held(self) -> bool:
-        """True if nothing speaks against it."""
+        """True if there are no violations."""
         return not self.broken
 
 
 def check(played: Played, reference: Reference) -> list[Invariant]:
-    """Hold a run against every invariant."""
+    """Check a run against every invariant."""
     questions = {
         "the run ends": _ends(played),
         "losses are those of an undisturbed run": _losses(played, reference),
@@ -76,7 +76,7 @@ def _ends(played: Played) -> Iterator[str]:
             if was_killed and end.code < 0:
                 was_killed_before = True
             elif was_killed_before and STILL_SAVES in end.text:
-                continue  # it said so, and the next one goes on
+                continue  # the command reported it, and the next one continues
             elif end.code < 0 or "paceline: " not in end.text:
                 yield f"a command ended with code {end.code} and no error of paceline's: {_said(end)}"
             elif not expected:
@@ -112,10 +112,10 @@ def _samples(played: Played, reference: Reference) -> Iterator[str]:
     for step, due in sorted(reference.samples.items()):
         samples = seen.get(step)
         if samples is None:
-            continue  # nobody who took the step lives to tell
+            continue  # no rank that took the step survived to record it
         if twice := [sample for sample, count in (Counter(samples) - Counter(due)).items() if count > 0]:
             yield f"step {step} had the samples {twice[:5]}, which are not its own or came twice"
-        # around a change, who read some may have died right after the step
+        # around a change, the rank that read some samples may have died right after the step
         elif step not in changed and (missing := list((Counter(due) - Counter(samples)).keys())):
             yield f"step {step} was without the samples {missing[:5]}"
 
@@ -146,7 +146,7 @@ def _checkpoints(played: Played) -> Iterator[str]:
 
 
 def _committed(played: Played) -> dict[int, list[int]]:
-    """Samples of each step; of one that was taken again, those of the last time."""
+    """Return the samples of each step; for a repeated step, the samples of its last attempt."""
     files = _witnessed(played)
     again = _starts(files)
     found: dict[int, list[int]] = {}
@@ -164,7 +164,7 @@ def _committed(played: Played) -> dict[int, list[int]]:
 
 
 def _steps_of_changes(played: Played) -> set[int]:
-    """Steps at which ranks were lost or came, and their neighbours."""
+    """Return the steps at which ranks were lost or joined, and their neighbours."""
     changes = {step for _, step in _starts(_witnessed(played))}
     changes |= {injected.step for injected in played.made}
     return {step + near for step in changes for near in (-1, 0, 1, 2)}
@@ -175,14 +175,14 @@ def _starts(files: list[list[dict[str, Any]]]) -> list[tuple[float, int]]:
 
 
 def _witnessed(played: Played) -> list[list[dict[str, Any]]]:
-    """Lines of each process. The run's own record may have lost some, where its disk was full."""
+    """Read the lines of each process. The run's own record may lack lines if its disk was full."""
     return [list(read_lines(file)) for file in played.witness.glob("*.jsonl")]
 
 
 def _trusted_until(played: Played) -> float:
-    """Last step before a rank computed with other weights.
+    """Find the last step before a rank computed with different weights.
 
-    Until that is seen, all take over what it computed.
+    Until the difference is detected, all ranks use the results of that rank.
     """
     return min((i.step for i in played.made if i.fault.target == "weights"), default=float("inf"))
 
@@ -198,7 +198,7 @@ def _said(end: Ended) -> str:
 
 _PILOT_STEPS = 40
 _LEAST_STEPS = 60
-_CHECKPOINTS = 8  # in a run, at least, for faults to fall on them
+_CHECKPOINTS = 8  # at least this many checkpoints in a run, so that faults can hit them
 _DEADLINE_S = 30.0
 _LEAST = {
     "fp64": 1e-9,
@@ -206,19 +206,19 @@ _LEAST = {
     "bf16": 1e-2,
     "fp16": 1e-2,
 }  # relative difference of losses that is always allowed
-_TIMES = 20.0  # what another number of replicas differs by, and as much again for each of several changes
-_SMALL = 1e-3  # of the first loss: smaller losses are compared as if they were so large
+_TIMES = 20.0  # factor for a changed number of replicas, and again for each further change
+_SMALL = 1e-3  # share of the first loss; smaller losses are compared as if they had this size
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run, and by how much losses may differ from it.
+    """An undisturbed run, and the allowed difference of losses from it.
 
     Attributes:
-        losses: by step.
+        losses: losses by step.
         samples: indices of each step's samples, ascending.
-        allowed: largest relative difference by step; empty where losses are not to be compared.
-        why: how that was found.
+        allowed: largest allowed relative difference by step; empty if losses are not compared.
+        why: how `allowed` was determined.
     """
 
     run: Path
@@ -229,7 +229,7 @@ class Reference:
 
 
 def as_trained(job: Job, steps: int) -> Job:
-    """The job for some steps, saved often enough, with short deadlines and no trackers."""
+    """Adapt the job for chaos: some steps, frequent checkpoints, short deadlines and no trackers."""
     every = max(1, steps // _CHECKPOINTS)
     given = job.checkpoint.every_steps
     checkpoint = job.checkpoint.model_copy(update={"every_steps": min(given or every, every)})
@@ -243,7 +243,7 @@ def as_trained(job: Job, steps: int) -> Job:
 
 
 def steps_that_take(job: Job, plan: str, minutes: float, cluster: Path | None, folder: Path) -> int:
-    """Number of steps that take so long where nothing happens, by a short run."""
+    """Estimate the number of undisturbed steps in a given time, from a short run."""
     run = undisturbed(as_trained(job, _PILOT_STEPS), plan, cluster, folder)
     times: list[float] = [line["time"] for line in Run(run).steps()][_PILOT_STEPS // 4 :]
     step_s = max((times[-1] - times[0]) / (len(times) - 1), 1e-4)
@@ -251,7 +251,7 @@ def steps_that_take(job: Job, plan: str, minutes: float, cluster: Path | None, f
 
 
 def reference(job: Job, plan: str, cluster: Path | None, folder: Path, say: Callable[[str], None]) -> Reference:
-    """The undisturbed run of a job and plan, made unless it is there."""
+    """Return the undisturbed run of a job and plan; run it if it does not exist."""
     say("undisturbed run")
     run = undisturbed(job, plan, cluster, folder)
     losses = losses_of(run)
@@ -261,7 +261,7 @@ def reference(job: Job, plan: str, cluster: Path | None, folder: Path, say: Call
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    """The newest loss of each step, from the first rank that has it."""
+    """Read the newest loss of each step, from the first rank that has it."""
     found: dict[int, float] = {}
     for file in sorted(run.glob("steps/rank-*.jsonl"), key=lambda file: int(file.stem[5:])):
         own = {line["step"]: line["loss"] for line in read_lines(file) if line["loss"] is not None}
@@ -270,7 +270,7 @@ def losses_of(run: Path) -> dict[int, float]:
 
 
 def samples_of(witness: Path) -> dict[int, list[int]]:
-    """Indices of the samples of each step, of all processes."""
+    """Read the indices of each step's samples, from all processes."""
     found: dict[int, list[int]] = {}
     for file in witness.glob("*.jsonl"):
         for line in read_lines(file):
@@ -280,22 +280,22 @@ def samples_of(witness: Path) -> dict[int, list[int]]:
 
 
 def difference(loss: float, other: float, first: float) -> float:
-    """Relative difference of two losses of a run whose first loss is `first`."""
+    """Return the relative difference of two losses of a run whose first loss is `first`."""
     return abs(loss - other) / max(abs(other), _SMALL * abs(first), 1e-30)
 
 
 def undisturbed(job: Job, plan: str, cluster: Path | None, folder: Path) -> Path:
-    """Directory of an undisturbed run, made unless it is there.
+    """Return the directory of an undisturbed run; run it if it does not exist.
 
     Raises:
-        RunError: it does not end well; with what it said.
+        RunError: the run fails; the error includes its output.
     """
     what = "\n".join((job.to_yaml(), plan, cluster.read_text() if cluster else ""))
     place = folder / f"undisturbed-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
     if _is_whole(place / "run"):
         return place / "run"
     number = 0
-    while place.exists():  # one that did not end
+    while place.exists():  # an unfinished run
         number += 1
         place = place.with_name(f"{place.name.partition('.')[0]}.{number}")
     private_folder(place)

@@ -1,4 +1,4 @@
-"""A schedule carried out: `paceline train` is started, disturbed, and resumed where it ends."""
+"""Execution of a schedule: start `paceline train`, inject faults, and resume after each end."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paceline.wire.status import RankStatus, StatusBoard
 from paceline_lab.chaos.faults import Injected, Scene, inject
 from paceline_lab.chaos.schedule import Fault, Schedule
 
-STILL_SAVES = "ranks that it started still save and end"  # says a command that resumes one that was killed
-_AGAIN_S = 10.0  # until it is resumed again
+STILL_SAVES = "ranks that it started still save and end"  # printed by a command that resumes a killed one
+_AGAIN_S = 10.0  # until the next attempt to resume
 _TICK_S = 0.01
-_WAIT_FOR_PHASE = 0.08  # of the steps, after which a fault comes in whichever phase
-_OFTEN = "1000000"  # losses of a rank per hour, of which chaos makes more than life does
+_WAIT_FOR_PHASE = 0.08  # share of the steps after which a fault is injected in any phase
+_OFTEN = "1000000"  # losses of a rank allowed per hour; chaos causes more than real life
 _GRACE_S = 40.0  # for ranks whose launcher was killed
 _TEXT_BYTES = 2**16
 
@@ -43,8 +43,8 @@ class Setting:
 
     Attributes:
         job: file of the job as chaos trains it.
-        cluster: file of the emulated hosts; None without.
-        quiet_s: time without any news after which a run hangs.
+        cluster: file of the emulated hosts; None without emulated hosts.
+        quiet_s: time without progress after which a run counts as hanging.
     """
 
     job: Path
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Ended:
-    """End of one command: exit code, and the end of what it printed."""
+    """Outcome of one command: exit code, and the end of its output."""
 
     code: int
     text: str
@@ -67,11 +67,11 @@ class Played:
     """Course of a run under a schedule.
 
     Attributes:
-        not_made: faults for which the run gave no occasion.
-        ends: of each command; all but the last were resumed.
-        hung: what was seen of a run that did not go on.
-        left: processes and files that stayed.
-        grown: courses of the sizes of the command that ran for longest.
+        not_made: faults that the run gave no opportunity for.
+        ends: outcome of each command; all but the last were resumed.
+        hung: description of a run that made no progress.
+        left: leftover processes and files.
+        grown: resource use over time of the longest command.
     """
 
     schedule: Schedule
@@ -89,7 +89,7 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
     """Train under the faults of a schedule until the run has ended.
 
     Args:
-        folder: for what is seen of the run.
+        folder: folder for logs and observations of the run.
         disk: folder for the run, on the file system that is filled.
     """
     private_folder(folder / "witness")
@@ -105,7 +105,7 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
                 break
         played.not_made = player.waiting
         played.grown = courses(max((growth.samples for growth in player.growths), key=len))
-        # what a host or a command that was killed leaves is removed there by the next start
+        # the next start removes what a killed host or command left there
         switched_off = any(i.fault.kind == "kill" and i.fault.target in ("host", "command") for i in played.made)
         played.left = left.found(_GRACE_S, files=not switched_off)
     return played
@@ -118,11 +118,11 @@ class _Player:
         self.lasting: list[Injected] = []
         self.progress = Progress(played.run, temporary)
         self.due_at: dict[Fault, float] = {}
-        self.growths: list[Growth] = []  # of each command
+        self.growths: list[Growth] = []  # one for each command
 
     @contextmanager
     def command(self, *, resume: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """A command under way, ended with all it started; faults are taken back then."""
+        """A running command, terminated with all its processes; faults are reverted at exit."""
         schedule, setting, played = self.schedule, self.setting, self.played
         words = ["train", str(setting.job), "--plan", schedule.plan, "--run", str(played.run)]
         words += ["--restarts", str(len(schedule.faults) + 1), *(["--resume"] if resume else [])]
@@ -147,7 +147,7 @@ class _Player:
             process.wait()
 
     def watch(self, command: subprocess.Popen[bytes]) -> None:
-        """Make the faults that are due until the command has ended."""
+        """Inject the faults that are due until the command has ended."""
         ranks = Plan.parse(self.schedule.plan).ranks
         scene = Scene(
             command.pid,
@@ -158,7 +158,7 @@ class _Player:
             self.played.run / "checkpoints",
             self.played.witness,
         )
-        self.progress.news += 1  # a new command
+        self.progress.news += 1  # a new command counts as progress
         growth = Growth(command.pid, ranks, self.temporary)
         self.growths.append(growth)
         news, heard = -1, time.monotonic()
@@ -181,7 +181,7 @@ class _Player:
         self.played.ends.append(Ended(command.returncode, text, time.time()))
 
     def is_over(self) -> bool:
-        """True once the run has ended, or ends with an error without a fault."""
+        """True once the run has ended, or fails without a fault."""
         *before, last = self.played.ends or [Ended(1, "", 0.0)]
         since = before[-1].time if before else 0.0
         if STILL_SAVES in last.text and len(before) < 2 * len(self.schedule.faults):
@@ -192,9 +192,9 @@ class _Player:
     def _make_due(self, scene: Scene) -> None:
         for fault in list(self.waiting):
             if not self._is_due(fault):
-                return  # those behind it come later
+                return  # the faults after it are due later
             injected = inject(fault, scene)
-            if injected is None:  # not yet, or never again
+            if injected is None:  # not yet, or no longer possible
                 continue
             self.waiting.remove(fault)
             injected.step = self.progress.newest
@@ -219,12 +219,12 @@ class _Player:
         for injected in list(self.lasting):
             if everything or time.monotonic() >= injected.until:
                 self.lasting.remove(injected)
-                with suppress(OSError, PacelineError):  # it was gone with the run
+                with suppress(OSError, PacelineError):  # already gone with the run
                     injected.undo()
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a command with all that it has started."""
+    """End a command and all processes that it started."""
     with suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error):
@@ -236,11 +236,12 @@ _TROUBLE = ("lost", "host_lost", "restart", "joins", "checkpoint_failed", "rewin
 
 
 class Progress:
-    """Newest step, phases and events of a run under way.
+    """Newest step, phases and events of a run that is in progress.
 
     Attributes:
-        newest: step that was recorded last; `furthest` is the highest so far.
-        news: changes whenever something is heard of the run.
+        newest: most recently recorded step.
+        furthest: highest step so far.
+        news: counter of new lines; it changes with any sign of progress.
     """
 
     def __init__(self, run: Path, temporary: Path) -> None:
@@ -251,7 +252,7 @@ class Progress:
         self._files: dict[Path, NewLines] = {}
 
     def read(self) -> None:
-        """Take in what was written since the last call."""
+        """Read everything that was written since the last call."""
         for record in self._new_lines(self.run / "events.jsonl"):
             if record.get("event") in _TROUBLE:
                 self.trouble_at.append(float(record["time"]))
@@ -261,15 +262,15 @@ class Progress:
                 self.furthest = max(self.furthest, self.newest)
 
     def recovers_since(self, time: float) -> bool:
-        """True once the run has told of trouble that came after a time."""
+        """True once the run has reported a problem that occurred after a given time."""
         return any(at >= time for at in self.trouble_at)
 
     def phases(self) -> set[str]:
-        """Phases in which ranks are right now."""
+        """Return the current phases of the ranks."""
         return {status.phase for status in self._statuses()}
 
     def pids_of(self, rank: int) -> list[int]:
-        """Process ids of a rank, one where its host is this machine."""
+        """Return the process ids of a rank; one if its host is this machine."""
         return sorted({status.pid for status in self._statuses() if status.rank == rank})
 
     def _statuses(self) -> list[RankStatus]:
@@ -277,7 +278,7 @@ class Progress:
         for file in self.temporary.glob("*/status"):
             try:
                 board = StatusBoard.at(file)
-            except (OSError, ValueError):  # just removed, or not yet of its size
+            except (OSError, ValueError):  # just removed, or not yet at its full size
                 continue
             found += [status for status in board.read() if status.pid]
             board.close()
@@ -289,18 +290,18 @@ class Progress:
             yield record
 
 
-_SET_CHILD_SUBREAPER = 36  # of prctl
+_SET_CHILD_SUBREAPER = 36  # option of prctl
 _GROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/memory"))
 _MEMORY = Path("/dev/shm")
-_SEGMENTS = ("paceline", "torch_", "psm_", "sem.")  # paceline's, torch's, Python's
+_SEGMENTS = ("paceline", "torch_", "psm_", "sem.")  # prefixes of paceline, torch and Python
 _LOOK_AGAIN_S = 0.1
 
 
 class Left:
-    """Compares what there is now with what there was before."""
+    """Leftovers: compares the current processes and files with an earlier state."""
 
     def __init__(self) -> None:
-        # orphans of a launcher become children of this process, where they are seen
+        # orphans of a launcher become children of this process, so that it can find them
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._children = {process.pid for process in _children()}
         self._files = _files()
@@ -308,16 +309,16 @@ class Left:
 
     @contextmanager
     def own_temporary_folder(self) -> Iterator[Path]:
-        """A temporary folder for the run alone."""
+        """Create a temporary folder for this run alone."""
         with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
             self._temporary = Path(folder)
             yield self._temporary
 
     def found(self, grace_s: float, *, files: bool = True) -> list[str]:
-        """Left-overs in words, after a grace for those about to end; processes are ended then.
+        """List leftovers after a grace period for those about to end; terminate leftover processes.
 
         Args:
-            files: temporary files are to be gone, too.
+            files: also report temporary files.
         """
         if not files:
             self._temporary = None
@@ -348,7 +349,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _files() -> set[Path]:
-    """Named shared memory of this user, and control groups of launchers that have ended."""
+    """List this user's named shared memory, and control groups of ended launchers."""
     found = set()
     for path in _MEMORY.glob("*"):
         with suppress(OSError):
@@ -363,7 +364,7 @@ def _files() -> set[Path]:
 
 
 def _unused(paths: set[Path]) -> set[Path]:
-    """Without shared memory that a living process has mapped: it is another command's."""
+    """Drop shared memory that a living process has mapped: it belongs to another command."""
     if not paths:
         return paths
     mapped = set()
@@ -374,7 +375,7 @@ def _unused(paths: set[Path]) -> set[Path]:
 
 
 def _reap() -> None:
-    """Take the exit codes of adopted orphans that have ended."""
+    """Collect the exit codes of adopted orphans that have ended."""
     for process in _children():
         with suppress(psutil.Error, ChildProcessError):
             if process.ppid() == os.getpid() and process.status() == psutil.STATUS_ZOMBIE:
@@ -382,15 +383,15 @@ def _reap() -> None:
 
 
 _EVERY_S = 2.0
-_LEAST_SAMPLES = 30  # shorter runs mostly start and end
+_LEAST_SAMPLES = 30  # shorter runs are mostly startup and shutdown
 _MORE = 1.1
 _NOT_YET = frozenset(("starting", "joining"))
 
 
 class Sizes(NamedTuple):
-    """Sums over a command and its processes at one time, ranks among them.
+    """Sums over a command and all its processes, including ranks, at one time.
 
-    `memory_mb` counts a page that processes share once.
+    `memory_mb` counts shared pages once.
     """
 
     memory_mb: float
@@ -400,17 +401,17 @@ class Sizes(NamedTuple):
     files: float
 
 
-_SPARE = Sizes(memory_mb=16, processes=1, descriptors=8, threads=4, files=8)  # of what comes and goes all the time
+_SPARE = Sizes(memory_mb=16, processes=1, descriptors=8, threads=4, files=8)  # usual fluctuation
 
 
 @dataclass(frozen=True)
 class Course:
-    """Course of one size over a run.
+    """One resource over the course of a run.
 
     Attributes:
-        early: median of its second quarter; caches fill in the first.
+        early: median of its second quarter; caches fill during the first.
         late: median of its last quarter.
-        per_minute: slope of a straight line through all but the first quarter.
+        per_minute: slope of a linear fit through all but the first quarter.
     """
 
     name: str
@@ -420,7 +421,7 @@ class Course:
 
     @property
     def grows(self) -> bool:
-        """True where it is larger late than early, beyond what comes and goes."""
+        """True if late values exceed early ones by more than the usual fluctuation."""
         spare: float = getattr(_SPARE, self.name)
         return self.late > _MORE * self.early + spare
 
@@ -431,12 +432,12 @@ class Course:
 
 
 class Growth:
-    """Samples the sizes of a command under way, while all its ranks train.
+    """Sampler of a running command's resource use, while all its ranks train.
 
-    What a lost rank or host takes with it and brings again is no growth.
+    Resources that a lost rank or host frees and its replacement uses again do not count as growth.
 
     Args:
-        temporary: folder in which its files are counted.
+        temporary: folder whose files are counted.
     """
 
     def __init__(self, command: int, ranks: int, temporary: Path) -> None:
@@ -445,16 +446,17 @@ class Growth:
         self._due, self._step = 0.0, 0
 
     def sample(self, step: int, phases: Callable[[], Set[str]]) -> None:
-        """Take a sample where one is due.
+        """Take a sample if one is due.
 
         Args:
-            step: newest one that the run has taken.
-            phases: says in which its ranks are.
+            step: newest step of the run.
+            phases: current phases of its ranks.
         """
         now = time.monotonic()
         if now >= self._due and step > self._step and not phases() & _NOT_YET:
             self._due, self._step = now + _EVERY_S, step
-            with suppress(psutil.Error, OSError, IndexError):  # one has just ended, and a sum without it tells nothing
+            # a process has just ended, so the sum would be incomplete
+            with suppress(psutil.Error, OSError, IndexError):
                 if (sizes := self._sizes()) is not None:
                     self.samples.append((now, sizes))
 
@@ -474,7 +476,7 @@ class Growth:
 
 
 def courses(samples: Sequence[tuple[float, Sizes]]) -> list[Course]:
-    """Course of each size; none of a run that was too short to tell."""
+    """Return the course of each resource; empty for a run that was too short."""
     if len(samples) < _LEAST_SAMPLES:
         return []
     quarter = len(samples) // 4

@@ -1,6 +1,6 @@
 """Schedules of faults: drawn from a seed, written to a file, and read back.
 
-Their clock is the run's own progress, so a schedule means the same on a fast machine and on a slow one.
+A schedule is timed by the run's own progress, so it means the same on fast and slow machines.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Target = Literal["rank", "others", "ranks", "host", "command", "weights", "check
 OF_HOSTS = ("partition", "cut")  # kinds that need hosts
 _LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 12.0, "partition": 12.0, "disk-full": 5.0, "oom": 5.0, "store": 6.0}
 _SHORTEST_S = 0.5
-_AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # how often
-_WHOLE_HOST, _COMMAND = 0.3, 0.1  # of the kills
-_OTHERS, _ALL = 0.08, 0.04  # of what hits a rank: all ranks but one, or all
-_MANY = ("kill", "stop", "oom")  # kinds that hit so many at times
-_LAST = 0.9  # of the steps: what comes later may not be seen to heal
+_AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # probabilities
+_WHOLE_HOST, _COMMAND = 0.3, 0.1  # shares of the kills
+_OTHERS, _ALL = 0.08, 0.04  # shares of the faults that hit a rank: all ranks but one, or all ranks
+_MANY = ("kill", "stop", "oom")  # kinds that sometimes hit several ranks
+_LAST = 0.9  # share of the steps; recovery from a later fault might not be observed
 _FILE_LIMIT = 2**20
 
 
@@ -36,12 +36,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One fault.
 
     Attributes:
-        at: share of the run's steps that are done when it is due.
-        during: what the run is to be doing then; waited for a while.
-        target: what it hits; `others` are all ranks but one.
-        number: rank or host that it hits or, of `others`, spares; of a partition, number of hosts that are cut off
-            together.
-        for_s: time after which it is taken back, where it can be.
+        at: share of the run's steps that are done when the fault is due.
+        during: phase of the run in which the fault is injected; the fault waits for this phase for a while.
+        target: target of the fault; `others` means all ranks but one.
+        number: index of the target rank or host. For `others`, the rank that is spared; for a partition, the number of
+            hosts that are cut off together.
+        for_s: time after which the fault is reverted, if it can be.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=10_000)]
 
     def with_only(self, faults: Sequence[Fault]) -> Schedule:
-        """A schedule of this run with other faults."""
+        """Return a schedule of this run with other faults."""
         return msgspec.structs.replace(self, faults=tuple(faults))
 
     def write(self, path: Path) -> None:
@@ -141,7 +141,7 @@ def _drawn(chance: random.Random, kind: Kind, at: float, during: Phase, ranks: i
     elif kind == "partition":
         target, number = "host", chance.randint(1, hosts // 2)
     elif kind == "kill" and hosts > 1 and chance.random() < _WHOLE_HOST:
-        target, number = "host", chance.randrange(1, hosts)  # host 0 is that of the command itself
+        target, number = "host", chance.randrange(1, hosts)  # host 0 runs the command itself
     elif kind == "store" or (kind == "kill" and chance.random() < _COMMAND):
         target, number = "command", 0
     elif kind == "disk-full":

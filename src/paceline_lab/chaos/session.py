@@ -1,4 +1,4 @@
-"""One chaos command: a schedule is drawn, played, judged, and shrunk where it fails."""
+"""One chaos command: draw a schedule, play and judge it, and shrink it if it fails."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from paceline_lab.chaos.invariants import (
 from paceline_lab.chaos.play import Played, Setting, play
 from paceline_lab.chaos.schedule import Fault, Kind, Schedule, draw, shrink
 
-EVERY_S = 10.0  # a fault, on average
-_QUIET_S = 90.0  # beyond twice the deadline: a start on a busy machine
+EVERY_S = 10.0  # average interval between faults
+_QUIET_S = 90.0  # in addition to twice the deadline: a start on a busy machine
 _LEAST_FAULTS = 1
 
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule that was played, and how its run was judged."""
+    """A schedule that was played, and the verdict on its run."""
 
     played: Played
     reference: Reference
@@ -56,12 +56,12 @@ class Found:
 
     @property
     def held(self) -> bool:
-        """True if every invariant was."""
+        """True if every invariant held."""
         return all(invariant.held for invariant in self.invariants)
 
     @property
     def details(self) -> dict[str, Any]:
-        """All details of the run as JSON values."""
+        """Return all details of the run as JSON values."""
         return {
             "schedule": msgspec.to_builtins(self.schedule),
             "held": self.held,
@@ -75,10 +75,10 @@ class Found:
 
 
 class Session:
-    """Runs of one job in one folder, which keeps undisturbed ones for next time.
+    """Runs of one job in one folder; undisturbed runs are kept for reuse.
 
     Args:
-        say: shows a line of what goes on.
+        say: shows a line of progress.
     """
 
     def __init__(self, job: Job, hosts: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -92,15 +92,15 @@ class Session:
     def drawn(
         self, kinds: Sequence[Kind], seed: int, minutes: float, plan: str, steps: int | None, count: int | None
     ) -> Schedule:
-        """The schedule of a seed.
+        """Draw the schedule of a seed.
 
         Args:
-            minutes: length of the undisturbed run, if `steps` does not give it.
-            count: number of faults; None takes one for every 10 s.
+            minutes: length of the undisturbed run, if `steps` is not given.
+            count: number of faults; None draws one for every 10 s.
 
         Raises:
             PlanError: the plan cannot run the job here.
-            ClusterError: a kind of fault cannot be made here.
+            ClusterError: a kind of fault cannot be injected here.
         """
         refuse_impossible(kinds, self.hosts)
         self._refuse(plan)
@@ -118,7 +118,7 @@ class Session:
         parsed = Plan.parse(plan)
         wide = str(replace(parsed, precision="fp64"))
         if parsed.precision_for(self.job) == "fp32" and not self._problems(wide):
-            with suppress(RunError):  # the model itself asks for float32
+            with suppress(RunError):  # the model itself requires float32
                 return wide, steps_that_take(self.job, wide, minutes, self.cluster, self.folder)
         return plan, steps_that_take(self.job, plan, minutes, self.cluster, self.folder)
 
@@ -143,7 +143,7 @@ class Session:
         return found
 
     def shrunk(self, found: Found, most_tries: int) -> Schedule:
-        """The shortest schedule that still breaks an invariant that was broken."""
+        """Find the shortest schedule that still violates an invariant that was violated."""
         broken = {invariant.name for invariant in found.invariants if not invariant.held}
 
         def fails(faults: Sequence[Fault]) -> bool:
@@ -182,14 +182,14 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "corrupt": ("corruption", "checkpoint_damaged"),
 }
 _NAMED_LOSS = ("lost", "host_lost", "restart")
-_WITHIN_S = 60.0  # what comes later is not taken for an answer to a fault
+_WITHIN_S = 60.0  # later events do not count as a response to a fault
 
 
 @dataclass(frozen=True)
 class Row:
-    """One fault and what came of it.
+    """One fault and its outcome.
 
-    Times are seconds from the fault on; None where it did not come to that.
+    Times are seconds after the fault; None if the event did not occur.
     """
 
     fault: str
@@ -203,7 +203,7 @@ class Row:
 
 
 def rows(played: Played, reference: Reference) -> list[Row]:
-    """Outcome of each fault, in their order."""
+    """Return the outcome of each fault, in order."""
     lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
     events = list(read_lines(played.run / "events.jsonl"))
     losses = losses_of(played.run)
@@ -214,9 +214,9 @@ def rows(played: Played, reference: Reference) -> list[Row]:
 
 
 def named_until(injected: Injected, later: Sequence[Injected]) -> float:
-    """Time from which on events may answer to a later fault.
+    """Return the time from which events may belong to a later fault.
 
-    That is one which is named by the same events, and hits the same.
+    A later fault qualifies if it has the same target and causes the same events.
     """
     fault, kinds = injected.fault, _NAMED.get(injected.fault.kind, _NAMED_LOSS)
     for other in later:
@@ -228,7 +228,7 @@ def named_until(injected: Injected, later: Sequence[Injected]) -> float:
 
 
 def is_about(event: Mapping[str, Any], fault: Fault) -> bool:
-    """False for what an event tells of another rank or host."""
+    """False if an event concerns another rank or host."""
     name, rank, host = str(event["event"]), event.get("rank", -1), event.get("number", -1)
     if fault.target in ("rank", "weights", "others"):
         if name in ("lost", "healed", "slow_rank", "corruption"):
@@ -277,7 +277,7 @@ def _row(
 def _differ(
     injected: Injected, until: float, lines: Sequence[dict[str, Any]], losses: Mapping[int, float], reference: Reference
 ) -> float | None:
-    """Largest difference of losses from a fault to the next."""
+    """Return the largest difference of losses between a fault and the next."""
     steps = {line["step"] for line in lines if injected.time < line["time"] < until} & reference.losses.keys()
     first = reference.losses[min(reference.losses)]
     by = [difference(losses[step], reference.losses[step], first) for step in steps & losses.keys()]
@@ -285,7 +285,7 @@ def _differ(
 
 
 def _numbered(file: Path) -> list[dict[str, Any]]:
-    """Steps of a rank, with whether it had taken each before."""
+    """Return a rank's steps, each with a flag that is true for a repeated step."""
     seen: set[int] = set()
     found = []
     for line in read_lines(file):

@@ -90,8 +90,8 @@ def compare(
 ) -> None:
     """Measure the same job under paceline and other systems.
 
-    Their losses are compared before their times. The systems run on this machine, or on hosts that it emulates
-    (--cluster), in interleaved runs.
+    Losses are compared before times. The systems run on this machine, or on hosts that it emulates (--cluster), in
+    interleaved runs.
     """
     start_on(None, cluster)
     asked = _asked(job, changes, cluster, plans, repeat, steps, out)
@@ -140,8 +140,8 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has every figure.")] = False,
 ) -> None:
-    """Predict how a job scales on machines that are not here; nothing is trained."""
-    what = load_job(job, changes)  # before heavy imports, so that a mistake is shown at once
+    """Predict how a job scales on other machines, without training."""
+    what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once
     line, jitter = shlex.join(["paceline", *sys.argv[1:]]), _jitter(straggler_sigma)
     _simulate(what, cluster, line, out, failures_per_host_day, jitter, calibrate_on, seed, weak, as_json)
 
@@ -155,7 +155,7 @@ def _asked(
     steps: int | None,
     out: str | None,
 ) -> _Asked:
-    what = load_job(job, changes)  # before heavy imports, so that a mistake is shown at once
+    what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.command import to_run_on
 
     line = shlex.join(["paceline", *sys.argv[1:]])
@@ -163,7 +163,7 @@ def _asked(
 
 
 def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
-    """Print the figures and how to go on; leave with the exit code."""
+    """Print the figures and the next steps; exit with the exit code."""
     if measured.stopped_by:
         go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
         typer.echo(f"stopped  {measured.stopped_by}; what is measured is kept. Go on: {go_on}")
@@ -178,7 +178,7 @@ def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
 
 
 class _Asked(NamedTuple):
-    """Options that all kinds of benchmark share. `line`: the command, as it was typed."""
+    """Options shared by all kinds of benchmark. `line`: the command line as typed."""
 
     job: Job
     cluster: Cluster | None
@@ -190,7 +190,7 @@ class _Asked(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Outcome of a benchmark, which is shown. `failed`: what could not be measured, in words."""
+    """Outcome of a benchmark as it is shown. `failed`: descriptions of what could not be measured."""
 
     path: Path
     stopped_by: str | None
@@ -200,7 +200,7 @@ class _Measured(NamedTuple):
 
 
 def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured:
-    """Measure a job on 1 and N devices, and show it."""
+    """Measure a job on 1 and N devices, and show the result."""
     from paceline.console import Console
     from paceline_lab.report.bench_view import write_bench_page
     from paceline_lab.scaling.protocol import Benchmark
@@ -233,7 +233,7 @@ def _scale(asked: _Asked, devices: list[int] | None, *, weak: bool) -> _Measured
 
 
 def _compare(asked: _Asked, systems: str, *, weak: bool, kill: bool) -> _Measured:
-    """Measure the job under other systems, show what was found, and write the page."""
+    """Measure the job under other systems, show the results, and write the page."""
     from paceline.console import Console
     from paceline_lab.report.systems_view import write_systems_page
     from paceline_lab.scaling.summary import kept_at
@@ -282,10 +282,10 @@ def _simulate(
     weak: bool,
     as_json: bool,
 ) -> None:
-    """Simulate the job on every named cluster; show it, and write its page.
+    """Simulate the job on every named cluster; show the result and write its page.
 
     Raises:
-        PacelineError: a name is wrong, the job fits nowhere, or nothing can be written.
+        PacelineError: a name is wrong, the job does not fit any number of devices, or nothing can be written.
     """
     from paceline.cluster.cluster import cluster_from
     from paceline.cluster.named import cluster_names
@@ -339,7 +339,7 @@ def _numbers(text: str | None) -> list[int] | None:
 
 
 def _jitter(text: str | None) -> Jitter | None:
-    """Distribution of step times: normal with a given deviation, or that of a run's steps."""
+    """Return the distribution of step times: normal with a given deviation, or from a run's steps."""
     from paceline_lab.simulated.measured_here import Jitter, measured_jitter
 
     if text is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paceline_lab.chaos.session import Found, Session
 
-_WIDTH = 150  # of the table, at least
+_WIDTH = 150  # minimum width of the table
 
 
 def command(
@@ -56,12 +56,12 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON.")] = False,
 ) -> None:
-    """Train a job under random faults, and check what paceline promises.
+    """Train a job under random faults, and check paceline's guarantees.
 
-    The run ends. Its losses are those of an undisturbed run. Every sample is used once in an epoch. No checkpoint is
-    lost, and nothing is left behind. Memory, processes, descriptors, threads and files do not grow over a minute.
+    The run ends. Its losses match those of an undisturbed run. Every sample is used once per epoch. No checkpoint is
+    lost, and nothing is left behind. Memory, processes, file descriptors, threads and files do not grow over a minute.
 
-    Exit code 1: a promise was broken. The schedule is then shortened as far as it still breaks the promise.
+    Exit code 1: a guarantee was violated. The schedule is then reduced to a shortest one that still violates it.
     """
     from paceline.console import Console
     from paceline.elastic.failure import sigterm_as_exit
@@ -94,7 +94,7 @@ def command(
 
 
 def _shrink(session: Session, found: Found, tries: int, job: str, where: Path) -> None:
-    """Find and show the shortest part of a schedule that still breaks a promise."""
+    """Find and show the shortest subset of a schedule that still violates a guarantee."""
     given, shortest = found.schedule, found.schedule
     file = where / f"seed-{given.seed}" / "schedule.json"
     if tries and len(given.faults) > 1:
@@ -107,7 +107,7 @@ def _shrink(session: Session, found: Found, tries: int, job: str, where: Path) -
 
 
 def show(found: Found, console: Console) -> None:
-    """Show faults and promises of a run."""
+    """Show the faults of a run and the verdict on each guarantee."""
     console.width = max(console.width, _WIDTH)
     console.print(_table(found))
     for fault in found.played.not_made:

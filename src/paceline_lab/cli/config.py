@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.planning.plan import Plan
     from paceline_lab.configurations.systems import ConfiguredPlan
 
-_WIDE = 3  # columns of keys that were read
+_WIDE = 3  # columns of the table of keys
 _EXPLAIN = 'paceline config explain pretrain.sh --cluster "16x8xH100-SXM"'
 _WRITE = 'paceline config write examples/plan/llama_70b.yaml megatron out.sh --cluster "16x8xH100-SXM"'
 ClusterName = Annotated[
@@ -94,7 +94,7 @@ def write(
 
 
 class Given(NamedTuple):
-    """Options of the command line that complete a configuration."""
+    """Command-line options that complete a configuration."""
 
     model: str | None
     global_batch: int | None
@@ -112,11 +112,11 @@ def explain_config(
     as_json: bool,
     factors: Adjustment | None = None,
 ) -> None:
-    """Read a configuration, predict it, search a better plan, and show all of that.
+    """Read and predict a configuration, search for a better plan, and show the result.
 
     Args:
-        factors: of measured runs.
-        wanted: a system, and the file to which the better plan is written for it.
+        factors: calibration factors of measured runs.
+        wanted: a system, and the file to which the better plan is written in its format.
     """
     from dataclasses import replace
 
@@ -194,7 +194,7 @@ def write_config(system: str, out: Path, plan: Plan, job: Job, per_host: int, co
 
 
 def show_configured(explained: ConfiguredPlan, file: Path, console: Console) -> None:
-    """The plan, its figures, what would be better, and what was not understood."""
+    """Show the plan, its figures, a better plan, and the keys that were not understood."""
     from rich.text import Text
 
     from paceline.cli.plan_screen import QUIET, print_inset, show_head, show_memory, show_time, show_winner, titled

@@ -1,4 +1,4 @@
-"""Accelerate: its YAML configuration of PyTorch FSDP, DDP, DeepSpeed or Megatron-LM."""
+"""Accelerate's YAML configuration of PyTorch FSDP, DDP, DeepSpeed or Megatron-LM."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """The configuration of a YAML file.
+    """Read the configuration from a YAML file.
 
     Raises:
-        PlanError: it is not YAML, a value is none that its key takes, or a file that it names cannot be read.
+        PlanError: the file is not YAML, a value is not valid for its key, or a referenced file cannot be read.
     """
     try:
         values = yaml.safe_load(text)
@@ -170,10 +170,10 @@ def _megatron(keys: Keys, file: Path) -> Configuration:
 
 
 def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
-    """An Accelerate configuration of PyTorch FSDP2 for a plan.
+    """Write a plan as an Accelerate configuration of PyTorch FSDP2.
 
     Raises:
-        PlanError: the plan has something that it cannot do; names everything.
+        PlanError: Accelerate does not support the plan; the error names every reason.
     """
     is_ddp = plan.fsdp * plan.tp * plan.cp == 1
     cannot = {

@@ -1,4 +1,4 @@
-"""Configuration of another system in paceline's words, and the plan that it stands for."""
+"""Configuration of another system in paceline's terms, and the equivalent plan."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from paceline.job.model import Dimensions
 from paceline.planning.plan import Plan
 from paceline.yaml_file import explain
 
-# a degree that takes all ranks that are left
+# a degree that uses all remaining ranks
 REST = -1
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "lamb": "lamb"}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration as it was read; None where the file does not say.
+    """A configuration as read; fields are None if the file does not state them.
 
     Attributes:
-        system: such as `Megatron-LM`.
-        dimensions: keys of `Dimensions` that the file states; a known model's may fill the others.
-        model_name: a name to look dimensions up by; "" if it states none.
+        system: name of the system, such as `Megatron-LM`.
+        dimensions: keys of `Dimensions` that the file states; a known model may supply the others.
+        model_name: name to look up dimensions by; "" if the file states none.
         ranks: number of ranks that the file is for.
-        replicas: data-parallel ranks that hold the same parameters; REST: all that are left.
-        shard: data-parallel ranks that shard them (ZeRO, FSDP); REST: all that are left.
-        zero: what they shard, 1 to 3.
+        replicas: data-parallel ranks that hold the same parameters; REST: all remaining ranks.
+        shard: data-parallel ranks that shard the parameters (ZeRO, FSDP); REST: all remaining ranks.
+        zero: ZeRO stage of the sharding, 1 to 3.
         virtual: pipeline stages of each rank.
         microbatch: samples of a microbatch on a data-parallel rank.
-        microbatches: of a rank in a step; `accumulation` of a batch that is divided by `microbatch`.
+        microbatches: microbatches of a rank in a step.
+        accumulation: microbatches of a rank if the batch is divided by `microbatch`.
         precision: `fp32`, `bf16`, `fp16` or `fp8`.
         read: keys that were understood, with their values.
-        noted: keys whose meaning is known and not part of the prediction, with what is assumed.
+        noted: keys that are known but not part of the prediction, with the assumption made for each.
         unknown: keys that may matter and are not understood.
         problems: combinations that the system itself refuses or ignores.
     """
@@ -74,11 +75,11 @@ class Configuration:
 
 
 class Planned(NamedTuple):
-    """Job and plan that a configuration stands for on a number of ranks.
+    """Job and plan that correspond to a configuration on a number of ranks.
 
     Attributes:
-        notes: sentences on what is predicted otherwise than stated.
-        products: precision of matrix products, where it is another than the job's; else "".
+        notes: sentences on where the prediction differs from the configuration.
+        products: precision of matrix products if it differs from the job's; else "".
     """
 
     job: Job
@@ -93,16 +94,16 @@ def planned(
     name: str,
     known: Callable[[str], Dimensions | dict[str, Any]] | None = None,
 ) -> Planned:
-    """The job and the plan of a configuration.
+    """Convert a configuration to a job and a plan.
 
     Args:
-        devices: number of ranks, where the file does not say.
-        name: of the job.
-        known: dimensions of a model by its name.
+        devices: number of ranks, if the file does not state it.
+        name: name of the job.
+        known: looks up the dimensions of a model by its name.
 
     Raises:
-        PlanError: the degrees do not multiply to the ranks, the batch does not divide, or something is missing. Names
-            every reason.
+        PlanError: the product of the degrees is not the number of ranks, the batch is not divisible, or a value is
+            missing. The error names every reason.
     """
     _positive(configuration)
     ranks = configuration.ranks or devices
@@ -147,7 +148,10 @@ def _positive(configuration: Configuration) -> None:
 
 
 def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
-    """Degrees of paceline's axes. Experts are divided among data-parallel ranks, of which `ep` is a factor."""
+    """Compute the degrees of paceline's axes.
+
+    Experts are divided among data-parallel ranks, so `ep` is a factor of their number.
+    """
     one = configuration
     of_model = one.tp * one.pp * one.cp
     if ranks % of_model:
@@ -222,7 +226,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
 
 
 def _precision(configuration: Configuration) -> tuple[str, str, list[str]]:
-    """Precision of the job, that of its products if it differs, and notes."""
+    """Return the job's precision, the precision of its matrix products if it differs, and notes."""
     stated = configuration.precision
     if stated in get_args(Precision):
         return stated, "", []
@@ -270,7 +274,7 @@ def _plan(configuration: Configuration, degrees: dict[str, int], microbatches: i
 
 
 def with_batch(configuration: Configuration, global_batch: int | None, microbatch: int | None) -> Configuration:
-    """The configuration with the user's batch in the place of its own."""
+    """Return the configuration with the user's batch size instead of its own."""
     if global_batch is not None:
         kept = configuration.microbatches if configuration.microbatch is None else None
         configuration = replace(configuration, global_batch=global_batch, microbatches=kept)
@@ -280,10 +284,10 @@ def with_batch(configuration: Configuration, global_batch: int | None, microbatc
 
 
 def text_of(file: Path) -> str:
-    """Text of a configuration's file.
+    """Read the text of a configuration file.
 
     Raises:
-        PlanError: it cannot be read.
+        PlanError: the file cannot be read.
     """
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -301,19 +305,19 @@ _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", 
 
 
 class Keys:
-    """Values by key, with a record of those that were asked for.
+    """Values by key, with a record of the keys that were requested.
 
-    A name finds a key that is equal or ends in `.name`. `auto`, `null` and an empty text count as not given.
+    A name matches a key that is equal to it or ends in `.name`. `auto`, `null` and an empty text count as not given.
     """
 
     def __init__(
         self, system: str, values: Mapping[str, Any], quiet: Sequence[str] = (), noted: Mapping[str, str] | None = None
     ) -> None:
-        """Keys of a system.
+        """Set the keys of a system.
 
         Args:
-            quiet: patterns of keys that change neither speed nor memory.
-            noted: what is assumed of keys that the prediction does not read, by pattern.
+            quiet: patterns of keys that affect neither speed nor memory.
+            noted: assumptions about keys that the prediction does not read, by pattern.
         """
         self.system, self.values = system, dict(values)
         self.read: dict[str, str] = {}
@@ -321,7 +325,7 @@ class Keys:
         self._noted = {re.compile(pattern): about for pattern, about in (noted or {}).items()}
 
     def given(self, *names: str) -> Any:
-        """Value of the first of the names that is given; None without one."""
+        """Return the value of the first name that is given; None if none is."""
         for name in names:
             for key in self._matching(name):
                 value = self.values[key]
@@ -332,10 +336,10 @@ class Keys:
         return None
 
     def number(self, *names: str) -> int | None:
-        """A whole number; None if it is not given.
+        """Return a whole number; None if it is not given.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: the value is not a whole number.
         """
         value = self.given(*names)
         if value is None:
@@ -361,10 +365,10 @@ class Keys:
         return int(whole)
 
     def degree(self, *names: str) -> int:
-        """A number of at least 1; 1 if it is not given.
+        """Return a degree, at least 1; 1 if it is not given.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: the value is not a number of at least 1.
         """
         value = self.number(*names)
         if value is not None and value < 1:
@@ -378,10 +382,10 @@ class Keys:
         return value or 1
 
     def real(self, name: str, default: float) -> float:
-        """A number that need not be whole.
+        """Return a number that need not be whole.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: the value is not a number.
         """
         value = self.given(name)
         try:
@@ -396,10 +400,10 @@ class Keys:
             ) from None
 
     def flag(self, *names: str) -> bool:
-        """True if it is given and not false.
+        """Return True if the value is given and not false.
 
         Raises:
-            PlanError: it is neither true nor false.
+            PlanError: the value is neither true nor false.
         """
         value = self.given(*names)
         if isinstance(value, bool) or value is None:
@@ -416,7 +420,7 @@ class Keys:
         return text in _TRUE
 
     def text(self, *names: str) -> str:
-        """A text; "" if it is not given."""
+        """Return a text; "" if it is not given."""
         value = self.given(*names)
         return "" if value is None else str(value)
 
@@ -442,10 +446,10 @@ class Keys:
 
 
 def flattened(values: Any, above: str = "") -> dict[str, Any]:
-    """Nested groups as one, with dotted keys. Lists stay values.
+    """Flatten nested groups into dotted keys. Lists stay values.
 
     Raises:
-        PlanError: groups are nested too deep, or within themselves.
+        PlanError: groups are nested too deeply, or recursively.
     """
     if not isinstance(values, Mapping):
         return {above: values}
@@ -471,10 +475,10 @@ def _shown(value: Any) -> str:
 
 
 class Written(NamedTuple):
-    """A written configuration: its text, and the usual ending of its file's name.
+    """A written configuration: its text, and the usual suffix of its file name.
 
     Attributes:
-        launch: the command's options that the file has no place for; "" if there are none.
+        launch: command-line options that the file cannot express; "" if there are none.
     """
 
     text: str
@@ -483,7 +487,7 @@ class Written(NamedTuple):
 
 
 def ranks_per_host(ranks: int, per_host: int) -> int:
-    """Largest number of ranks per host, at most `per_host`, that is equal on all hosts."""
+    """Return the largest equal number of ranks per host, at most `per_host`."""
     return max(each for each in range(1, min(ranks, per_host) + 1) if ranks % each == 0)
 
 
@@ -515,5 +519,5 @@ def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> No
 
 
 def microbatch_of(plan: Plan, job: Job) -> int:
-    """Samples of a microbatch on a data-parallel rank."""
+    """Return the samples of a microbatch on a data-parallel rank."""
     return job.global_batch // (plan.data_ranks * plan.microbatches)

@@ -1,4 +1,4 @@
-"""DeepSpeed: its JSON configuration, which names no model."""
+"""DeepSpeed's JSON configuration, which does not name a model."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """The configuration of a JSON file.
+    """Read the configuration from a JSON file.
 
     Raises:
-        PlanError: it is not JSON, or a value is none that its key takes.
+        PlanError: the file is not JSON, or a value is not valid for its key.
     """
     try:
         values = json.loads(text)
@@ -60,10 +60,10 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def of_values(values: dict[str, Any]) -> Configuration:
-    """The configuration of the values of a file, or of a part of another system's.
+    """Build the configuration from a file's values, or from a section of another system's file.
 
     Raises:
-        PlanError: a value is none that its key takes.
+        PlanError: a value is not valid for its key.
     """
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     stage = keys.number("zero_optimization.stage") or 0
@@ -105,10 +105,10 @@ def of_values(values: dict[str, Any]) -> Configuration:
 
 
 def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
-    """A DeepSpeed configuration for a plan.
+    """Write a plan as a DeepSpeed configuration.
 
     Raises:
-        PlanError: the plan has something that it cannot do; names everything.
+        PlanError: DeepSpeed does not support the plan; the error names every reason.
     """
     cannot = {
         f"pp={plan.pp}: its pipelines are in the model's code": plan.pp > 1,

@@ -1,4 +1,4 @@
-"""Megatron-LM: arguments in a script that launches it, its YAML, or a NeMo configuration."""
+"""Megatron-LM: arguments in a launch script, its YAML, or a NeMo configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline_lab.configurations.configuration import (
 )
 
 NAME = "Megatron-LM"
-# change neither speed nor memory: data, schedules of the learning rate, logging, saving, the launcher's meeting point
+# affect neither speed nor memory: data, learning-rate schedules, logging, saving, the launcher's rendezvous
 _QUIET = (
     r"(lr|min_lr|decoupled_(min_)?lr|weight_decay|adam_.*|sgd_.*|clip_grad|seed|init_method.*|betas|eps|sched.*)",
     r"(lr_.*|start_weight_decay|end_weight_decay|weight_decay_incr_style|norm_epsilon|layernorm_epsilon|name)",
@@ -61,15 +61,15 @@ _NOTED = {
     r"num_layers_in_(first|last)_pipeline_stage|decoder_(first|last).*|account_for_.*": "stages are cut evenly",
     r"delay_wgrad_compute|.*graph.*|megatron_amp_O2|.*communicator.*": "not in the prediction",
 }
-# of tokenizers that stand for one vocabulary: tokens, padded to a multiple of 128
+# vocabularies of tokenizers that imply one: tokens, padded to a multiple of 128
 _VOCABULARIES = {"GPT2BPETokenizer": 50304, "Llama2Tokenizer": 32000}
 
 
 def read(file: Path, text: str) -> Configuration:
-    """The configuration of a script, a list of arguments, or a YAML file.
+    """Read the configuration from a script, a list of arguments, or a YAML file.
 
     Raises:
-        PlanError: it is not YAML, or a value is none that its key takes.
+        PlanError: the file is not YAML, or a value is not valid for its key.
     """
     notes: list[str] = []
     if file.suffix.lower() in (".yaml", ".yml"):
@@ -83,10 +83,10 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def configured(values: dict[str, Any], notes: Sequence[str] = ()) -> Configuration:
-    """The configuration of arguments, by name with underscores.
+    """Build the configuration from arguments, named with underscores.
 
     Raises:
-        PlanError: a value is none that its key takes.
+        PlanError: a value is not valid for its key.
     """
     keys = Keys(NAME, values, _QUIET, _NOTED)
     found = _configuration(keys)
@@ -169,7 +169,7 @@ def _experts(keys: Keys, experts: int) -> dict[str, Any]:
     every = keys.text("moe_layer_freq")
     if every.isdecimal():
         values["moe_every"] = int(every)
-    elif "*" in every:  # ([0]*3+[1]*58)
+    elif "*" in every:  # such as ([0]*3+[1]*58)
         dense = every.partition("[0]*")[2]
         values["dense_layers"] = int("".join(c for c in dense.partition("+")[0] if c.isdecimal()) or 0)
     return {key: value for key, value in values.items() if value is not None and key in Dimensions.model_fields}
@@ -236,13 +236,13 @@ def _problems(found: dict[str, Any], keys: Keys) -> list[str]:
 
 
 def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
-    """Arguments of Megatron-LM for a plan, as a script.
+    """Write a plan as a script with Megatron-LM arguments.
 
     Args:
         per_host: devices of a host.
 
     Raises:
-        PlanError: the plan has something that it cannot do; names everything.
+        PlanError: Megatron-LM does not support the plan; the error names every reason.
     """
     no_schedule = plan.pp > 1 and plan.schedule not in ("1f1b", "interleaved")
     cannot = {
@@ -340,9 +340,9 @@ _NUMBER = re.compile(r"-(?:\d|\.\d)")
 
 
 def arguments(text: str) -> tuple[dict[str, Any], list[str]]:
-    """Flags of a script with their values, and sentences on what was not evaluated.
+    """Parse the flags of a script with their values, and list what was not evaluated.
 
-    A flag without a value is True; one with several has a list. Names are written with underscores.
+    A flag without a value is True; a flag with several values has a list. Names are written with underscores.
     """
     plain = _COMMENT.sub("", text).replace("\\\n", " ")
     variables: dict[str, str] = {}
@@ -366,7 +366,7 @@ def arguments(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """The text with variables and arithmetic replaced, as far as they are known."""
+    """Expand variables and arithmetic in the text as far as they are known."""
 
     def value(match: re.Match[str]) -> str:
         name = match["name"] or match["plain"]
@@ -380,7 +380,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str | None:
-    """Value of a sum or product of whole numbers and variables, or None."""
+    """Evaluate a sum or product of whole numbers and variables; return None if it is neither."""
 
     def of(node: ast.AST) -> int:
         if isinstance(node, ast.Expression):
@@ -402,7 +402,7 @@ def _computed(text: str, variables: Mapping[str, str]) -> str | None:
 def _flags(text: str) -> dict[str, Any]:
     try:
         words = shlex.split(text)
-    except ValueError:  # an unpaired quote
+    except ValueError:  # unpaired quote
         words = text.replace('"', " ").replace("'", " ").split()
     words = [part for word in words for part in (word.split() if word.startswith("--") else [word])]
     flags: dict[str, Any] = {}
@@ -413,7 +413,7 @@ def _flags(text: str) -> dict[str, Any]:
             name = name.replace("-", "_")
             flags[name] = value if equals else True
         elif word.endswith(".py") or (word.startswith("-") and not _NUMBER.match(word)):
-            name = ""  # the script that is launched, or a short option
+            name = ""  # the launched script, or a short option
         elif name:
             before = flags[name]
             flags[name] = word if before is True else [*before, word] if isinstance(before, list) else [before, word]

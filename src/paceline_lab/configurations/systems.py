@@ -1,4 +1,4 @@
-"""The systems whose configurations can be read and written, by name."""
+"""Systems whose configurations can be read and written, by name."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ SYSTEMS: Mapping[str, System] = {
 
 
 def system_of(file: Path, text: str) -> str:
-    """Name of the system that a file belongs to, by its ending and its keys.
+    """Detect the system that a file belongs to, by its suffix and its keys.
 
     Raises:
-        PlanError: it is none of those known.
+        PlanError: no known system matches.
     """
     ending = file.suffix.lower()
     if ending == ".toml":
@@ -98,20 +98,20 @@ def read_configuration(file: Path) -> Configuration:
     """Read the configuration of another system.
 
     Raises:
-        PlanError: the file cannot be read, is of no known system, or has a value that its key does not take.
+        PlanError: the file cannot be read, belongs to no known system, or has a value that is not valid for its key.
     """
     text = text_of(file)
     return SYSTEMS[system_of(file, text)].read(file, text)
 
 
 def system_named(title: str) -> str:
-    """Name in `SYSTEMS` of a configuration's system, such as `Accelerate, FSDP`."""
+    """Return the name in `SYSTEMS` of a configuration's system, such as `Accelerate, FSDP`."""
     words = title.lower()
     return next((name for name in ("accelerate", "deepspeed", "torchtitan") if words.startswith(name)), "megatron")
 
 
 def writes(system: str, plan: Plan, job: Job) -> bool:
-    """True if a system can do what a plan has."""
+    """True if a system supports the plan."""
     try:
         write_configuration(system, plan, job, 1)
     except PlanError:
@@ -120,10 +120,10 @@ def writes(system: str, plan: Plan, job: Job) -> bool:
 
 
 def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Written:
-    """The plan as a configuration of another system.
+    """Write the plan as a configuration of another system.
 
     Raises:
-        PlanError: the system is not known, or cannot do what the plan has; names everything.
+        PlanError: the system is not known, or does not support the plan; the error names every reason.
     """
     if system not in SYSTEMS:
         raise PlanError(
@@ -135,7 +135,7 @@ def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Wri
     return SYSTEMS[system].write(plan, job, job.model.transformer, per_host)
 
 
-# fraction of the step below which a part is not told
+# fraction of the step below which a part is not mentioned
 _SMALL = 0.01
 _KEYS = (
     "dp",
@@ -174,14 +174,14 @@ class ConfiguredPlan:
 
     @property
     def gain(self) -> float:
-        """Relative gain of throughput by the best plan; 0 if there is none."""
+        """Relative throughput gain of the best plan; 0 if there is no best plan."""
         if self.best is None:
             return 0.0
         return self.best.prediction.throughput / self.own.winner.prediction.throughput - 1
 
     @property
     def changes(self) -> list[tuple[str, str, str]]:
-        """Keys in which the best plan differs: name, the configuration's value, the better one."""
+        """Return the keys that differ in the best plan: name, the configuration's value, the better value."""
         if self.best is None:
             return []
         mine, then = self.own.winner.plan, self.best.plan
@@ -192,9 +192,9 @@ class ConfiguredPlan:
 
     @property
     def saved(self) -> list[tuple[str, float]]:
-        """Seconds of the step that the best plan saves, by part, the largest first.
+        """Seconds of the step that the best plan saves, by part, in descending order.
 
-        They are negative where it spends more.
+        A value is negative if the best plan spends more.
         """
         if self.best is None:
             return []
@@ -205,7 +205,7 @@ class ConfiguredPlan:
 
     @property
     def verdict(self) -> str:
-        """A sentence on what would be better, if anything."""
+        """Return a sentence on what a better plan would gain, if there is one."""
         mine = self.own.winner.prediction
         if self.best is None:
             return self.nothing
@@ -245,7 +245,7 @@ class ConfiguredPlan:
 def explain_configuration(
     configuration: Configuration, planned: Planned, cluster: Cluster, calibration: Basis | None = None
 ) -> ConfiguredPlan:
-    """Predict a configuration's plan, and search a better one for the same job.
+    """Predict a configuration's plan, and search for a better one for the same job.
 
     Args:
         calibration: factors of measured runs.
@@ -272,13 +272,13 @@ def explain_configuration(
 
 
 def _of_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster with as many ranks as a configuration is for; unchanged if unknown."""
+    """Resize the cluster to the number of ranks of a configuration; unchanged if unknown."""
     part = with_devices(cluster, ranks / cluster.devices) if ranks != cluster.devices else None
     return cluster if part is None else part
 
 
 def framework_of(configuration: Configuration) -> Framework:
-    """The cost model's profile of the software that runs a configuration."""
+    """Return the cost model's profile of the software that runs a configuration."""
     words = configuration.system.lower()
     if "megatron" in words:
         return MEGATRON_CORE
@@ -290,7 +290,7 @@ def framework_of(configuration: Configuration) -> Framework:
 
 
 def layout_as_configured(configuration: Configuration, planned: Planned, cluster: Cluster) -> Layout:
-    """Layout of a configuration's plan as its software runs it."""
+    """Return the layout of a configuration's plan as its software runs it."""
     job, plan, _, products = planned
     layout = layout_of(job, _of_ranks(cluster, plan.ranks), plan)
     return _as_run(layout, framework_of(configuration), products)
@@ -301,7 +301,7 @@ def _as_run(layout: Layout, framework: Framework, products: str) -> Layout:
 
 
 def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, framework: Framework) -> Candidate:
-    """The plan as another framework runs it, with products in the configuration's precision."""
+    """Predict the plan under another framework, with products in the configuration's precision."""
     layout = _as_run(layout, framework, planned.products)
     return Candidate(plan, layout, priced(predict_layout(layout), planned.job, cluster, plan, layout))
 
@@ -309,7 +309,7 @@ def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, f
 def _best(
     planned: Planned, cluster: Cluster, framework: Framework, system: str, calibration: Basis | None
 ) -> tuple[Candidate | None, str]:
-    """The proposed one of the best plans that the system can run, or why not."""
+    """Return the best plan that the system can run, or the reason why there is none."""
     job = planned.job
     try:
         best = search(job, cluster, calibration=calibration).best
@@ -326,7 +326,7 @@ def _best(
 
 
 def _likenesses(plan: Plan) -> Iterator[Plan]:
-    """A plan, and those like it that systems with fewer choices can run."""
+    """Return a plan and its variants for systems that support fewer options."""
     shards = {"dp": 1, "fsdp": plan.dp * plan.fsdp}
     for sharding in ({}, {**shards, "zero": 1}, {**shards, "zero": 3}):
         for schedule in dict.fromkeys((plan.schedule, "interleaved", "1f1b")) if plan.pp > 1 else (plan.schedule,):
@@ -335,7 +335,7 @@ def _likenesses(plan: Plan) -> Iterator[Plan]:
 
 
 def _matters(key: str, mine: Plan, then: Plan) -> bool:
-    """True if a key means something in either plan."""
+    """True if a key has a meaning in either plan."""
     needs = {"zero": "fsdp", "sequence": "tp", "schedule": "pp", "virtual": "pp"}
     return key not in needs or any(getattr(plan, needs[key]) > 1 for plan in (mine, then))
 
@@ -345,14 +345,14 @@ def _shown(value: object) -> str:
 
 
 _MOST_BYTES = 2**28
-# what torchrun and others put before each line of a rank
+# prefix that torchrun and others put before each line of a rank
 _PREFIX = re.compile(r"(?m)^(?:\[?[a-z]*\d+\]?: ?)+")
 _ITERATION = re.compile(r"(?m)^.*elapsed time per iteration \(ms\): ([\d.]+).*$")
 _ITS_BATCH = re.compile(r"global batch size: +(\d+)")
 _ARGUMENTS = re.compile(r"-+ arguments -+\n(.*?)\n[^\n]*-+ end of arguments -+", re.DOTALL)
 _ARGUMENT = re.compile(r"(?m)^.*?\b(\w+) \.+ (\S.*?)\s*$")
 _PADDED = re.compile(r"padded vocab \(size: \d+\).*?new size: (\d+)")
-# printed with a value whether or not their feature is on: the feature, and its arguments
+# printed even if the feature is off: the feature, and its arguments
 _ONLY_WITH = {
     "group_query_attention": ("num_query_groups",),
     "multi_latent_attention": ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -368,10 +368,10 @@ _DUMP = re.compile(r"Running with (?:args|configs?): *(?=\{)")
 
 
 def run_of_log(file: Path, cluster: Cluster | None) -> Row:
-    """Return the run of a log, on the devices of a cluster.
+    """Parse a log into a measured run on the devices of a cluster.
 
     Raises:
-        PlanError: the file is not such a log, does not describe the run, or does not fit the cluster.
+        PlanError: the file is not a log of this kind, does not describe the run, or does not fit the cluster.
     """
     try:
         text = _COLOUR.sub("", _PREFIX.sub("", read_text(file, _MOST_BYTES)))
@@ -401,14 +401,14 @@ def run_of_log(file: Path, cluster: Cluster | None) -> Row:
 def _of_megatron(file: Path, text: str, cluster: Cluster) -> Row:
     lines = [(match[0], float(match[1]) / 1000) for match in _ITERATION.finditer(text)]
     batches = [int(batch[1]) if (batch := _ITS_BATCH.search(line)) else None for line, _ in lines]
-    # a batch that grows during the run has other times; those of the last count
+    # if the batch grows during the run, only the times of the last batch size count
     seconds = [time for (_, time), batch in zip(lines, batches, strict=True) if batch == batches[-1]]
     found = with_batch(_megatron_configuration(file, text), batches[-1], None)
     return _row(file, found, cluster, _typical(seconds))
 
 
 def _megatron_configuration(file: Path, text: str) -> Configuration:
-    """Its printed arguments, or a script of the same name beside it."""
+    """Read the configuration from the printed arguments, or from a script of the same name."""
     if found := _ARGUMENTS.search(text):
         return megatron.configured(_printed(found[1], text))
     for ending in (".sh", ".yaml", ".yml"):
@@ -436,7 +436,7 @@ def _printed(arguments: str, text: str) -> dict[str, Any]:
 
 
 def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Cluster) -> Row:
-    """Its `tps` are tokens a second of each device."""
+    """Parse a torchtitan log. `tps` is tokens per second and device."""
     if (device := _DEVICE.search(text)) and (ran_on := known(device[1])) is not None:
         names = {gpu.name for host in cluster.hosts for gpu in host.gpus}
         named = {entry.name for name in names if (entry := known(name)) is not None}
@@ -460,7 +460,7 @@ def _of_torchtitan(file: Path, text: str, rates: Sequence[float], cluster: Clust
 
 
 def _torchtitan_configuration(file: Path, text: str) -> Configuration:
-    """Its printed configuration, or the TOML file beside it."""
+    """Read the printed configuration, or the TOML file of the same name."""
     if (dump := _DUMP.search(text)) and (values := _dumped(text, dump.end())).get("training"):
         return torchtitan.configured(values)
     beside = file.with_suffix(".toml")
@@ -476,7 +476,7 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
 
 
 def _dumped(text: str, at: int) -> dict[str, Any]:
-    """The printed configuration, as JSON or a dict of Python's; {} if it is neither."""
+    """Parse the printed configuration, as JSON or a Python dict; {} if it is neither."""
     try:
         values = json.JSONDecoder().raw_decode(text, at)[0]
     except ValueError:
@@ -508,7 +508,7 @@ def _dimensions(name: str) -> dict[str, Any]:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Median without the first steps, at most a third of all."""
+    """Return the median without the first steps; at most a third of all steps is skipped."""
     return median(seconds[min(WARM_UP_STEPS, len(seconds) // 3) :])
 
 

@@ -1,4 +1,4 @@
-"""torchtitan: its TOML configuration."""
+"""torchtitan's TOML configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"
 _SCHEDULES |= {"dualpipev": "dualpipe"}
 _WRITTEN = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B", "zero-bubble": "ZBVZeroBubble"}
 _WRITTEN |= {"dualpipe": "DualPipeV"}
-# flavors that are other models' dimensions
+# flavors whose dimensions belong to other models
 _FLAVORS = {"deepseek_v3-16B": "deepseek-v2-lite"}
 _QUIET = (
     r"(job|profiling|metrics|checkpoint|lr_scheduler|comm|experimental|fault_tolerance|validation|debug|memory_estimation)"
@@ -51,10 +51,10 @@ _NOTED = {
 
 
 def read(file: Path, text: str) -> Configuration:
-    """The configuration of a TOML file.
+    """Read the configuration from a TOML file.
 
     Raises:
-        PlanError: it is not TOML, or a value is none that its key takes.
+        PlanError: the file is not TOML, or a value is not valid for its key.
     """
     try:
         values = tomllib.loads(text)
@@ -64,10 +64,10 @@ def read(file: Path, text: str) -> Configuration:
 
 
 def configured(values: dict[str, Any]) -> Configuration:
-    """The configuration of its groups of keys.
+    """Build the configuration from its sections.
 
     Raises:
-        PlanError: a value is none that its key takes.
+        PlanError: a value is not valid for its key.
     """
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     problems: list[str] = []
@@ -76,7 +76,7 @@ def configured(values: dict[str, Any]) -> Configuration:
     tp = keys.degree("parallelism.tensor_parallel_degree")
     local = (
         keys.number("training.local_batch_size", "training.batch_size") or 8
-    )  # its defaults, as in its job_config.py
+    )  # defaults from torchtitan's job_config.py
     of_pipe = keys.number("parallelism.pipeline_parallel_microbatch_size") or 1
     converters = keys.given("model.converters") or []
     name, flavor = keys.text("model.name"), keys.text("model.flavor")
@@ -107,7 +107,7 @@ def configured(values: dict[str, Any]) -> Configuration:
         cp=cp,
         ep=ep,
         zero=3,
-        sequence=tp > 1,  # torchtitan's tensor parallelism always does this
+        sequence=tp > 1,  # torchtitan's tensor parallelism always uses sequence parallelism
         offload=keys.flag("training.enable_cpu_offload"),
         schedule=schedule,
         virtual=virtual,
@@ -133,10 +133,10 @@ def _schedule(keys: Keys, pp: int, problems: list[str]) -> tuple[str, int]:
 
 
 def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) -> Written:
-    """A torchtitan configuration for a plan.
+    """Write a plan as a torchtitan configuration.
 
     Raises:
-        PlanError: the plan has something that it cannot do; names everything.
+        PlanError: torchtitan does not support the plan; the error names every reason.
     """
     virtual = getattr(plan, "virtual", 2)
     cannot = {
@@ -149,7 +149,7 @@ def write(plan: Plan, job: Job, dimensions: Dimensions | None, per_host: int) ->
     microbatch = microbatch_of(plan, job)
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": plan.dp,
-        "data_parallel_shard_degree": plan.fsdp * plan.ep,  # experts are divided among the ranks that shard
+        "data_parallel_shard_degree": plan.fsdp * plan.ep,  # experts are divided among the sharding ranks
         "tensor_parallel_degree": plan.tp,
         "pipeline_parallel_degree": plan.pp,
         "context_parallel_degree": plan.cp,
