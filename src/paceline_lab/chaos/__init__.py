@@ -1,4 +1,4 @@
-"""Seeded faults on a real run, and a check of what paceline promises (`paceline chaos`).
+"""Seeded fault injection on a real run, with checks of paceline's guarantees (`paceline chaos`).
 
-Read `schedule.py` first, then `play.py`, which carries out a schedule, and `invariants.py`.
+Read `schedule.py` first, then `play.py`, which runs a schedule, and `invariants.py`.
 """

@@ -70,8 +70,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Faults in the order in which they are due, and their run.
 
     Attributes:
-        steps: at which the run ends.
-        hosts: emulated ones; 0 has the ranks on this machine as it is.
+        steps: step at which the run ends.
+        hosts: number of emulated hosts; 0 runs the ranks directly on this machine.
     """
 
     seed: int
@@ -93,7 +93,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read a schedule.
 
         Raises:
-            JobError: the file cannot be read, or is no schedule.
+            JobError: the file cannot be read, or is not a schedule.
         """
         try:
             schedule = msgspec.json.decode(read_text(path, _FILE_LIMIT), type=cls)
@@ -108,9 +108,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def draw(kinds: Sequence[Kind], seed: int, *, count: int, plan: str, ranks: int, hosts: int, steps: int) -> Schedule:
-    """Draw a schedule: every kind at least once where `count` allows, at random moments.
+    """Draw a schedule of random faults; every kind occurs at least once if `count` allows.
 
-    Some come together, some while the run starts, evaluates, saves, or recovers from the fault before.
+    Some faults coincide; some come while the run starts, evaluates, saves, or recovers from the previous fault.
     """
     chance = random.Random(seed)
     rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]
@@ -159,12 +159,12 @@ T = TypeVar("T")
 
 
 def shrink(items: Sequence[T], fails: Callable[[Sequence[T]], bool], most_tries: int = 32) -> list[T]:
-    """A part of `items` that fails, and without any one item does not.
+    """Find a minimal failing part of `items`: without any one item, it passes.
 
     Args:
-        items: they fail together.
-        fails: plays a part; not called for one again, nor for none at all.
-        most_tries: calls of `fails`, after which the shortest so far is returned.
+        items: list that fails as a whole.
+        fails: plays a sublist; not called twice for the same sublist, nor for an empty one.
+        most_tries: maximum number of calls of `fails`; then the shortest failing sublist so far is returned.
     """
     failing = list(range(len(items)))
     seen: dict[tuple[int, ...], bool] = {}

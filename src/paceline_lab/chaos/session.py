@@ -111,9 +111,10 @@ class Session:
         return draw(kinds, seed, count=count, plan=plan, ranks=ranks, hosts=self.hosts, steps=steps or in_time)
 
     def _steps(self, plan: str, minutes: float) -> tuple[str, int]:
-        """The plan, in float64 where possible, and the number of steps that take so long.
+        """Return the plan, in float64 if possible, and the number of steps to train.
 
-        Sums in another order then differ so little that a loss that differs tells of a fault, over thousands of steps.
+        In float64, a different order of summation barely changes the losses. A visible difference then indicates a
+        fault, even after thousands of steps.
         """
         parsed = Plan.parse(plan)
         wide = str(replace(parsed, precision="fp64"))

@@ -151,11 +151,11 @@ def explain_config(
 
 
 def dimensions_of(name: str) -> Dimensions | dict[str, Any]:
-    """Dimensions of a model by its name, or of a job's file.
+    """Look up a model's dimensions by name, or read them from a job file.
 
     Raises:
         PlanError: no such model is known.
-        JobError: the file is no job.
+        JobError: the file is not a job.
     """
     if name.endswith((".yaml", ".yml")):
         from paceline.job.job import Job

@@ -159,10 +159,10 @@ class ConfiguredPlan:
     """A configuration's plan, its prediction, and the best plan for the same job.
 
     Attributes:
-        own: the configuration's plan, explained like any other.
-        refused: reasons why paceline would not run that plan.
+        own: the configuration's plan with its explanation, as for any other plan.
+        refused: reasons why paceline would refuse that plan.
         best: the plan that paceline proposes; None with the reason in `nothing` if none fits.
-        notes: sentences on what is predicted otherwise than stated.
+        notes: sentences on where the prediction differs from the configuration.
     """
 
     configuration: Configuration

@@ -1,4 +1,4 @@
-"""The page of a benchmark: headline, cards, table and charts, from a `Report`."""
+"""Page of a benchmark: headline, cards, table and charts, from a `Report`."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from paceline_lab.scaling.result import AUTO, MeasuredSetting, Report
 from paceline_lab.scaling.table import excess_s, headline_of
 
 _TIMES = {"time_to_target": "time_to_target_s", "training_time": "training_time_s", "step_time": "step_time_s"}
-_VISIBLE = 0.02  # by what part a speedup may miss the ratio of the figures beside it without a word
+_VISIBLE = 0.02  # a speedup that differs by more than this from the ratio of the figures beside it gets an explanation
 
 
 def write_bench_page(report: Report, folder: Path) -> Path:
     """Write `report.html` about a benchmark into its folder.
 
-    The report's run directories are relative to that folder.
+    The run directories in the report are relative to that folder.
 
     Raises:
         RunError: nothing was measured, or the file cannot be written.
@@ -110,7 +110,7 @@ def _for_people(created: str) -> str:
 
 
 def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report) -> str:
-    """The result in one sentence, with its plan; no speedup without a difference."""
+    """State the result in one sentence, with its plan; claim no speedup without a difference."""
     if best is one:
         return "Measured on one device; with more of them (--devices 1,2) this page shows how the job scales."
     chosen = best is report.of_auto
@@ -153,7 +153,7 @@ def _warnings(report: Report) -> list[str]:
 
 
 def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
-    """The figures of the headline, all of one setting."""
+    """Return the figures of the headline, all from one setting."""
 
     def of_one(name: str, shown: Callable[[Interval], Shown] = units.seconds) -> str:
         if one is None or one is best or getattr(one, name) is None:
@@ -177,13 +177,13 @@ def _cards(best: MeasuredSetting, one: MeasuredSetting | None) -> list[Card]:
 
 
 def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str, Shown]]:
-    """Time that each part adds to the headline's step beyond the ideal, largest first.
+    """Return the time that each part adds to the headline's step beyond the ideal.
 
-    The sum stands last, without a name.
+    The parts are in descending order. The sum comes last, without a name.
     """
     if one is None or best.devices == 1 or best.scaling != "strong" or not best.ranks or not one.ranks:
         return []
-    if best.efficiency is None or best.efficiency.high >= 1:  # within the interval nothing is lost
+    if best.efficiency is None or best.efficiency.high >= 1:  # within the interval there is no loss
         return []
     added = excess_s(one, best)
     by_size = sorted(added.items(), key=lambda x: -x[1])
@@ -194,7 +194,7 @@ def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str,
 
 
 def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
-    """Every figure of every setting, without rows that this job or machine cannot have."""
+    """Return every figure of every setting, without rows that do not apply to this job or machine."""
     settings = report.settings
     to_end = any(s.training_time_s for s in settings)
     compressed = any(_most(s, "compression_error") is not None for s in settings)
@@ -235,7 +235,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
 
 
 def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
-    """A chart of the plans for several devices; None if no two use equally many."""
+    """Chart the plans for several devices; None if no two plans use the same number of devices."""
     compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     if len({s.devices for s in compared}) == len(compared):
         return None
@@ -249,13 +249,13 @@ def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
     return Chart("plans", figure, "Bytes on the wire, step time, time to target and final loss of each plan.")
 
 
-_LEAST_POINTS = 3  # of a curve, one device included; fewer are bars
+_LEAST_POINTS = 3  # of a curve, including one device; fewer points are drawn as bars
 
 
 def _scaling(
     settings: Sequence[MeasuredSetting], one: MeasuredSetting | None, chosen: MeasuredSetting | None
 ) -> Chart | None:
-    """Speedups against the ideal; none if nothing was compared with one device."""
+    """Chart speedups against the ideal; none if no setting was compared with one device."""
     if all(s.speedup is None for s in settings):
         return None
     points = [f"{s.title}: {_speedup(s) if s.speedup else 'needs 1 device'}." for s in settings if s is not one]
@@ -266,12 +266,15 @@ def _scaling(
 
 
 def _is_bars(settings: Sequence[MeasuredSetting]) -> bool:
-    """True if the settings have too few numbers of devices for a curve."""
+    """True if the settings have too few device counts for a curve."""
     return len({1, *(s.devices for s in settings if s.speedup is not None)}) < _LEAST_POINTS
 
 
 def _speedup_bars(compared: Sequence[MeasuredSetting], chosen: MeasuredSetting | None) -> Figure:
-    """A bar for the speedup of each setting, and a tick at its ideal. Pale: no difference."""
+    """Draw a bar for the speedup of each setting, and a tick at its ideal.
+
+    A pale bar means that there is no significant difference.
+    """
     gains = [s.speedup if s.speedup is not None and s.is_speedup else Interval(1.0, 1.0, 1.0) for s in compared]
     words = [
         f"{digits(gain.middle)} × · {units.percent(gain.middle / s.devices, 0)}" if s.is_speedup else "no difference"
@@ -316,7 +319,7 @@ def _breakdown(settings: Sequence[MeasuredSetting], one: MeasuredSetting | None)
 
 
 def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
-    """The training loss over time and over samples. A plan keeps its colour."""
+    """Chart the training loss over time and over samples. Each plan keeps its colour."""
     curves = [(s, s.curve) for s in settings if s.curve is not None and s.curve.steps]
     plans = list(dict.fromkeys(s.plan for s, _ in curves))
     charts = []
@@ -336,12 +339,12 @@ def _losses(settings: Sequence[MeasuredSetting]) -> list[Chart]:
 
 
 def _any(settings: Sequence[MeasuredSetting]) -> MeasuredSetting:
-    """The headline's setting if none is strong on several devices."""
+    """Return the headline's setting if no setting on several devices has strong scaling."""
     return max(settings, key=lambda s: (s.devices > 1, s.scaling == "strong", s.devices, s.throughput.middle))
 
 
 def _tried(row: Trial) -> Row:
-    """A row of the table of plans and settings that `auto` tried."""
+    """Return a row of the table of plans and settings that `auto` tried."""
     cells: list[Cell] = [
         "" if row.predicted_s is None else units.seconds(row.predicted_s),
         "" if row.step_s is None else units.seconds(row.step_s),
@@ -377,15 +380,15 @@ def _most(setting: MeasuredSetting, name: str) -> float | None:
 
 
 def _scaling_figure(settings: Sequence[MeasuredSetting]) -> Figure:
-    """Speedup over devices, strong and weak, against the ideal.
+    """Chart the speedup over devices, strong and weak, against the ideal.
 
-    A point without a speedup is hollow, stands at 1 and says so.
+    A point without a speedup is drawn hollow at 1, with a label that says so.
     """
     compared = sorted((s for s in settings if s.speedup is not None), key=lambda s: s.devices)
     most = max(s.devices for s in compared)
     tops = [s.speedup.high for s in compared if s.speedup is not None]
     room = 1.22 if all(s.is_speedup for s in compared) else 1.45  # space for the text beside the last point
-    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval is cut off
+    top = min(1.12 * max(most, *tops), 1.6 * most)  # a very wide interval is truncated
     ticks = [(n, str(n)) for n in sorted({1, *(s.devices for s in compared)})]
     figure = Figure(
         Axis("devices", span=(0, most * room), ticks=ticks, grid=False),
@@ -412,7 +415,7 @@ def _curve(name: str, points: Sequence[MeasuredSetting], colour: str, side: str,
     words = [
         f"{digits(gain.middle)} ×" if p.is_speedup else "no difference" for p, gain in zip(points, gains, strict=True)
     ]
-    one = [1.0] if from_one else []  # the first point of a curve, which has no interval
+    one = [1.0] if from_one else []  # the first point of a curve has no interval
     return Points(
         name,
         [*one, *(p.devices for p in points)],
@@ -436,7 +439,7 @@ def compared_figure(
     time_to_target_s: Sequence[float | None],
     final_loss: Sequence[float | None],
 ) -> Figure:
-    """Figures of several plans as bars beside each other. Values are in the order of the names."""
+    """Draw figures of several plans as bars side by side. Values are in the order of the names."""
     panels = [
         Panel("bytes on the wire per step, KiB", wire_bytes, 1 / 1024),
         Panel("step time, ms", step_time_s, 1e3),

@@ -1,4 +1,4 @@
-"""What the pages of this package share: definitions of figures, and templates."""
+"""Parts that the pages of this package share: definitions of figures, and templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What notebooks show of benchmarks and comparisons."""
+"""Notebook views of benchmarks and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of `paceline bench simulate`: curves of machines that are not here."""
+"""Page of `paceline bench simulate`: scaling curves of other machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
     """Write `simulated.html` and `simulated.json` into a folder.
 
     Raises:
-        RunError: they cannot be written.
+        RunError: the files cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
 
 
 def _simulation(simulation: Simulation, number: int) -> dict[str, Any]:
-    """A simulation as the template shows it. `number`: which of the page's."""
+    """Return a simulation in the form that the template shows. `number`: its index on the page."""
     job, last, told = simulation.job, simulation.strong.last, sentences(simulation.strong)
     assert last.candidate is not None
     parameters = f"{units.large(last.candidate.layout.trace.parameters)} parameters"
@@ -142,7 +142,8 @@ def _parts_figure(points: Sequence[Point], parts: Sequence[str]) -> Figure:
     shares = {part: [100 * _shares(point).get(part, 0.0) for point in points] for part in parts}
     names = [f"{point.devices:,}: {point.candidate.plan}" for point in points if point.candidate]
     figure = stacked_figure(names, shares, TIME_COLOURS, PART_NAMES, "% of a step")
-    for note, point in zip(figure.notes, points, strict=True):  # devices stand for the rank in a list
+    # in a list, the device count takes the place of the rank
+    for note, point in zip(figure.notes, points, strict=True):
         note.text = f"{point.devices:,}  {point.candidate and point.candidate.plan}"
     return figure
 
@@ -164,7 +165,7 @@ def _between(shown: Callable[[float], Shown], interval: Interval | None) -> str:
 
 
 PUBLISHED = (OCHRE, GREEN, PURPLE, AZURE)  # colours of published curves
-_TOP = 1.6  # of the efficiency, the most that is drawn
+_TOP = 1.6  # largest efficiency that is drawn
 
 
 def _speedup_figure(curve: SimulatedCurve) -> Figure:

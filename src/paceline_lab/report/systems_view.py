@@ -50,7 +50,7 @@ def write_systems_page(found: Comparison, folder: Path) -> Path:
 
 
 def write_kept_systems_page(folder: Path) -> Path:
-    """Write the page of a comparison anew, from its directory.
+    """Write the page of a comparison again, from its directory.
 
     Raises:
         RunError: its report cannot be read, or the page cannot be written.
@@ -60,7 +60,7 @@ def write_kept_systems_page(folder: Path) -> Path:
 
 
 def _cards(found: Comparison) -> list[Card]:
-    """Our figures, each above that of the fastest other system."""
+    """Return paceline's figures, each above the figure of the fastest other system."""
     ours = next(way for way in found.ways if way.way == OURS)
     best = next((way for way in found.ways if way.way == found.best_other), None)
 
@@ -79,7 +79,7 @@ def _cards(found: Comparison) -> list[Card]:
 
 
 def _cells(found: Comparison) -> dict[str, Callable[[ComparedWay], Cell | None]]:
-    """The table's columns, without columns that have no value."""
+    """Return the table's columns, without columns that have no value."""
     return {
         "step_time": lambda way: units.seconds(way.step_s),
         "times_ours": lambda way: units.ratio(way.ratio) if way.ratio else None,
@@ -104,9 +104,9 @@ _ROW_PX, _FRAME_PX = 26, 60
 
 
 def _steps(ways: Sequence[ComparedWay]) -> Chart:
-    """Step times as bars with intervals.
+    """Chart step times as bars with intervals.
 
-    paceline's have a colour of their own; systems that compute something else are pale.
+    paceline's bars have their own colour; systems that compute something else are pale.
     """
     names, middle = [_name(way) for way in ways], [way.step_s.middle * 1e3 for way in ways]
     places = list(range(len(ways)))
@@ -132,10 +132,10 @@ def _steps(ways: Sequence[ComparedWay]) -> Chart:
 
 
 def _losses(ways: Sequence[ComparedWay]) -> Chart:
-    """Losses over time of paceline's plans, and of the faster set-up of each other system."""
+    """Chart the losses over time of paceline's plans, and of the faster variant of each other system."""
     shown: dict[str, ComparedWay] = {}
     for way in ways:
-        if way.way == OURS or way.ratio is not None:  # else its batch is another
+        if way.way == OURS or way.ratio is not None:  # other ways have a different batch
             shown.setdefault(way.way if way.system == OURS else way.system, way)
     series = [
         Line(_name(way), way.seconds, way.losses, SERIES[i % len(SERIES)]) for i, way in enumerate(shown.values())

@@ -1,6 +1,6 @@
 """`paceline_lab.bench`: one job under several settings, run in interleaved rounds.
 
-So whatever drifts on the machine affects all settings.
+Because of the rounds, any drift of the machine affects all settings alike.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline_lab.scaling.summary import REPORT, BenchmarkDirectory, FinishedRun
 from paceline_lab.scaling.table import caveats, limits_of
 
 T = TypeVar("T")
-BENCHES = Path("bench")  # under the current directory, where no other is named
+BENCHES = Path("bench")  # under the current directory, if no other directory is given
 
 
 def bench(
@@ -53,24 +53,26 @@ def bench(
 ) -> Report:
     """Measure how a job scales, in interleaved runs on one device and on several.
 
-    The result is kept in `out`.
+    The result is saved in `out`.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plans: one plan or several, each a `Plan` or its text, measured besides the one that `auto` chooses.
-        cluster: a `Cluster`, or the YAML file of one; None is this machine.
-        devices: how many devices to compare; None is 1 and all. One is always measured, for every speedup is against
-            it.
-        repeat: runs of every setting.
-        steps: of every run; None trains to the target that the job's stop rule names, or 60 steps where it names none.
-        weak: measure N devices also with N times the global batch.
-        out: directory of the benchmark, or its URL in an object store; one that was begun there with the same
-            arguments goes on. None makes `bench/<job>-<time>`.
+        plans: one or more additional plans to measure, each a `Plan` or its text; the plan that `auto` chooses is
+            always measured.
+        cluster: a `Cluster`, or its YAML file; None is this machine.
+        devices: device counts to compare; None is 1 and all. One device is always measured, since every speedup is
+            relative to it.
+        repeat: number of runs of every setting.
+        steps: number of steps of every run. None trains to the target in the job's stop rule, or for 60 steps if it has
+            no target.
+        weak: also measure N devices with N times the global batch.
+        out: directory of the benchmark, or its URL in an object store. A benchmark that was started there with the same
+            arguments is continued. None creates `bench/<job>-<time>`.
         console: where progress is shown; None is stderr.
 
     Raises:
-        PacelineError: the job, a plan or the directory cannot work, or no run at all succeeded.
-        KeyboardInterrupt: SIGINT or SIGTERM came. What was measured is kept, with a report of it.
+        PacelineError: the job, a plan or the directory is invalid, or every run failed.
+        KeyboardInterrupt: SIGINT or SIGTERM was received. The measurements so far are kept, with a report.
     """
     console = console or SafeConsole(stderr=True, soft_wrap=True)
     with kept_at(out, partial(console.print, highlight=False, markup=False)) as where:
@@ -103,7 +105,7 @@ class Benchmark:
     Attributes:
         path: the directory.
         failures: the error of each setting that could not be run, by its title.
-        stopped_by: the name of the signal that stopped it; None where none did.
+        stopped_by: the name of the signal that stopped the benchmark; None if no signal did.
     """
 
     def __init__(
@@ -149,11 +151,11 @@ class Benchmark:
         self.path = out if out is not None else BENCHES / f"{self.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.failures: dict[str, str] = {}
         self.stopped_by: str | None = None
-        self._took_s: dict[str, float] = {}  # the newest run of each setting, its start included
+        self._took_s: dict[str, float] = {}  # duration of the newest run of each setting, including its start
         self.directory = BenchmarkDirectory(self.path)
         several = [plans] if isinstance(plans, Plan | str) else plans
         settings = partial(settings_for, self.job, self.cluster, plans=several, devices=devices, steps=steps, weak=weak)
-        settings(auto_plan(self.job, self.cluster))  # what cannot run is told before anything is measured
+        settings(auto_plan(self.job, self.cluster))  # settings that cannot run are reported before any measurement
         self._say(self.cluster.describe())
         self.auto, self.tried, self.reason = self._auto()
         self.settings = settings(self.auto)
@@ -163,7 +165,7 @@ class Benchmark:
     def run(self) -> Report | None:
         """Make the missing runs and write `report.json`; None if there is nothing to report.
 
-        A setting whose run fails is left out from then on, and the error is shown; a signal ends the benchmark.
+        After a failed run, its error is shown and its setting is skipped from then on. A signal ends the benchmark.
         """
         self._say(self._intention())
         with StopSignals() as signals:
@@ -180,7 +182,7 @@ class Benchmark:
         return report
 
     def report(self) -> Report | None:
-        """The report of the finished runs; None before the first."""
+        """Return the report of the finished runs; None before the first."""
         runs = self.runs
         settings = [s for s in self.settings if runs[s.key]]
         if not settings:
@@ -216,12 +218,12 @@ class Benchmark:
             auto_as_told=str(self.auto),
         )
 
-    # What is to be measured
+    # Settings to measure
 
     def _auto(self) -> tuple[Plan, list[Trial], str]:
-        """The plan that `train` would choose, what was tried, and why it was chosen.
+        """Return the plan that `train` would choose, the plans that were tried, and the reason.
 
-        A continued benchmark keeps the plan that it began with.
+        A continued benchmark keeps its original plan.
         """
         if before := self.directory.begun_with():
             return before
@@ -242,7 +244,7 @@ class Benchmark:
         }
 
     def _missing(self) -> list[tuple[int, Setting]]:
-        """The runs that are still to be made, in order."""
+        """Return the remaining runs, in order."""
         done = {(run.round, key) for key, runs in self.runs.items() for run in runs}
         return [(round_, s) for round_, s in rounds(self.settings, self.repeat) if (round_, s.key) not in done]
 
@@ -256,7 +258,7 @@ class Benchmark:
     # One run
 
     def _measure(self, setting: Setting, round_: int) -> None:
-        if self.console.is_terminal:  # the line about the finished run takes its place
+        if self.console.is_terminal:  # the line about the finished run replaces it
             self.console.print(f"{self._place()} · {self._title(setting)} …", end="\r", highlight=False, markup=False)
         path = self.directory.new_run(setting, round_)
         started, load = time.monotonic(), OtherLoad(self.cluster.hosts[0])
@@ -281,14 +283,14 @@ class Benchmark:
                     cause += f"\n{below(frames, f'failed-{len(self.failures)}', self.path)}"
                 self._say(f"{self._title(setting)}: failed, and left out from now on:\n{cause}", style="red")
         else:
-            # nobody goes on with a run that was made to be timed, and many of them fill a disk
+            # benchmark runs are never resumed, and many checkpoints fill a disk
             shutil.rmtree(run.checkpoints)
             self.directory.add(result)
             self.runs[setting.key].append(result)
             self._tell(setting, result, time.monotonic() - started)
 
     def _was_stopped(self, run: Path) -> bool:
-        """True if a signal ended the run, as the launcher records."""
+        """True if the launcher recorded that a signal ended the run."""
         stops = [event["signal"] for event in read_lines(run / "events.jsonl") if event["event"] == "stop"]
         self.stopped_by = stops[0] if stops else None
         return bool(stops)
@@ -304,7 +306,7 @@ class Benchmark:
         self._say(f"{text} · {clock(left_s)} left" if missing else text)
 
     def _place(self, before: int = 0) -> str:
-        """`run 3 of 15`"""
+        """Return text such as `run 3 of 15`."""
         due = self.repeat * len(self.settings)
         return f"run {due - len(self._missing()) + 1 + before} of {due}"
 
@@ -316,7 +318,7 @@ class Benchmark:
 
 
 def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
-    """Every setting once per round, rotated: A B C, B C A, C A B, …"""
+    """Return every setting once per round, rotated: A B C, B C A, C A B, …"""
     for round_ in range(repeat if settings else 0):
         first = round_ % len(settings)
         yield from ((round_, setting) for setting in (*settings[first:], *settings[:first]))

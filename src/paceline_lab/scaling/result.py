@@ -1,7 +1,7 @@
 """Settings and results of a benchmark as plain values: `report.json`.
 
-One job runs on 1 and N devices, and with other plans. N devices have the same global batch (strong scaling) or the same
-batch per device (weak scaling).
+A benchmark runs one job on 1 and N devices, and with other plans. N devices have the same global batch (strong scaling)
+or the same batch per device (weak scaling).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RankUse:
     Only measured steps count.
 
     Attributes:
-        parts_s: seconds of a step by part, the names of `paceline.engine.meter.PARTS`; they sum to the step.
-        figures: values of `paceline.report.figures.RANK_FIGURES` by name, of those that were measured.
+        parts_s: seconds of a step by part, named as in `paceline.engine.meter.PARTS`; they sum to the step.
+        figures: values of the measured entries of `paceline.report.figures.RANK_FIGURES`, by name.
     """
 
     parts_s: dict[str, float]
@@ -65,22 +65,24 @@ class MeasuredSetting:
     """One way to run the job, over all its repeats.
 
     Attributes:
-        label: for tables and legends, e.g. `1 device`, `2 devices`, or the plan where several have as many devices.
-        scaling: `strong` has the job's global batch, `weak` the same batch per device as one device has. One device is
-            both.
+        label: label for tables and legends, e.g. `1 device` or `2 devices`, or the plan if several plans use that many
+            devices.
+        scaling: `strong` uses the job's global batch, `weak` the same batch per device as on one device. One device
+            counts as both.
         global_batch: samples per optimizer step.
-        step_time_s: median step time of each repeat, warm-up excluded; their median and interval.
+        step_time_s: median step time of each repeat, without warm-up; their median and interval.
         throughput: samples per second = global batch / step time.
-        training_time_s: from the first step to the stop rule.
-        time_to_target_s: the same where the job names a target and every repeat reached it.
-        speedup: T1 / TN of the same scaling (for weak scaling N * T1 / TN of a step, which has N times the samples);
-            None for one device.
-        is_speedup: whether the intervals of the compared times do not overlap; else there is no difference to speak of.
+        training_time_s: time from the first step to the stop rule.
+        time_to_target_s: the same, if the job has a target and every repeat reached it.
+        speedup: T1 / TN of the same scaling; None for one device. For weak scaling, N * T1 / TN, since a step has N
+            times the samples.
+        is_speedup: whether the intervals of the compared times do not overlap; otherwise the difference is not
+            significant.
         efficiency: speedup / devices.
-        energy_joules: per step, all ranks; None where the machine does not tell.
-        runs: the run directories, relative to the benchmark's.
-        pairs: speedup of each repeat, against the one-device run of the same round.
-        final_loss: mean training loss of the last steps, in the median over the repeats; None where it was not finite.
+        energy_joules: energy per step of all ranks; None if the machine does not report it.
+        runs: the run directories, relative to the benchmark's directory.
+        pairs: speedup of each repeat over the one-device run of the same round.
+        final_loss: median over the repeats of the mean training loss of the last steps; None if it was not finite.
         rounds_s: step time in each round; None if a round has no run of this setting.
     """
 
@@ -107,12 +109,12 @@ class MeasuredSetting:
 
     @property
     def title(self) -> str:
-        """The label, with the scaling if that is weak."""
+        """The label, with a note if the scaling is weak."""
         return f"{self.label}, weak" if self.scaling == "weak" and self.devices > 1 else self.label
 
     @property
     def fixed(self) -> bool:
-        """True for N devices in the fixed layout, False for a plan of its own."""
+        """True for N devices in the fixed layout, False for a plan given by the user or `auto`."""
         return self.label in (count(self.devices, "device"), count(self.devices, "core"))
 
 
@@ -121,15 +123,15 @@ class Report:
     """A benchmark of one job on one machine.
 
     Attributes:
-        settings: one per plan, device count and scaling, in the order asked for; the one-device setting first.
-        limits: two or three sentences: what a reader learns, and what holds the scaling back.
-        warnings: what makes the figures less sure (load on the machine, few repeats, an interrupted benchmark).
-        tried: plans and settings that `auto` predicted or measured; empty if it chose without any.
+        settings: one per plan, device count and scaling, in the requested order; the one-device setting first.
+        limits: two or three sentences on the findings and on what limits the scaling.
+        warnings: reasons why the figures are less certain (load on the machine, few repeats, an interrupted benchmark).
+        tried: plans and settings that `auto` predicted or measured; empty if it tried none.
         reason: why `auto` chose its plan, in words.
         complete: whether every repeat of every setting was measured.
         auto: the plan that `auto` chose, as written in a setting; empty in files without this field.
-        auto_as_told: the same plan as `paceline train` prints it, without the keys that have their usual value.
-        kind: torch's type of the devices (`cpu` for cores); None in files that do not say it.
+        auto_as_told: the same plan as `paceline train` prints it, without keys that have their default value.
+        kind: torch's type of the devices (`cpu` for cores); None in files without this field.
     """
 
     job: str
@@ -164,7 +166,7 @@ class Report:
 
     @property
     def of_auto(self) -> MeasuredSetting | None:
-        """The setting with the plan that `auto` chose; None if not measured."""
+        """The setting with the plan that `auto` chose; None if it was not measured."""
         return next((s for s in self.settings if s.plan == self.auto and s.scaling == "strong"), None)
 
     @property
@@ -175,15 +177,15 @@ class Report:
         return not any(rank.figures.get("gpu_memory_bytes") for setting in self.settings for rank in setting.ranks)
 
     def to_json(self) -> str:
-        """The report as JSON that `load` reads back."""
+        """Return the report as JSON that `load` can read."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def load(cls, file: Path) -> Report:
-        """Read a report again.
+        """Read a report.
 
         Raises:
-            RunError: the file is missing or no report.
+            RunError: the file is missing or is not a report.
         """
         try:
             return msgspec.convert(json.loads(read_text(file)), cls)
@@ -202,7 +204,10 @@ ONE = "1-device"
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the job. `steps`: how many; None trains until the job's own stop rule. `key` names its runs."""
+    """One way to run the job. `key` names its runs.
+
+    `steps`: number of steps; None trains until the job's own stop rule.
+    """
 
     key: str
     label: str
@@ -214,14 +219,14 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """The label, and that the scaling is weak where it is."""
+        """The label, with a note if the scaling is weak."""
         return f"{self.label}, weak" if self.scaling == "weak" else self.label
 
     def job(self, job: Job) -> Job:
-        """The job as this setting runs it.
+        """Return the job as this setting runs it.
 
-        A weak one has another global batch at an unchanged learning rate: it measures speed only. Runs that are made to
-        be timed are logged to no tracker.
+        Weak scaling changes the global batch but not the learning rate: it measures speed only. Benchmark runs are not
+        logged to trackers.
         """
         changes: dict[str, object] = {"global_batch": self.global_batch, "trackers": ()}
         if self.steps is not None:
@@ -230,7 +235,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """The loss or metrics of the job's stop rule as text; None without any."""
+    """Return the loss or metrics of the job's stop rule as text; None if it has none."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
     rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]
@@ -253,13 +258,15 @@ def settings_for(
         auto: the plan that `auto` chose. It gets its own setting, unless the layout already has this plan or the plan
             uses a number of devices that was not requested. The fixed layout is this plan with `dp=N` and, without
             GPUs, one thread per device.
-        plans: settings of their own, run as `paceline train --plan` would.
-        devices: the values of N; None is 1 and all. One device is always measured, for every speedup is against it.
-        steps: of every run; None trains to the job's target, or 60 steps where it names none.
+        plans: plans with their own settings, run as with `paceline train --plan`.
+        devices: the values of N; None is 1 and all. One device is always measured, since every speedup is relative to
+            it.
+        steps: number of steps of every run; None trains to the job's target, or for 60 steps if it has no target.
         weak: whether to measure weak scaling.
 
     Raises:
-        PlanError: a plan cannot run the job on the cluster, or a number of devices is none. Lists every reason.
+        PlanError: a plan cannot run the job on the cluster, or a number of devices is invalid. The error lists every
+            reason.
     """
     counts = _device_counts(job, cluster, auto, devices)
     if steps is None and target_of(job) is None:
@@ -310,7 +317,10 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
 
 
 def _of_plan(plan: Plan | str, label: str, job: Job, cluster: Cluster, steps: int | None) -> Setting:
-    """A plan as `paceline train` runs it. Without GPUs, its number of devices is its total number of threads."""
+    """Return the setting that runs a plan as `paceline train` does.
+
+    Without GPUs, its number of devices is its total number of threads.
+    """
     parsed = spelled_out(plan_of(plan, job), cluster)
     devices = parsed.ranks * (1 if cluster.has_accelerators else parsed.threads)
     key = re.sub(r"[^a-z0-9]+", "-", str(parsed))

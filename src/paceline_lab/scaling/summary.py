@@ -1,4 +1,4 @@
-"""Figures from run directories: results of one run and of a setting's repeats."""
+"""Figures from run directories: results of one run, and of all repeats of a setting."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from paceline.stats import Interval, differ, median_interval
 from paceline.storage.url import is_url
 from paceline_lab.scaling.result import Curve, MeasuredSetting, RankUse, Setting
 
-PROOF_STEPS = 60  # whose losses are compared between settings: later, rounding alone drives them apart
-FINAL_STEPS = 10  # over which the last loss is averaged: that of a single batch says little
+PROOF_STEPS = 60  # steps whose losses are compared between settings; later, rounding alone makes them diverge
+FINAL_STEPS = 10  # steps over which the last loss is averaged, since the loss of a single batch is noisy
 _CURVE_POINTS = 300
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run of a benchmark: a line of `measured.jsonl` with all the report needs.
+    """One run of a benchmark: a line of `measured.jsonl` with all data for the report.
 
-    So the run's directory may be removed.
+    The run's directory is no longer needed after that.
 
     Attributes:
-        samples: of a step, in the median: fewer than the global batch where the data set is smaller.
-        other_cores: cores that other processes kept busy meanwhile; None where the system does not tell.
-        losses: of the first 60 steps.
-        final_loss: mean of the last 10 steps; None where one of them was not finite.
+        samples: median number of samples of a step; below the global batch if the data set is smaller.
+        other_cores: cores that other processes kept busy during the run; None if the system does not report it.
+        losses: losses of the first 60 steps.
+        final_loss: mean of the last 10 steps; None if one of them was not finite.
     """
 
     setting: str
@@ -70,10 +70,10 @@ class FinishedRun:
 
 
 def finished(run: Run, setting: Setting, round_: int, name: str, other_cores: float | None) -> FinishedRun:
-    """The measurements of a run that has ended.
+    """Return the measurements of a run that has ended.
 
     Raises:
-        RunError: it ended within the warm-up, so that no step counts.
+        RunError: the run ended during warm-up, so no step counts.
     """
     per_rank = [run.steps(rank) for rank in range(setting.plan.ranks)]
     steps = per_rank[0]
@@ -118,12 +118,12 @@ def measured(
     cores: int,
     tokens_per_sample: float | None = None,
 ) -> MeasuredSetting:
-    """All repeats of a setting, compared with those of one device.
+    """Summarize all repeats of a setting, compared with one device.
 
-    `one` is empty where there is none to compare with.
+    `one` is empty if there is no one-device run to compare with.
 
     Args:
-        cores: those that we may use: what others compute on the rest costs nothing.
+        cores: cores that paceline may use; other processes' work on the remaining cores costs nothing.
     """
     stolen = _stolen(runs, setting.devices, cores)
     step_time_s = _times([run.step_time_s for run in runs], stolen)
@@ -156,9 +156,9 @@ def measured(
 def _compared(
     result: MeasuredSetting, setting: Setting, runs: Sequence[FinishedRun], one: Sequence[FinishedRun], cores: int
 ) -> MeasuredSetting:
-    """The result with its speedup over one device.
+    """Return the result with its speedup over one device.
 
-    It compares training times where the job trains to its end, else times per sample.
+    It compares training times if the job trains to its end, else times per sample.
     """
     whole = setting.steps is None
     own, base = _comparable_times(runs, whole), _comparable_times(one, whole)
@@ -184,9 +184,9 @@ def _by_round(runs: Sequence[FinishedRun]) -> list[float | None]:
 
 
 def _comparable_times(runs: Sequence[FinishedRun], whole: bool) -> dict[int, float]:
-    """Seconds by round, of the same work.
+    """Return the seconds of the same amount of work, by round.
 
-    The whole training, or one sample (the samples of a step differ where the scaling is weak).
+    This is the whole training, or one sample: with weak scaling, the number of samples of a step differs.
     """
     return {run.round: run.training_time_s if whole else run.step_time_s / run.samples for run in runs}
 
@@ -228,7 +228,7 @@ def _curve(steps: list[dict[str, Any]]) -> Curve:
 
 
 def _all_repeats(runs: Sequence[Sequence[RankUse]], step_times_s: Sequence[float]) -> list[RankUse]:
-    """Each rank's use over all repeats."""
+    """Return each rank's use of resources over all repeats."""
     return [
         RankUse(typical([use.parts_s for use in uses], step_times_s), combined([use.figures for use in uses]))
         for uses in zip(*runs, strict=True)
@@ -240,13 +240,16 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-NOISE_CORES = 0.05  # what a machine's own housekeeping takes
+NOISE_CORES = 0.05  # background activity of an idle machine
 WARN_CORES = 0.1
 _MOST_STOLEN = 0.9
 
 
 class OtherLoad:
-    """A reading begins when this is made. Sees the CPU only: what others compute on a GPU is not in it."""
+    """Meter of CPU load by other processes since its creation.
+
+    It does not see load on GPUs.
+    """
 
     def __init__(self, host: Host) -> None:
         self.cores = [core for group in host.affinity for core in group]
@@ -254,21 +257,21 @@ class OtherLoad:
         self._all_s, self._own_s = self._busy_s(), _own_cpu_s()
 
     def busy_cores(self) -> float | None:
-        """Average number of cores kept busy by others; None if the system does not tell.
+        """Return the average number of cores kept busy by others.
 
-        Cores are those that we may use. The time of this process and of all that it started and waited for is taken
-        off, and time that a hypervisor gave to others is in.
+        It is None if the system does not report it. Only cores that paceline may use count. CPU time of this process
+        and its reaped children is subtracted; time that a hypervisor gave to other guests is included.
         """
         passed_s = time.monotonic() - self._started
         all_s, own_s = self._busy_s() - self._all_s, _own_cpu_s() - self._own_s
-        if all_s < own_s / 2:  # the system counts something else, as some sandboxes do
+        if all_s < own_s / 2:  # the system reports something else, as some sandboxes do
             return None
         return max(0.0, all_s - own_s) / passed_s
 
     def _busy_s(self) -> float:
-        """Busy seconds of the cores, without interrupts.
+        """Return the busy seconds of the cores, without interrupts.
 
-        Interrupts belong to no process and are largely our own traffic.
+        Interrupts belong to no process and mostly stem from paceline's own traffic.
         """
         times = psutil.cpu_times(percpu=True)
         if self.cores and max(self.cores) < len(times):
@@ -277,24 +280,24 @@ class OtherLoad:
 
 
 def stolen_share(other_cores: float | None, *, devices: int, cores: int) -> float:
-    """Upper bound on a run's slowdown by others: the part of one core they took.
+    """Bound a run's slowdown by other processes: the share of one core that they took.
 
-    All ranks wait for the slowest. What fits on the cores that the run leaves free costs nothing.
+    All ranks wait for the slowest. Load that fits on the cores that the run leaves free costs nothing.
     """
     stolen = (other_cores or 0.0) - max(0, cores - devices)
     return min(stolen, _MOST_STOLEN) if stolen > NOISE_CORES else 0.0
 
 
 def undisturbed(time_s: Interval, stolen: float) -> Interval:
-    """Interval of the undisturbed time, extended downwards by what was stolen.
+    """Extend the interval of the time downwards by the stolen share.
 
-    Undisturbed runs may have been shorter, and not longer. Nothing is left out.
+    Without other load, runs may have been shorter, but not longer. No measurement is discarded.
     """
     return Interval(time_s.low * (1 - stolen), time_s.middle, time_s.high)
 
 
 def _own_cpu_s() -> float:
-    # The forkserver, whose children the ranks are, is waited for only at the end.
+    # The forkserver, the parent of the ranks, is reaped only at the end.
     times = os.times()
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return times.user + times.system + children.ru_utime + children.ru_stime + cpu_s()
@@ -305,10 +308,10 @@ PROTOCOL, MEASURED, REPORT = "protocol.json", "measured.jsonl", "report.json"
 
 @contextmanager
 def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Path | None]:
-    """Directory of a benchmark; that of a URL is uploaded while the block runs.
+    """Open the directory of a benchmark; a URL is uploaded while the block runs.
 
     Raises:
-        RunError: a run is there, somebody else measures there, or, at the end, not all could be uploaded.
+        RunError: the directory contains a run, another process measures there, or the final upload is incomplete.
         StorageError: the store cannot be used.
     """
     if not is_url(out):
@@ -323,10 +326,10 @@ def kept_at(out: str | Path | None, say: Callable[[str], object]) -> Iterator[Pa
 
 
 class BenchmarkDirectory:
-    """The directory of a benchmark, from which an interrupted one continues.
+    """Directory of a benchmark, from which an interrupted benchmark continues.
 
     Raises:
-        RunError: there is something in `path`, and it is not a benchmark.
+        RunError: `path` is not empty, and not a benchmark.
     """
 
     def __init__(self, path: Path) -> None:
@@ -351,10 +354,10 @@ class BenchmarkDirectory:
             )
 
     def begun_with(self) -> tuple[Plan, list[Trial], str] | None:
-        """Plan of `auto`, its trials and its reason, if a benchmark was begun here.
+        """Return the plan of `auto`, its trials and its reason, if a benchmark exists here.
 
         Raises:
-            RunError: it was written by something else.
+            RunError: the files do not belong to a benchmark.
         """
         if self.protocol is None:
             return None
@@ -370,10 +373,11 @@ class BenchmarkDirectory:
             ) from error
 
     def begin(self, protocol: dict[str, Any]) -> None:
-        """Begin with `protocol`, or continue what was begun under the same one.
+        """Begin with `protocol`, or continue a benchmark that was started with the same protocol.
 
         Raises:
-            RunError: what was begun here measures something else, all of which is named; or nothing can be written.
+            RunError: the existing benchmark measures something else, or nothing can be written. The error lists every
+                difference.
         """
         protocol = json.loads(json.dumps(protocol))
         if self.protocol is None:
@@ -397,7 +401,7 @@ class BenchmarkDirectory:
             )
 
     def finished(self, settings: Sequence[Setting]) -> dict[str, list[FinishedRun]]:
-        """The runs that were measured, by setting, in the order of their rounds."""
+        """Return the measured runs by setting, in the order of their rounds."""
         found: dict[str, list[FinishedRun]] = {setting.key: [] for setting in settings}
         try:
             for line in read_lines(self.path / MEASURED):
@@ -413,13 +417,13 @@ class BenchmarkDirectory:
         return {key: sorted(runs, key=lambda run: run.round) for key, runs in found.items()}
 
     def new_run(self, setting: Setting, round_: int) -> Path:
-        """The directory of a new run, emptied of an unfinished one's files."""
+        """Return the directory of a new run; remove the files of an unfinished one."""
         path = self.path / "runs" / f"{setting.key}-r{round_ + 1}"
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def add(self, run: FinishedRun) -> None:
-        """Keep a finished run."""
+        """Save a finished run."""
         lines = JsonLines(self.path / MEASURED)
         lines.write(json.dumps(dataclasses.asdict(run)))
         lines.close()

@@ -62,7 +62,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def worded(report: Report) -> Report:
-    """The report in words for people: on a machine without GPUs, devices are called cores."""
+    """Reword the report for people: on a machine without GPUs, devices are called cores."""
     if not report.on_cores:
         return report
     settings = [replace(s, label=on_cores(s.label)) for s in report.settings]
@@ -75,7 +75,7 @@ def worded(report: Report) -> Report:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """The numbers by name, for machines: `throughput_2_devices`, `speedup_2_devices_weak`, …
+    """Return the numbers by name, for machines: `throughput_2_devices`, `speedup_2_devices_weak`, …
 
     A speedup is included only if there is one.
     """
@@ -93,7 +93,7 @@ def figures(report: Report) -> dict[str, float]:
 
 
 def definitions(report: Report) -> Iterator[tuple[str, str]]:
-    """Definitions of the tables' columns and rows, a line each."""
+    """Return the definitions of the tables' columns and rows, one per line."""
     batch = report.settings[0].global_batch
     yield "strong", f"N devices share the global batch of {batch}."
     if any(s.scaling == "weak" for s in report.settings):
@@ -128,7 +128,7 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
 def _print(console: Console, *forms: Table) -> None:
     """Print the first form of a table that fits the terminal.
 
-    If none does, the last one has narrow gaps. Blanks at the ends of lines are left out.
+    If none fits, the last form is printed with narrow gaps. Trailing blanks are removed.
     """
     room = console.options.update(width=10 * WIDTH)
     fitting = (form for form in forms if Measurement.get(console, room, form).maximum <= console.width)
@@ -236,7 +236,7 @@ def _table(*columns: str) -> Table:
 
 
 def _time(interval: Interval, repeats: int, before_interval: str) -> str:
-    """`42.6 ms (14.9–47.3)`; without the interval where too few repeats give none."""
+    """Format as `42.6 ms (14.9–47.3)`; without the interval if there are too few repeats."""
     shown = seconds(interval)
     if shown.interval is None or interval.low == interval.high or repeats < LEAST_REPEATS:
         return str(shown)
@@ -279,9 +279,10 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str
 
 
 def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> MeasuredSetting | None:
-    """The setting on several devices that a report is about.
+    """Choose the setting on several devices that a report is about.
 
-    It has the plan that `auto` chose; if that is not measured, the fixed layout on most devices, else the fastest plan.
+    This is the setting with the plan that `auto` chose. If that was not measured, it is the fixed layout on most
+    devices, else the fastest plan.
     """
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     return max(strong, key=lambda s: (s.plan == auto, s.fixed, s.devices, s.throughput.middle), default=None)
@@ -362,9 +363,9 @@ def _name(setting: MeasuredSetting) -> str:
 
 
 def excess_s(one: MeasuredSetting, many: MeasuredSetting) -> dict[str, float]:
-    """Seconds of each part on N devices beyond 1/N of one device's.
+    """Return the seconds of each part on N devices beyond 1/N of one device's time.
 
-    In the mean over the ranks.
+    Values are means over the ranks.
     """
     return excess_of(_parts_of(one), _parts_of(many), many.devices)
 
@@ -374,14 +375,17 @@ def _parts_of(setting: MeasuredSetting) -> dict[str, float]:
 
 
 _LAST = 10  # steps whose mean loss is compared
-# how far rounding alone drives losses apart within the first steps
+# how far rounding alone moves losses apart within the first steps
 _SAME = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
 
 def caveats(
     job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], *, repeat: int, cores: int
 ) -> list[str]:
-    """Everything that a reader should know before believing the figures. `runs`: those of each setting that has any."""
+    """List everything that a reader should know before trusting the figures.
+
+    `runs`: the runs of each setting that has any.
+    """
     found = [s for s in settings if runs.get(s.key)]
     return [
         *_unfinished(settings, runs, repeat),
@@ -427,9 +431,9 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
 
 
 def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]]) -> Iterator[str]:
-    """Caveats where plans' losses differ.
+    """Return caveats if the losses of plans differ.
 
-    Plans of one job do the same work, so their losses agree; else the times compare different work.
+    Plans of one job do the same work, so their losses should match; otherwise the times compare different work.
     """
     strong = [s for s in settings if s.scaling == "strong"]
     first = next((runs[s.key][0] for s in strong if s.key == ONE), runs[strong[0].key][0] if strong else None)
@@ -454,9 +458,9 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
 
 
 def _apart(one: Sequence[float | None], other: Sequence[float | None]) -> tuple[int, float]:
-    """The last step compared of two losses, and their relative difference before it.
+    """Return the last compared step of two losses, and their relative difference before it.
 
-    The difference is that of the means over the last steps.
+    The difference is between the means over the last steps.
     """
     steps = min(len(one), len(other))
     pairs = [(a, b) for a, b in zip(one[:steps], other[:steps], strict=True) if a is not None and b is not None][

@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 # Unexpected interruptions of Llama 3's pre-training: 419 in 54 days on 2,048 hosts (arXiv:2407.21783, section 3.3.4)
 PUBLISHED_FAILURES = 419 / 54 / 2048
-_STEPS = 40  # of which a draw takes the slowest ranks' mean
-_LONGEST_S = 30 * 86_400.0  # of a training whose failures are drawn
+_STEPS = 40  # steps per draw, over which the slowest rank's time is averaged
+_LONGEST_S = 30 * 86_400.0  # longest training for which failures are drawn
 _NORMAL_HIGH = NormalDist().inv_cdf(HIGH)
 
 
 @dataclass(frozen=True)
 class Chances:
-    """Distributions of all that is drawn at random.
+    """Distributions of everything that is drawn at random.
 
     Attributes:
-        failures_per_host_day: of each host; 0 for none.
-        jitter: of a rank's step times; None where nothing is known, and published runs stand for it.
+        failures_per_host_day: failures of each host per day; 0 for none.
+        jitter: distribution of a rank's step times; None if it is unknown and published runs account for it.
         scale: error of predicted scaling.
-        seed, draws: of the generator.
+        seed, draws: seed of the generator, and number of draws.
     """
 
     scale: ScaleError
@@ -65,22 +65,24 @@ class Chances:
     def published(
         cls, failures_per_host_day: float | None = None, jitter: Jitter | None = None, seed: int = 0
     ) -> Chances:
-        """Chances by what is published."""
+        """Return distributions based on published figures."""
         rate = PUBLISHED_FAILURES if failures_per_host_day is None else failures_per_host_day
         return cls(ScaleError.of(held_against()), rate, jitter, seed)
 
 
 @dataclass(frozen=True)
 class Point:
-    """The job on one number of devices, with its best plan there. Intervals are of 80 %.
+    """The job on one number of devices, with its best plan there.
+
+    Intervals cover 80 %.
 
     Attributes:
-        candidate: the best plan; None if none fits, and `why` says why.
-        step_time_s, throughput: while nothing fails.
-        speedup: of the throughput, relative to the fewest devices that fit.
-        efficiency: speedup over how many times the devices are.
-        goodput: share of the wall-clock in steps that count, with failures and the job's own checkpoints.
-        best_goodput: the same with checkpoints as often as loses the least, which is every `best_every_steps`.
+        candidate: the best plan; None if none fits, with the reason in `why`.
+        step_time_s, throughput: values without failures.
+        speedup: ratio of throughput to the throughput on the fewest devices that fit.
+        efficiency: speedup over the ratio of device counts.
+        goodput: share of wall-clock time spent in steps that count, with failures and the job's own checkpoints.
+        best_goodput: the same with the checkpoint interval that loses the least time, `best_every_steps`.
     """
 
     devices: int
@@ -103,7 +105,7 @@ class Point:
 
     @property
     def used(self) -> int:
-        """Devices that the best plan uses, on CPUs with its threads; 0 without one."""
+        """Devices that the best plan uses (on CPUs, including its threads); 0 without a plan."""
         if self.candidate is None:
             return 0
         layout = self.candidate.layout
@@ -113,7 +115,7 @@ class Point:
 
 @dataclass(frozen=True)
 class SimulatedCurve:
-    """Points of one kind of scaling, from the fewest devices to all of the cluster."""
+    """Points of one kind of scaling, from the fewest devices to the whole cluster."""
 
     scaling: Scaling
     points: tuple[Point, ...]
@@ -125,7 +127,7 @@ class SimulatedCurve:
 
     @property
     def base(self) -> Point:
-        """The fewest devices that fit, which speedups are against."""
+        """The fewest devices that fit, the baseline of speedups."""
         return self.fitting[0]
 
     @property
@@ -137,7 +139,9 @@ class SimulatedCurve:
 def simulated_curve(
     job: Job, cluster: Cluster, chances: Chances, calibration: Basis | None = None, *, per_device: float | None = None
 ) -> SimulatedCurve:
-    """Curve of a job up to a cluster; weak scaling if `per_device` (samples) is given.
+    """Compute the curve of a job up to a cluster.
+
+    With `per_device` (samples), the scaling is weak.
 
     Raises:
         JobError: the model cannot be built.
@@ -157,7 +161,7 @@ def simulated_curve(
 
 
 def per_device(strong: SimulatedCurve) -> float:
-    """Samples of each device in the best plan on the whole cluster, for weak scaling.
+    """Return the samples per device in the cluster's best plan, for weak scaling.
 
     Devices that the plan leaves unused do not count.
     """
@@ -165,7 +169,7 @@ def per_device(strong: SimulatedCurve) -> float:
 
 
 def counts(cluster: Cluster) -> list[int]:
-    """Numbers of devices that double up to all of the cluster."""
+    """List device counts that double up to the whole cluster."""
     each, hosts = len(cluster.hosts[0].devices), len(cluster.hosts)
     inside = [2**power for power in range(each.bit_length()) if 2**power < each]
     return [*inside, *(each * 2**power for power in range(hosts.bit_length()) if 2**power < hosts), each * hosts]
@@ -190,10 +194,10 @@ def _best(
 def _squeezed(
     cluster: Cluster, sizes: list[int], searched: Callable[[int], tuple[Cluster, Point]]
 ) -> list[tuple[Cluster, Point]]:
-    """All sizes, without a search between two that have the same best plan.
+    """Find points for all sizes, without searching between two sizes with equal best plans.
 
-    What can run on fewer devices can run as fast on more, so the best plan never gets slower; where it is the same on
-    few and on many, it is the same between them.
+    A plan that runs on fewer devices runs equally fast on more, so the best plan never gets slower. If the best plan is
+    the same at both ends, it is the same in between.
     """
     found = {at: searched(at) for at in (0, len(sizes) - 1)}
 
@@ -217,18 +221,18 @@ def _squeezed(
 
 
 class _Draws:
-    """Draws that all points of a curve share, so that their errors go together."""
+    """Random draws shared by all points of a curve, so that their errors are correlated."""
 
     def __init__(self, chances: Chances) -> None:
         self.chances, self.random = chances, np.random.default_rng(chances.seed)
-        self.model = self.random.standard_normal(chances.draws)  # error of the cost model, common to all points
+        self.model = self.random.standard_normal(chances.draws)  # error of the cost model, shared by all points
         self.scale = chances.scale.draw(chances.draws, self.random)
         self.usual = chances.scale.quantile(0.5)
-        if chances.jitter is not None:  # which stands for what published runs lose in the middle
+        if chances.jitter is not None:  # this is the median loss of published runs
             self.scale, self.usual = self.scale - self.usual, 0.0
 
     def of(self, job: Job, on: Cluster, point: Point, base: Point) -> Point:
-        """A point with its figures."""
+        """Return a point with its figures."""
         assert point.candidate is not None
         assert base.candidate is not None
         best, first = point.candidate.prediction, base.candidate.prediction
@@ -237,7 +241,7 @@ class _Draws:
         slow_base, usual_slow_base = self._slowest(base.candidate.plan.ranks)
         ratio, times = best.throughput / first.throughput, point.devices / base.devices
         speedup = ratio * math.exp(self.usual * grown) * usual_slow_base / usual_slow
-        # the base is what the others are relative to, and has no error of its own
+        # the base is the reference of the other points and has no error of its own
         speedups = ratio * np.exp(self.scale * grown) * (slow_base / slow if point is not base else 1.0)
         rate = best.throughput * math.exp(self.usual * grown) / usual_slow
         wide = math.log(point.candidate.interval.high_s / point.candidate.interval.low_s) / 2 / _NORMAL_HIGH
@@ -252,7 +256,7 @@ class _Draws:
         )
 
     def _slowest(self, ranks: int) -> tuple[Floats, float]:
-        """Draws of the slowest rank's time over the mean, and their mean."""
+        """Draw the ratio of the slowest rank's time to the mean; return the draws and their mean."""
         jitter = self.chances.jitter or Jitter()
         drawn = jitter.slowest(ranks, (self.chances.draws, _STEPS), np.random.default_rng(self.chances.seed))
         return drawn.mean(axis=1), float(drawn.mean())
@@ -271,17 +275,17 @@ class _Draws:
         )
 
 
-PAYS = 0.5  # efficiency below which more devices are said not to pay
+PAYS = 0.5  # efficiency below which more devices are reported as not worthwhile
 _WORTH_NAMING = 0.02  # of a step
-_LOST = 0.02  # of the ideal: less is nothing
-_FAR_OFF = 0.02  # of the goodput, what checkpoints at another interval have to gain to be told
-_KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # keys whose change is told
+_LOST = 0.02  # of the ideal; less counts as no loss
+_FAR_OFF = 0.02  # of the goodput: the gain by another checkpoint interval that is worth reporting
+_KIND = ("tp", "pp", "cp", "ep", "remat", "offload", "sequence", "schedule")  # keys whose change is reported
 
 
 def limit_of(point: Point, base: Point) -> str:
-    """Parts of a step beyond the ideal in words, the largest first.
+    """Name the parts of a step beyond the ideal, largest first.
 
-    "" for the base itself. Where a plan leaves devices unused, that and why.
+    Returns "" for the base itself. If a plan leaves devices unused, the text says so and why.
     """
     if point.candidate is None or base.candidate is None or point is base:
         return ""
@@ -293,7 +297,7 @@ def limit_of(point: Point, base: Point) -> str:
 
 
 def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:
-    """Numbers of devices with their `limit_of`; neighbours with the same words stand together."""
+    """List device counts with their `limit_of`; neighbours with the same text are grouped."""
     grouped: list[tuple[list[Point], str]] = []
     for point in curve.fitting[1:]:
         words = limit_of(point, curve.base)
@@ -308,9 +312,9 @@ def limits(curve: SimulatedCurve) -> list[tuple[str, str]]:
 
 
 def excess_shares(point: Point, base: Point) -> list[tuple[str, float]]:
-    """Parts of a step beyond the ideal, relative to the step, the largest first.
+    """Return the parts of a step beyond the ideal, relative to the step, largest first.
 
-    The ideal is the base's part for as many samples per device.
+    The ideal is the part on the base for the same number of samples per device.
     """
     assert point.candidate is not None
     assert base.candidate is not None
@@ -321,7 +325,7 @@ def excess_shares(point: Point, base: Point) -> list[tuple[str, float]]:
 
 
 def sentences(curve: SimulatedCurve) -> list[str]:
-    """Sentences on a curve, in the order of what a reader asks."""
+    """Describe a curve in sentences, most important first."""
     return [*_fits_from(curve), _headline(curve), *_pays(curve), *_limits(curve), *_changes(curve), *_failures(curve)]
 
 
@@ -330,7 +334,7 @@ def _fits_from(curve: SimulatedCurve) -> list[str]:
     if not too_few:
         return []
     fits = f"It fits from {count(curve.base.devices, 'device')} on, which speedups are against."
-    # the weak curve's reason is the same
+    # the reason is the same for the weak curve
     return (
         [f"{fits} {'. '.join(too_few[-1].why.split('. ')[:2]).rstrip('.')}."] if curve.scaling == "strong" else [fits]
     )
@@ -394,7 +398,7 @@ def _limits(curve: SimulatedCurve) -> list[str]:
 
 
 def _sacrifice(curve: SimulatedCurve) -> str:
-    """The parts that make the fewest devices slower than their share."""
+    """Name the parts that make the fewest devices slower than their share."""
     assert curve.base.candidate is not None
     assert curve.last.candidate is not None
     before, now = curve.base.candidate.prediction, curve.last.candidate.prediction
@@ -413,7 +417,7 @@ def _changes(curve: SimulatedCurve) -> list[str]:
 
 
 def kind_of_plan(plan: Plan) -> str:
-    """A plan without its numbers of data-parallel ranks and microbatches."""
+    """Return a plan without its numbers of data-parallel ranks and microbatches."""
     default = Plan()
     parts = ["fsdp"] if plan.fsdp > 1 else []
     parts += ["dp"] if plan.dp > 1 else []
@@ -443,7 +447,7 @@ def _failures(curve: SimulatedCurve) -> list[str]:
 
 
 def _gain_by_checkpoints(point: Point) -> float:
-    """Goodput that the best interval of checkpoints adds."""
+    """Return the goodput gained by the best checkpoint interval."""
     if point.goodput is None or point.best_goodput is None:
         return 0.0
     return point.best_goodput - point.goodput.middle

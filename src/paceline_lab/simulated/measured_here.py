@@ -1,4 +1,4 @@
-"""Measurements of this machine and published ones, beside a simulated cluster."""
+"""Measurements of this machine, and published ones, for comparison with a simulated cluster."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Adjustment
 
 
-_READ_S = 0.5  # of reading samples
+_READ_S = 0.5  # time spent reading samples
 
 
 @dataclass(frozen=True)
 class MeasuredHere:
-    """A benchmark of the job that was measured, in its directory.
+    """A measured benchmark of the job, in its directory.
 
     Attributes:
         device: name of its devices in the catalogue; "" if they are not in it.
-        factors: of its runs; None if none of them can be used, or none is there.
+        factors: calibration factors of its runs; None if no run is usable.
     """
 
     report: Report
@@ -56,10 +56,10 @@ class MeasuredHere:
 
     @classmethod
     def load(cls, folder: Path, job: Job) -> MeasuredHere | None:
-        """The benchmark in a directory; None if there is none.
+        """Load the benchmark in a directory; return None if there is none.
 
         Raises:
-            RunError: it is of another job, or cannot be read.
+            RunError: the benchmark is of another job, or cannot be read.
         """
         if not (folder / REPORT).is_file():
             return None
@@ -83,15 +83,15 @@ class MeasuredHere:
 
     @property
     def one(self) -> MeasuredSetting | None:
-        """The job on one device."""
+        """Return the job on one device."""
         return next((setting for setting in self.report.settings if setting.devices == 1), None)
 
     def factors_for(self, device: str) -> Adjustment | None:
-        """Factors of its runs for a simulated device; None for another one than was measured."""
+        """Return the runs' factors for a simulated device; None if another device was measured."""
         return self.factors if device == self.device else None
 
     def line(self, device: str) -> str:
-        """Sentence on what was measured, and whether it holds for a simulated device."""
+        """Describe what was measured, and whether it applies to a simulated device."""
         one = self.one
         what = f"{one.plan} takes {seconds(one.step_time_s)} a step" if one else "nothing on one device"
         measured = f"measured here ({self.report.cluster}): {what}"
@@ -102,7 +102,7 @@ class MeasuredHere:
 
 
 def measured_jitter(runs: Sequence[Path]) -> Jitter:
-    """Distribution of ranks' step times in runs.
+    """Return the distribution of ranks' step times in runs.
 
     Raises:
         RunError: no run has enough steps.
@@ -113,20 +113,20 @@ def measured_jitter(runs: Sequence[Path]) -> Jitter:
 
 @dataclass(frozen=True)
 class ReadingSpeed:
-    """Samples per second that one process reads here, with nothing else to do.
+    """Samples per second that one otherwise idle process reads here.
 
     Attributes:
-        samples_per_s: None if it is not known, for the reason `why`.
+        samples_per_s: None if unknown, with the reason in `why`.
     """
 
     samples_per_s: float | None
     why: str = ""
 
     def line(self, samples_per_s: float, devices: int, hosts: int) -> str:
-        """Sentence on what a simulated host has to read.
+        """Describe the reading speed that a simulated host needs.
 
         Args:
-            samples_per_s: of all devices together, with the whole cluster.
+            samples_per_s: rate of all devices of the whole cluster.
         """
         each = samples_per_s / hosts
         if self.samples_per_s is None:
@@ -140,7 +140,7 @@ class ReadingSpeed:
 
 
 def reading_speed(job: Job) -> ReadingSpeed:
-    """Speed at which samples of the job's data are read here, in half a second."""
+    """Measure for half a second how fast samples of the job's data are read here."""
     if job.model.transformer is not None:
         return ReadingSpeed(None, "the job names no data, only dimensions")
     from paceline.data.loader import Loader
@@ -172,18 +172,18 @@ def _read_for(loader: Loader, batch: int) -> float:
 Floats = NDArray[np.float64]
 LOW, HIGH = 0.1, 0.9  # quantiles of an 80 % interval
 _LEVELS = 600
-_MOST_LIVES = 5_000  # of one simulated training
+_MOST_LIVES = 5_000  # maximum number of lives (times between failures) of one simulated training
 
 
 @dataclass(frozen=True)
 class Jitter:
     """Distribution of a rank's step times, relative to their mean.
 
-    Normal with the standard deviation `sigma`, or that of measured steps.
+    It is normal with the standard deviation `sigma`, or the distribution of measured steps.
 
     Attributes:
-        measured: ascending, relative to their mean; () for a normal distribution.
-        words: where it is from, for people.
+        measured: measured steps, ascending, relative to their mean; () for a normal distribution.
+        words: source of the distribution, for people.
     """
 
     sigma: float = 0.0
@@ -192,15 +192,15 @@ class Jitter:
 
     @classmethod
     def of(cls, ratios: Sequence[float], words: str) -> Jitter:
-        """The distribution of measured step times, relative to their mean."""
+        """Return the distribution of measured step times, relative to their mean."""
         values = np.asarray(ratios, float)
         return cls(float(values.std(ddof=1)), tuple(sorted(map(float, values))), words)
 
     def slowest(self, ranks: int, shape: tuple[int, ...], random: np.random.Generator) -> Floats:
-        """Draws of the slowest of so many ranks' times.
+        """Draw the slowest of `ranks` step times.
 
-        In a step the others wait for it. Ranks are independent of each other. The largest of N draws is the U^(1/N)
-        quantile, for U uniform. Of measured steps none is slower than the slowest that was measured.
+        All ranks wait for the slowest in a step, and ranks are independent of each other. The largest of N draws is the
+        U^(1/N) quantile, for U uniform. With measured steps, no draw exceeds the slowest measured step.
         """
         levels = random.random(shape) ** (1 / ranks)
         if self.measured:
@@ -215,10 +215,10 @@ class Jitter:
 
 @dataclass(frozen=True)
 class ScaleError:
-    """Error of predicted scaling, by what published runs lose beyond it.
+    """Error of predicted scaling, from the loss of published runs beyond the prediction.
 
-    In logarithms of measured over predicted efficiency, per root of the doublings of devices. Sources count alike,
-    and of a source its curves.
+    The error is the logarithm of measured over predicted efficiency, per square root of the number of doublings of
+    devices. Sources have equal weights, divided equally among the curves of a source.
     """
 
     values: tuple[float, ...]
@@ -226,18 +226,18 @@ class ScaleError:
 
     @classmethod
     def of(cls, held: Sequence[HeldAgainst]) -> ScaleError:
-        """The error of some published curves."""
+        """Return the error of some published curves."""
         curves = Counter(one.curve.source for one in held)
         pairs = sorted((one.excess, 1 / curves[one.curve.source] / len(curves)) for one in held)
         return cls(tuple(value for value, _ in pairs), tuple(weight for _, weight in pairs))
 
     def quantile(self, level: float) -> float:
-        """Quantile between the curves."""
+        """Return a quantile, interpolated between the curves."""
         weights = np.asarray(self.weights)
         return float(np.interp(level, np.cumsum(weights) - weights / 2, self.values))
 
     def draw(self, draws: int, random: np.random.Generator) -> Floats:
-        """Errors drawn from it."""
+        """Draw errors from the distribution."""
         weights = np.asarray(self.weights)
         return np.interp(random.random(draws), np.cumsum(weights) - weights / 2, self.values)
 
@@ -245,10 +245,11 @@ class ScaleError:
 def drawn_goodput(
     costs: FailureCosts, interval_s: float, wall_s: float, draws: int, random: np.random.Generator
 ) -> Floats:
-    """Goodput of trainings that take so long, each with failures at random.
+    """Draw the goodput of trainings of a given length, each with failures at random.
 
-    Lives of a run are exponential, as in `FailureCosts`, which has the mean over a long time; here is what one training
-    may see. Where nothing recovers in place, a life counts the intervals whose checkpoints were written in it.
+    The times between failures are exponential, as in `FailureCosts`. `FailureCosts` has the mean over a long time; this
+    function draws what a single training may experience. If recovery is not in place, each life counts only the
+    intervals whose checkpoints were written during it.
 
     Args:
         interval_s: seconds of steps between checkpoints.
@@ -261,7 +262,7 @@ def drawn_goodput(
     ends = np.cumsum(lives + gap_s, axis=1)
     ended = ends <= wall_s
     begins = ends - lives - gap_s
-    running = np.minimum(lives, np.maximum(wall_s - begins, 0.0))  # of each life within the training
+    running = np.minimum(lives, np.maximum(wall_s - begins, 0.0))  # of each life, the time within the training
     stalled_s = costs.stalled_s(interval_s)
     share = interval_s / (interval_s + stalled_s)
     if costs.goes_on:
@@ -272,13 +273,13 @@ def drawn_goodput(
         begun_s[0] = 0.0  # the first life begins without a restart
         trained = np.maximum(running - begun_s, 0.0)
         kept = np.floor(np.maximum(trained - costs.write_s, 0.0) / (interval_s + stalled_s)) * interval_s
-        useful = np.where(ended, kept, share * trained)  # a life that goes on loses nothing
+        useful = np.where(ended, kept, share * trained)  # a life that has not ended loses nothing
     goodput: Floats = np.minimum(useful.sum(axis=1) / wall_s, 1.0)
     return goodput
 
 
 def interval_of(draws: Floats, middle: float) -> Interval:
-    """The 80 % interval of draws around a value, which is inside."""
+    """Return the 80 % interval of draws, widened to include `middle`."""
     low, high = (float(value) for value in np.quantile(draws, (LOW, HIGH)))
     return Interval(min(low, middle), middle, max(high, middle))
 
@@ -286,16 +287,16 @@ def interval_of(draws: Floats, middle: float) -> Interval:
 FILE = Path(__file__).with_name("published_curves.yaml")
 Kind = Literal["images", "language"]
 _KIND = FileKind("list of published curves", "curves", "`curves: []`", PlanError)
-# what another device, and another generation of devices, weigh against a factor of ten in the work of a sample
+# weight of another device, and of another generation, relative to a factor of ten in the work of a sample
 _OTHER_DEVICE, _OTHER_GENERATION = 1.0, 1.0
 
 
 class PublishedCurve(BaseModel):
-    """Measurements of one training on several numbers of devices, from one source.
+    """Measurements of one training on several device counts, from one source.
 
     Attributes:
-        run: cells of a table of runs that all points have in common; `points` has those that differ.
-        scaling: `strong` at the same global batch, `weak` where it grows with the devices.
+        run: cells of a table of runs that all points share; `points` has the cells that differ.
+        scaling: `strong` at a constant global batch, `weak` if the batch grows with the devices.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -311,29 +312,29 @@ class PublishedCurve(BaseModel):
 
     @property
     def cells(self) -> list[dict[str, str]]:
-        """Cells of each point, as a table of runs has them."""
+        """Return the cells of each point, in the format of a table of runs."""
         return [{name: _text(value) for name, value in (self.run | point).items()} for point in self.points]
 
     @property
     def rows(self) -> list[Row]:
-        """The points as measured runs. Raises as `row_of` does."""
+        """Return the points as measured runs. Raises the errors of `row_of`."""
         cells = self.cells
         return [row_of(self.id, at, own, cells) for at, own in enumerate(cells, start=1)]
 
     @property
     def devices(self) -> list[int]:
-        """Number of devices of each point, ascending."""
+        """Return the number of devices of each point, ascending."""
         return [int(point["n_gpus"]) for point in self.points]
 
 
 @dataclass(frozen=True)
 class HeldAgainst:
-    """A published curve beside what the cost model predicts of the same plans and machines.
+    """A published curve beside the cost model's prediction for the same plans and machines.
 
     Attributes:
-        efficiency: work per device and second relative to the first point, as measured.
-        predicted: the same as predicted by the cost model, without anything that was measured.
-        seconds, predicted_s: of a step.
+        efficiency: measured work per device and second, relative to the first point.
+        predicted: the same as predicted by the cost model, without any calibration.
+        seconds, predicted_s: measured and predicted seconds of a step.
     """
 
     curve: PublishedCurve
@@ -345,28 +346,28 @@ class HeldAgainst:
 
     @property
     def excess(self) -> float:
-        """Logarithm of measured over predicted efficiency at the most devices, per root of the doublings.
+        """Logarithm of measured over predicted efficiency on most devices, scaled by doublings.
 
-        Errors of scaling grow with the number of times that the devices double, and not as fast: their root leaves the
-        least error on curves that were left out (`benchmarks/scale_published.py`).
+        It is divided by the square root of the number of doublings, since errors grow more slowly than the number of
+        doublings: the square root leaves the least error on held-out curves (`benchmarks/scale_published.py`).
         """
         return math.log(self.efficiency[-1] / self.predicted[-1]) / math.sqrt(self.doublings(len(self.rows) - 1))
 
     def doublings(self, at: int) -> float:
-        """Number of doublings from the first point to another one."""
+        """Return the number of doublings from the first point to another point."""
         return math.log2(self.curve.devices[at] / self.curve.devices[0])
 
 
 @cache
 def published_curves() -> tuple[PublishedCurve, ...]:
-    """All curves of the file, in its order."""
+    """Return all curves of the file, in order."""
     values, _ = read_yaml(FILE, _KIND)
     return tuple(PublishedCurve.model_validate(curve) for curve in values["curves"])
 
 
 @cache
 def held_against() -> tuple[HeldAgainst, ...]:
-    """All curves with their predictions; takes a few tenths of a second once."""
+    """Return all curves with their predictions; the first call takes a few tenths of a second."""
     return tuple(map(_held_against, published_curves()))
 
 
@@ -385,7 +386,10 @@ def _held_against(curve: PublishedCurve) -> HeldAgainst:
 
 
 def _efficiencies(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
-    """Work per device and second, relative to the first. Work is FLOPs, as some curves' models grow."""
+    """Return work per device and second, relative to the first point.
+
+    Work is measured in FLOPs, since the models of some curves grow.
+    """
     rates = [
         row.layout.trace.flops * row.layout.global_batch / row.layout.ranks / s
         for row, s in zip(rows, seconds, strict=True)
@@ -395,11 +399,11 @@ def _efficiencies(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Likeness:
-    """A published curve beside a simulated one, with every way in which it differs.
+    """A published curve beside a simulated one, with every way in which they differ.
 
     Attributes:
-        distance: 0 if alike; larger for what is less so.
-        differences: in words.
+        distance: 0 if the curves are alike; larger the less alike they are.
+        differences: the differences in words.
     """
 
     held: HeldAgainst
@@ -408,16 +412,16 @@ class Likeness:
 
 
 def kind_of(trace: ModelTrace) -> Kind | None:
-    """Kind of a model: convolutions, or sequences of tokens; None if it is neither."""
+    """Return the kind of a model: convolutions, or sequences of tokens; None if neither."""
     if any(gemm.read for block in trace.blocks for gemm in block.gemms):
         return "images"
     return "language" if trace.tokens > 1 else None
 
 
 def alike(trace: ModelTrace, device: Accelerator, scaling: Scaling, most: int = 4) -> list[Likeness]:
-    """The published curves of the same kind of model and scaling, the most alike first.
+    """Return the published curves of the same kind of model and scaling, most similar first.
 
-    One of each source before a second one, so that several systems stand beside each other.
+    Curves of different sources come before a second curve of one source, so that several systems are shown.
     """
     same = [h for h in held_against() if h.curve.kind == kind_of(trace) and h.curve.scaling == scaling]
     found = sorted((_likeness(held, trace, device) for held in same), key=lambda one: one.distance)

@@ -1,4 +1,4 @@
-"""Simulation of a job on a cluster that is not here."""
+"""Simulation of a job on another cluster."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-_CORRECTED = "corrected by"  # of a prediction's notes, what says that measured runs are behind it
+_CORRECTED = "corrected by"  # marks the note in a prediction that says that measured runs corrected it
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A job on one cluster: curves, published ones beside them, and what they rest on.
+    """A job on one cluster: curves, published curves for comparison, and the basis of both.
 
     Attributes:
-        name: of the cluster, as it was given; `about` is the same in words.
-        device: name in the catalogue.
-        curves: strong scaling, then weak if it was asked for.
+        name: name of the cluster as given; `about` describes it in words.
+        device: name of the device in the catalogue.
+        curves: strong scaling, then weak scaling if requested.
         rests_on: sentences on the basis of the figures.
-        unknown: sentences on what they leave out.
+        unknown: sentences on what the figures leave out.
     """
 
     job: Job
@@ -69,12 +69,12 @@ class Simulation:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample; 1 where it is no sequence."""
+        """Tokens of a sample; 1 if the sample is not a sequence."""
         assert self.strong.base.candidate is not None
         return self.strong.base.candidate.layout.trace.tokens
 
     def to_json(self) -> dict[str, Any]:
-        """The simulation as plain JSON values. Nothing in it is measured."""
+        """Return the simulation as plain JSON values. It contains no measurements."""
         return {
             "job": self.job.name,
             "cluster": self.name,
@@ -103,9 +103,9 @@ def simulate(
     """Simulate a job on a cluster and on fewer of its devices.
 
     Args:
-        name: of the cluster, as it was given.
-        calibration: factors of measured runs; a benchmark's own of the same device stand for it.
-        here: a benchmark of the job that was measured on this machine.
+        name: name of the cluster as given.
+        calibration: factors of measured runs; factors of a benchmark on the same device replace them.
+        here: a benchmark of the job, measured on this machine.
         reading: how fast this machine reads the job's samples.
 
     Raises:
@@ -247,7 +247,7 @@ TITLES = {
 
 
 def show(simulation: Simulation, console: Console) -> None:
-    """Print a simulation: curves, findings, published curves, and what all of it rests on."""
+    """Print a simulation: curves, findings, published curves, and the basis of all figures."""
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     cores = simulation.device.startswith("CPU")
     console.print(Text.assemble((f"\n{simulation.job.name} on {simulation.name}", "bold"), "  simulated, not measured"))
@@ -269,7 +269,7 @@ def show(simulation: Simulation, console: Console) -> None:
 
 
 def _points(curve: SimulatedCurve) -> Table:
-    """A row for each number of devices; intervals, of 80 %, in brackets."""
+    """Return a row for each number of devices; 80 % intervals are in brackets."""
     goodput = any(point.goodput for point in curve.fitting)
     columns = ["devices", "step", "samples/s", "speedup", "efficiency", *(["goodput"] if goodput else []), "MFU"]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")

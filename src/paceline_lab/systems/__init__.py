@@ -1,5 +1,5 @@
-"""Other training systems beside paceline, on one job: `paceline bench compare job.yaml --systems ddp,fsdp,…`.
+"""Comparison with other training systems: `paceline bench compare job.yaml --systems ddp,fsdp,…`.
 
-Read first `system.py`, the protocol, then `scripts.py`: a script of one process, and the lines that each system changes
-in it. `table.py` names the systems; `compare.py` starts them in turn.
+Read `system.py` first, the protocol, then `scripts.py`: a single-process script, and the lines of it that each system
+changes. `table.py` names the systems; `compare.py` starts them in turn.
 """

@@ -1,4 +1,7 @@
-"""`paceline bench compare`: one job under several systems, in interleaved runs, losses before times."""
+"""`paceline bench compare`: one job under several systems in interleaved runs.
+
+Losses are compared before times.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +48,21 @@ from paceline_lab.systems.started import Finished, Kill, python_of, run
 from paceline_lab.systems.system import JOB, SYSTEMS, Start, System, Task
 from paceline_lab.systems.table import REFERENCE
 
-PROOF_STEPS = 12  # of the first run of each way, whose losses are compared before anything is timed
+PROOF_STEPS = 12  # steps of the first run of each way; their losses are compared before any timing
 STEPS = 70
 _PATIENCE = 5.0
-_PORTS = 40  # free in a row, for a run
-# Ray's, whose name has the time and a process
+_PORTS = 40  # free ports in a row, for a run
+# path of Ray's socket, whose name contains the time and a process id
 _LONGEST_SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A system, and how it is set up. `key` names its runs; `exact`: it is to compute what one process computes.
+    """A system and its variant. `key` names its runs.
 
-    `global_batch` is that of its runs where it is not the comparison's.
+    `exact` is true if it should compute what one process computes. `global_batch` is set if it differs from the
+    comparison's.
     """
 
     key: str
@@ -72,7 +76,7 @@ class Way:
 
     @property
     def title(self) -> str:
-        """System and set-up, for people."""
+        """System and variant, for people."""
         return f"{self.system.title}, {self.label}"
 
 
@@ -80,17 +84,18 @@ class Compare:
     """A comparison in its directory.
 
     Args:
-        systems: names, as `SYSTEMS` has them; paceline and one process of PyTorch are always among them.
-        plans: of paceline, beside the one that `auto` finds; e.g. with a rule that sends less.
-        repeat: runs of every way.
-        steps: of every run.
+        systems: names from `SYSTEMS`; paceline and one process of PyTorch are always included.
+        plans: further plans of paceline beside the one that `auto` finds, e.g. with a sync rule that sends less data.
+        repeat: number of runs of every way.
+        steps: number of steps of every run.
         weak: every rank has the job's global batch; else all ranks share it.
         tuned: run each system also with paceline's settings for memory and data, and its own tuned ones.
         kill: also run each system once with a rank killed half-way.
-        deadline_s: after so long a run is taken to hang, or five times what its first steps promise, if that is more.
+        deadline_s: time after which a run counts as hanging; at least five times the duration estimated from its first
+            steps.
 
     Raises:
-        PacelineError: the job, a plan, a name or the directory cannot work.
+        PacelineError: the job, a plan, a name or the directory is invalid.
     """
 
     def __init__(
@@ -116,18 +121,18 @@ class Compare:
         self.hosts = self.cluster.emulate.hosts if self.cluster.emulate else 1
         self.ranks = self.hosts if self.hosts > 1 else self.cluster.devices
         self.scaling: Scaling = "weak" if weak else "strong"
-        self.base_batch = job.global_batch  # of the run that every speedup is against
+        self.base_batch = job.global_batch  # of the run that is the baseline of every speedup
         job = grown(job, self.ranks) if weak else job
         self.job, self.target = as_compared(job, self.steps, self.ranks), job.stop.loss_below
         must_draw_nothing(self.job)
         self.say, self.command, self.path, self.kill = say, command, out, kill
-        self.pauses: dict[str, float | None] = {}  # after a kill; None: the training ended
+        self.pauses: dict[str, float | None] = {}  # pause after a kill; None: the training ended
         self.stopped_by: str | None = None
         self._emulation: Emulation | None = None
         self._is_stopped: Callable[[], bool] = lambda: False
         self.left_out: dict[str, str] = {}
         self.proofs: dict[str, Proof] = {}
-        self.first_run_s: dict[str, float] = {}  # how long the first steps took, the start included
+        self.first_run_s: dict[str, float] = {}  # duration of the first steps, including the start
         loaded = {name: SYSTEMS[name].load() for name in dict.fromkeys([OURS, PLAIN, *systems])}
         self.directory = BenchmarkDirectory(out)
         self.plan = self._plan(job)
@@ -136,10 +141,10 @@ class Compare:
         self.directory.begin(self._protocol())
         self.runs = self._measured()
 
-    # What is to be measured
+    # Settings to measure
 
     def _plan(self, job: Job) -> Plan:
-        """The plan that `auto` stands for; a continued comparison keeps its own."""
+        """Return the plan that `auto` chooses; a continued comparison keeps its plan."""
         if begun := self.directory.begun_with():
             return begun[0]
         return choose(job.model_copy(update={"drop_last": True}), self.cluster, self.say, runs=self.repeat).plan
@@ -190,7 +195,7 @@ class Compare:
     # Runs
 
     def run(self) -> Comparison | None:
-        """Prove, then measure what is not measured yet; None if nothing was measured."""
+        """Check losses, then make the missing runs; None if nothing was measured."""
         self._install()
         with StopSignals() as signals, self._emulated() as self._emulation:
             self._is_stopped = lambda: signals.first is not None
@@ -220,7 +225,7 @@ class Compare:
 
     @contextmanager
     def _emulated(self) -> Iterator[Emulation | None]:
-        """Emulate hosts for the other systems. paceline's command makes such hosts itself."""
+        """Emulate hosts for the other systems. paceline's command emulates its hosts itself."""
         if self.cluster.emulate is None:
             yield None
             return
@@ -247,7 +252,7 @@ class Compare:
             self.say(f"{way.title}: {proof}")
 
     def parts(self, way: Way) -> int:
-        """Parts of a batch that a way computes apart."""
+        """Return the number of parts of a batch that a way computes separately."""
         if way.system.name == OURS:
             plan = Plan.parse(way.settings["plan"])
             return plan.data_ranks * plan.microbatches
@@ -288,7 +293,7 @@ class Compare:
         )
 
     def _kill(self, way: Way) -> None:
-        """One more run, of which a rank is killed half-way."""
+        """Make one more run in which a rank is killed half-way."""
         kill, steps = Kill.within(self.runs[way.key])
         try:
             finished = self._one(way.system, self._task(way, steps), kill=kill)
@@ -356,7 +361,7 @@ def _busiest(emulation: Emulation | None) -> float:
 
 
 def _free_port() -> int:
-    """The first of several ports in a row that nobody uses now."""
+    """Find the first of several consecutive unused ports."""
     for _ in range(100):
         with ExitStack() as held:
             first = held.enter_context(socket.socket())

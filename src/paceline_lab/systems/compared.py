@@ -1,4 +1,4 @@
-"""Result of a comparison: figures with intervals, and what they say in words."""
+"""Result of a comparison: figures with intervals, and findings in words."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from paceline_lab.systems.compare import Compare, Way
 
 
-WARM_UP, BLOCKS = 10, 5  # steps that are not timed; parts of the others, whose median is a run's
-_RECENT = 10  # steps whose mean loss reaches a target
+WARM_UP, BLOCKS = 10, 5  # untimed steps; number of blocks of the other steps, whose median is a run's step time
+_RECENT = 10  # steps whose mean loss must reach the target
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class TakenRun:
     """One run of a way to train: a line of `measured.jsonl`.
 
     Attributes:
-        step_s: median over parts of the timed steps.
-        first_step_s: from the command to the end of the first step.
-        wire_bytes: that the busiest link of an emulated host carried for a step; None without such hosts.
-        to_target_s: from the first step's end until the mean loss of 10 steps was below the target; None if never.
-        ended_s: when each step had ended, from the first one's end on.
+        step_s: median over blocks of the timed steps.
+        first_step_s: time from the command to the end of the first step.
+        wire_bytes: bytes per step on the busiest link of an emulated host; None without emulated hosts.
+        to_target_s: time from the first step's end until the mean loss of 10 steps was below the target; None if never.
+        ended_s: end time of each step, relative to the first one's end.
     """
 
     way: str
@@ -60,14 +60,15 @@ class ComparedWay:
     """A way to train: a system, as documented or tuned.
 
     Attributes:
-        lines: of a plain script that it changes; None where there is no script.
-        difference: largest relative difference of its losses from those of one process.
+        lines: number of lines changed from a plain script; None without a script.
+        difference: largest relative difference of its losses from the losses of one process.
         same: True if it computes what one process computes.
-        exact: False for a rule of paceline's that is to converge alike, not to be equal.
-        speedup: samples a second / those of a plain script on one core; efficiency: speedup / ranks.
-        ratio: its step time / paceline's, of neighbouring runs; None where its batch is another.
-        recovery: what became of a run of which a rank was killed, in words; "" where none was.
-        seconds, losses: of the first run, a point for each of the newest few steps.
+        exact: False for a sync rule of paceline that need not match exactly, only converge alike.
+        speedup: samples per second / samples per second of a plain script on one core.
+        efficiency: speedup / ranks.
+        ratio: its step time / paceline's, over neighbouring runs; None if its batch differs.
+        recovery: outcome in words of a run in which a rank was killed; "" if there was none.
+        seconds, losses: course of the first run; each point combines a few steps.
     """
 
     way: str
@@ -94,7 +95,7 @@ class ComparedWay:
 
     @property
     def verdict_on_losses(self) -> str:
-        """Comparison of its losses with those of one process, in words."""
+        """The comparison of its losses with the losses of one process, in words."""
         if self.same:
             return "the same"
         return f"differ by {self.difference:.1%}" if self.exact else "converges alike, by its rule"
@@ -102,13 +103,14 @@ class ComparedWay:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that a page and a table say of a comparison.
+    """Everything that a page and a table show about a comparison.
 
     Attributes:
-        global_batch: of all but, where the scaling is weak, the plain script on one core, which has that of one rank.
-        best_other: way of the fastest other system that computes the same; None where there is none.
+        global_batch: batch of all ways; with weak scaling, the plain script on one core has the batch of one rank
+            instead.
+        best_other: way of the fastest other system that computes the same; None if there is none.
         left_out: titles of systems that did not run, with the reason.
-        remarks: sentences on what each is best at.
+        remarks: sentences on the strengths of each system.
     """
 
     job: str
@@ -150,12 +152,12 @@ class Comparison:
 
     @property
     def batch_alone(self) -> int:
-        """Samples of a step of the run that every speedup is against."""
+        """Samples of a step of the run that is the baseline of every speedup."""
         return self.global_batch // self.ranks if self.scaling == "weak" else self.global_batch
 
 
 def step_time_s(ended_s: Sequence[float]) -> float:
-    """Seconds of a step after the warm-up: the median over equal parts of the run."""
+    """Return the seconds of a step after the warm-up: the median over equal blocks of the run."""
     ends = ended_s[min(WARM_UP, len(ended_s) // 3) :]
     each = max(1, (len(ends) - 1) // BLOCKS)
     blocks = [(ends[i + each] - ends[i]) / each for i in range(0, len(ends) - each, each)]
@@ -163,7 +165,7 @@ def step_time_s(ended_s: Sequence[float]) -> float:
 
 
 def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[float]) -> float | None:
-    """Seconds from the first step's end until newest losses were below the target."""
+    """Return the seconds from the first step's end until recent losses were below the target."""
     if target is None:
         return None
     for step in range(_RECENT, len(losses) + 1):
@@ -173,7 +175,7 @@ def time_to(target: float | None, losses: Sequence[float], ended_s: Sequence[flo
 
 
 def ratio_of(others: Sequence[TakenRun], ours: Sequence[TakenRun]) -> Interval | None:
-    """The interval of other / ours over the rounds that both have."""
+    """Return the interval of other / ours over the rounds that both have."""
     by_round = {run.round: run.step_s for run in ours}
     pairs = [run.step_s / by_round[run.round] for run in others if run.round in by_round]
     return median_interval(pairs) if pairs else None
@@ -184,7 +186,7 @@ WIDTH = 140
 
 
 def show(found: Comparison, console: Console) -> None:
-    """Print what each system is best at, all figures, and what was left out."""
+    """Print the strengths of each system, all figures, and what was left out."""
     console.width = console.width if console.is_terminal else WIDTH
     console.print()
     for number, remark in enumerate(found.remarks):
@@ -252,7 +254,10 @@ def _cells(way: ComparedWay) -> list[str]:
 
 
 def figures(found: Comparison) -> dict[str, float]:
-    """Numbers by name: `step_s_ddp`, `ratio_ddp`, `strong_speedup_ddp`, …; `ratio_to_best` has its interval."""
+    """Return numbers by name: `step_s_ddp`, `ratio_ddp`, `strong_speedup_ddp`, …
+
+    `ratio_to_best` has its interval.
+    """
     named: dict[str, float] = {"systems_run": float(len({way.system for way in found.ways} - {"plain"}))}
     for way in found.ways:
         name = way.way.replace("-", "_")
@@ -274,14 +279,14 @@ def figures(found: Comparison) -> dict[str, float]:
     return named
 
 
-_POINTS = 40  # of a curve, each the mean of a few steps
+_POINTS = 40  # points of a curve, each the mean of a few steps
 
 
 def summary(compare: Compare) -> Comparison:
-    """The result of the runs that were made."""
+    """Summarize the finished runs."""
     base = compare.runs.get(PLAIN, [])
     ways = [_figures(compare, way, base) for way in compare.ways if compare.runs[way.key]]
-    apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # one process needs no other host
+    apart = {OURS} if compare.hosts == 1 else {OURS, PLAIN}  # one process needs only one host
     alike = [way for way in ways if way.way == OURS or way.ratio is not None]  # the same batch
     rivals = [way for way in alike if way.system not in apart and way.same and way.exact]
     best = min(rivals, key=lambda way: way.step_s.middle, default=None)
@@ -293,7 +298,7 @@ def summary(compare: Compare) -> Comparison:
         ranks=compare.ranks,
         hosts=compare.hosts,
         steps=compare.steps,
-        repeats=max(map(len, compare.runs.values())),  # fewer than asked for where it was stopped
+        repeats=max(map(len, compare.runs.values())),  # fewer than requested if the comparison was stopped
         global_batch=compare.job.global_batch,
         target=compare.target,
         plan=str(compare.plan),
@@ -343,7 +348,7 @@ def _figures(compare: Compare, way: Way, base: Sequence[TakenRun]) -> ComparedWa
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Means of neighbouring values, so many that they can be drawn."""
+    """Average neighbouring values, down to a number that can be drawn."""
     each = -(-len(values) // _POINTS)
     return [fmean(values[i : i + each]) for i in range(0, len(values), each)]
 
@@ -360,7 +365,7 @@ def _inverse(step: Interval, samples: int) -> Interval:
 
 
 def _remarks(ways: list[ComparedWay], best: ComparedWay | None, repeats: int) -> Iterator[str]:
-    """Sentences on what each is best at, ours not spared."""
+    """Return sentences on the strengths and weaknesses of each system, including paceline."""
     ours = next((way for way in ways if way.way == OURS), None)
     if ours is None or best is None or best.ratio is None:
         return
@@ -441,7 +446,7 @@ def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
 
 
 def changed_lines(train: str | None) -> int | None:
-    """Lines of a script's functions that the plain one has not; None without a script."""
+    """Count the lines of a script's functions that the plain script lacks; None without a script."""
     if train is None:
         return None
     before, after = _code("paceline_lab.systems.scripts:plain"), _code(train)
@@ -450,7 +455,7 @@ def changed_lines(train: str | None) -> int | None:
 
 
 def _code(train: str) -> list[str]:
-    """Code lines of a function and of those in its file that it calls."""
+    """Return the code lines of a function and of the functions in its file that it calls."""
     found: Any = load_object(train)
     tree = ast.parse(Path(inspect.getfile(found)).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -1,4 +1,4 @@
-"""Proof that a system does the same work: its losses beside those of one process."""
+"""Check that a system does the same work: compare its losses with one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paceline.job.stop import StopSpec
 from paceline.sync.batchnorm import has_batch_norm
 from paceline.units import count
 
-AGREE = 1e-3  # relative difference of losses up to which two systems compute the same
-# of `AGREE`: up to there a step is compared, for rounding of another size may move it further
+AGREE = 1e-3  # relative difference of losses up to which two systems count as equal
+# share of `AGREE` up to which a step is compared; beyond it, a rounding error of another size may add more
 _SURE = 0.1
 
 
@@ -26,9 +26,10 @@ class Reference:
     """One process that a way to train is compared with.
 
     Attributes:
-        batch: samples of a step; None: the comparison's.
-        parts: in which a batch is computed, as by replicas that normalise each its own part.
-        disturbed: whether its first weights are a rounding apart, which tells what rounding does to the losses.
+        batch: samples of a step; None: the comparison's batch.
+        parts: number of parts in which a batch is computed, as by replicas that each normalize their own part.
+        disturbed: whether its first weights are perturbed by a rounding error, which shows the effect of rounding on
+            the losses.
     """
 
     batch: int | None = None
@@ -38,11 +39,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class Proof:
-    """Largest relative difference of a way's first losses from those of one process.
+    """Largest relative difference of a way's first losses from the losses of one process.
 
     Attributes:
-        steps: that were compared; None: all that both took. Later ones are moved by rounding alone. After one step
-            no gradient is compared, so it proves nothing.
+        steps: number of compared steps; None: all steps that both took. Later steps differ by rounding alone. A single
+            step proves nothing, since no gradient is compared.
     """
 
     apart: float
@@ -55,7 +56,7 @@ class Proof:
 
     @property
     def is_open(self) -> bool:
-        """True if rounding moves the losses so early that nothing can be told."""
+        """True if rounding moves the losses so early that the comparison is inconclusive."""
         return self.steps is not None and self.steps < 2
 
     def __str__(self) -> str:
@@ -74,10 +75,10 @@ class Proof:
 
 
 class References:
-    """Courses of losses of one process, each taken when it is first asked for.
+    """Losses of one process over time, each course trained when it is first needed.
 
     Args:
-        take: trains as a reference says, and returns its losses.
+        take: trains as a reference specifies, and returns its losses.
     """
 
     def __init__(self, take: Callable[[Reference], list[float]]) -> None:
@@ -85,7 +86,7 @@ class References:
         self._taken: dict[Reference, list[float]] = {}
 
     def prove(self, losses: list[float], batch: int | None, parts: int) -> Proof:
-        """Compare losses with those of one process, as far as rounding lets them be compared."""
+        """Compare losses with one process, as far as rounding allows."""
         wanted = self._losses(Reference(batch, parts))
         apart = difference(losses, wanted)
         if apart <= AGREE:
@@ -105,7 +106,7 @@ class References:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two courses of losses; infinite where one is not finite."""
+    """Return the largest relative difference of two courses of losses; infinite if one is not finite."""
     worst = 0.0
     for loss, other in zip(losses, reference, strict=False):
         apart = abs(loss - other) / max(abs(other), 1e-12)
@@ -145,7 +146,7 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
 
 
 def grown(job: Job, ranks: int) -> Job:
-    """The job with its batch for each rank, as weak scaling has it.
+    """Return the job with its batch multiplied by the ranks, for weak scaling.
 
     Raises:
         RunError: there is one rank, the data is too short, or the work would grow by another factor.
@@ -180,10 +181,10 @@ def grown(job: Job, ranks: int) -> Job:
 
 
 def must_draw_nothing(job: Job) -> None:
-    """Refuse dropout, of which every system draws its own.
+    """Refuse dropout, since every system draws different masks.
 
     Raises:
-        RunError: the model has some; names the first.
+        RunError: the model has dropout; the error names the first layer.
     """
     for name, module in job.model.build().named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
@@ -197,10 +198,10 @@ def must_draw_nothing(job: Job) -> None:
 
 
 def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
-    """Refuse machines on which paceline would train elsewhere than the others do.
+    """Refuse machines on which paceline and the other systems would use different devices.
 
     Raises:
-        RunError: they have accelerators, or are other hosts.
+        RunError: the cluster has accelerators, or other hosts.
     """
     if cluster.has_accelerators:
         raise RunError(
@@ -217,5 +218,5 @@ def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
 
 
 def normalises_apart(job: Job) -> bool:
-    """True if replicas normalise each its own part of a batch."""
+    """True if replicas each normalize their own part of a batch."""
     return job.batch_norm == "local" and has_batch_norm(job.model.build())

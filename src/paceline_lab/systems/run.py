@@ -11,13 +11,13 @@ from paceline_lab.systems.work import Work
 
 
 def main() -> None:
-    """Call a system's `train` with a folder's work, and leave its record."""
+    """Call a system's `train` with the task in a folder, and write its record there."""
     work = Work(Path(sys.argv[2]))
     load_object(sys.argv[1])(work)
     work.write()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is written; what torch frees at the end of an interpreter now and then aborts or hangs it
+    os._exit(0)  # everything is written; torch's cleanup at interpreter exit occasionally aborts or hangs
 
 
 if __name__ == "__main__":

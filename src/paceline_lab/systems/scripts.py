@@ -1,6 +1,7 @@
 """Scripts of the systems that train PyTorch models, as their documentation shows them.
 
-The table counts the lines that a script changes in `plain` and `take_steps`, so each has its own imports.
+The table counts the lines that a script changes in `plain` and `take_steps`. For this count, each function has its own
+imports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline_lab.systems.work import Work
 
 
 def plain(work: Work) -> None:
-    """Train as the tutorials of PyTorch do."""
+    """Train as in PyTorch's tutorials."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     schedule = work.schedule(optimizer)
@@ -29,7 +30,7 @@ def plain(work: Work) -> None:
 
 
 def take_steps(work: Work, model: nn.Module, optimizer: Any, schedule: LambdaLR, batches: Iterable[Any]) -> None:
-    """Train as the tutorials of PyTorch do; a script whose loop differs has its own."""
+    """Run the training loop of PyTorch's tutorials; a script with a different loop has its own."""
     for batch in batches:
         optimizer.zero_grad()
         loss = work.loss(model, batch)
@@ -41,7 +42,7 @@ def take_steps(work: Work, model: nn.Module, optimizer: Any, schedule: LambdaLR,
 
 
 def reference(work: Work) -> None:
-    """Train in one process, each batch in parts where replicas normalise alone."""
+    """Train in one process, with each batch in parts if replicas normalize separately."""
     model = work.model()
     optimizer = work.optimizer(model.parameters())
     schedule = work.schedule(optimizer)
@@ -58,7 +59,7 @@ def reference(work: Work) -> None:
 
 
 def ddp(work: Work) -> None:
-    """Train as the notes on DistributedDataParallel do."""
+    """Train as in PyTorch's notes on DistributedDataParallel."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +72,7 @@ def ddp(work: Work) -> None:
 
 
 def fsdp(work: Work) -> None:
-    """Train as the tutorial on `fully_shard` does: each repeated block, then the whole model."""
+    """Train as in the tutorial on `fully_shard`: shard each repeated block, then the whole model."""
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +93,7 @@ def fsdp(work: Work) -> None:
 
 
 def accelerate(work: Work) -> None:
-    """Train as Accelerate's quick tour does."""
+    """Train as in Accelerate's quick tour."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -114,7 +115,7 @@ def accelerate(work: Work) -> None:
 
 
 def lightning(work: Work) -> None:
-    """Train a LightningModule as Lightning in 15 minutes does."""
+    """Train a LightningModule as in "Lightning in 15 minutes"."""
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -147,13 +148,13 @@ def lightning(work: Work) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        use_distributed_sampler=False,  # the batches are this rank's already
+        use_distributed_sampler=False,  # the batches already belong to this rank
     )
     trainer.fit(Module(), work.batches(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def deepspeed(work: Work) -> None:
-    """Train as DeepSpeed's getting-started page does, with ZeRO's first stage."""
+    """Train as on DeepSpeed's getting-started page, with ZeRO stage 1."""
     import os
 
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -181,7 +182,7 @@ def deepspeed(work: Work) -> None:
 
 
 def horovod(work: Work) -> None:
-    """Train as Horovod's page on PyTorch does."""
+    """Train as on Horovod's page on PyTorch."""
     import horovod.torch as hvd
 
     hvd.init()
@@ -204,7 +205,7 @@ def horovod(work: Work) -> None:
 
 
 def ray_train(work: Work) -> None:
-    """Start the workers as Ray's page on PyTorch does."""
+    """Start the workers as on Ray's page on PyTorch."""
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -223,7 +224,7 @@ def ray_train(work: Work) -> None:
 
 
 def train_in_worker(config: dict[str, str]) -> None:
-    """Train in a worker, whose model `prepare_model` wraps."""
+    """Train in a worker, with the model wrapped by `prepare_model`."""
     import ray.train
     from ray.train.torch import prepare_model
 
@@ -237,7 +238,7 @@ def train_in_worker(config: dict[str, str]) -> None:
 
 
 def torchft(work: Work) -> None:
-    """Train as torchft's example of DDP does."""
+    """Train as in torchft's DDP example."""
     import os
     from datetime import timedelta
 
@@ -260,7 +261,7 @@ def torchft(work: Work) -> None:
         state_dict=state,
         min_replica_size=work.task.ranks,
         replica_id=f"replica_{number}_",
-        init_sync=False,  # all begin with the same weights
+        init_sync=False,  # all ranks begin with the same weights
         hostname=os.environ["REPLICA_HOST"],
     )
     wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
@@ -277,7 +278,7 @@ def torchft(work: Work) -> None:
 
 
 def flower(work: Work) -> None:
-    """Run Flower's simulation as its quickstart for PyTorch does."""
+    """Run Flower's simulation as in its quickstart for PyTorch."""
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
@@ -324,7 +325,7 @@ def _work(folder: Path) -> Work:
 
 
 def _one_step(folder: Path, state: dict[str, Any], rank: int, step: int) -> tuple[dict[str, Any], float]:
-    """A client's step from the weights that the server sent; its weights and loss."""
+    """Take a client's step from the weights that the server sent; return its weights and loss."""
     work = _work(folder)
     model = work.model()
     model.load_state_dict(state)

@@ -31,10 +31,10 @@ from paceline.files import made_cache_folder, write_whole
 from paceline_lab.systems.compared import TakenRun
 from paceline_lab.systems.system import Command, Start, Steps, System
 
-MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, also of those that became daemons
-END_S = 10.0  # for processes to end by themselves, and again after SIGKILL
+MARK = "PACELINE_COMPARED"  # in the environment of every process of a run, including daemons
+END_S = 10.0  # time for processes to end by themselves, and again after SIGKILL
 _POLL_S, _MEMORY_S = 0.05, 2.0
-_TAIL = 6  # lines of what a failed run said
+_TAIL = 6  # lines of a failed run's output that are shown
 _ERROR = re.compile(r"^(\[rank\d+\]: |\[[\w.,]+\]<stderr>: ?)?[\w.]*(Error|Exception|Interrupt): ")
 
 
@@ -43,8 +43,8 @@ class Finished:
     """A run that took all its steps.
 
     Attributes:
-        began: when the command was given, in Unix seconds.
-        memory_bytes: the most that all its processes held together; of shared pages, their share.
+        began: start time of the command, in Unix seconds.
+        memory_bytes: peak memory of all its processes together; shared pages count once.
     """
 
     steps: Steps
@@ -63,14 +63,14 @@ def run(
     """Run a system once.
 
     Args:
-        environment: variables beside those of this process.
-        deadline_s: after so long, it is taken to hang, and killed.
-        stopped: asked now and then; True ends the run.
-        kill: what is done to a rank meanwhile.
+        environment: additional environment variables.
+        deadline_s: time after which the run counts as hanging and is killed.
+        stopped: polled during the run; True ends the run.
+        kill: fault injected into a rank during the run.
 
     Raises:
-        RunError: it failed or hangs; with the end of what it said.
-        KeyboardInterrupt: it was `stopped`.
+        RunError: the run failed or hangs; the error includes the end of its output.
+        KeyboardInterrupt: `stopped` returned True.
     """
     system, marked = start.system, f"{os.getpid()}:{start.folder}"
     processes: list[tuple[Command, subprocess.Popen[bytes]]] = []
@@ -113,8 +113,8 @@ def _wait(
     stopped: Callable[[], bool],
     kill: Kill | None,
 ) -> int:
-    """Wait until all that do not serve have ended well; returns the most memory seen."""
-    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2  # a short run is seen once, too
+    """Wait until all processes that do not serve have ended well; return the peak memory."""
+    began, most, look = time.time(), 0, time.monotonic() + _MEMORY_S / 2  # a short run is sampled once, too
     while True:
         codes = [(process.poll(), command.serves) for command, process in processes]
         if failed := [code for code, serves in codes if code or (serves and code is not None)]:
@@ -141,13 +141,13 @@ def _wait(
 
 
 def _own_environment() -> dict[str, str]:
-    """This process's variables, but for those that tell a script that it is a rank."""
+    """Return this process's variables, without those that make a script believe it is a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in ranks}
 
 
 def _network(command: Command) -> dict[str, str]:
-    """Variables by which gloo finds the interface of an emulated host, which has no GPU."""
+    """Return variables that make gloo use the interface of an emulated host, which has no GPU."""
     if command.host is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
@@ -167,7 +167,7 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 
 def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
-    """End every process of the run: SIGTERM, and SIGKILL for those that stay."""
+    """End every process of the run with SIGTERM, then with SIGKILL."""
     for number, patience_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S), (signal.SIGKILL, END_S)):
         there = list(_marked(marked))
         for process in there:
@@ -179,25 +179,25 @@ def _end(marked: str, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _said(folder: Path) -> str:
-    """The first error of its processes; without one, the end of what they said."""
+    """Return the first error of its processes; without an error, the end of their output."""
     text = (folder / "log").read_text(errors="replace") if (folder / "log").exists() else ""
     told = [line for line in text.splitlines() if line.strip()]
     errors = [line for line in told if _ERROR.search(line)]
     return "\n".join(errors[:1] or told[-_TAIL:]) + f"\n(all of it: {folder / 'log'})"
 
 
-RANK = 1  # that is killed
-LEAST_S = 8.0  # of steps, so that there is a middle to kill in
+RANK = 1  # the rank that is killed
+LEAST_S = 8.0  # minimum duration of the steps, so that the kill falls in the middle
 MOST_STEPS = 2000
 
 
 @dataclass
 class Kill:
-    """SIGKILL for a rank, once, at a time.
+    """SIGKILL for a rank, once, at a given time.
 
     Attributes:
-        after_s: from the command on.
-        time: at which it was killed, in Unix seconds; None before.
+        after_s: time after the start of the command.
+        time: time of the kill, in Unix seconds; None before it.
     """
 
     after_s: float
@@ -206,7 +206,7 @@ class Kill:
 
     @classmethod
     def within(cls, runs: Iterable[TakenRun]) -> tuple[Kill, int]:
-        """The middle of a run of so many steps, by the times of earlier runs."""
+        """Return a kill in the middle of a run of `steps` steps, from the times of earlier runs."""
         runs = list(runs)
         step_s = statistics.median(run.step_s for run in runs)
         steps = min(MOST_STEPS, max(len(runs[0].losses), round(LEAST_S / step_s)))
@@ -226,7 +226,7 @@ class Kill:
                     return
 
     def pause_s(self, ended_s: list[float]) -> float:
-        """The longest time between two steps around the kill, beyond a usual step."""
+        """Return the longest pause between two steps around the kill, beyond a usual step."""
         assert self.time is not None
         gaps = [after - before for before, after in pairwise(ended_s)]
         around = [
@@ -239,7 +239,7 @@ def _is_rank(process: psutil.Process) -> bool:
     variables = process.environ()
     if process.cmdline()[0].startswith(f"paceline rank {RANK} of"):
         return True
-    if variables.get("TORCHELASTIC_RUN_ID"):  # torchft's ranks are groups of one
+    if variables.get("TORCHELASTIC_RUN_ID"):  # each of torchft's ranks is its own group
         return int(variables.get("REPLICA_GROUP_ID", variables.get("RANK", "-1"))) == RANK
     if "TF_CONFIG" in variables:
         task = json.loads(variables["TF_CONFIG"])["task"]
@@ -249,15 +249,15 @@ def _is_rank(process: psutil.Process) -> bool:
 
 REQUIREMENTS = Path(__file__).with_name("requirements")
 _DONE = "made"
-_LEAST_ROOM = 3 * 2**30  # bytes on the disk
+_LEAST_ROOM = 3 * 2**30  # minimum free bytes on the disk
 _INSTALL_S = 1800.0
 
 
 def python_of(system: System, say: Callable[[str], None]) -> Path:
-    """The interpreter of a system's environment, which is made where it is not there yet.
+    """Return the interpreter of a system's environment; create the environment if it is missing.
 
     Raises:
-        RunError: it cannot be made; says why, with the end of what pip said.
+        RunError: it cannot be created; the error includes the end of pip's output.
     """
     if not system.requirements:
         return Path(sys.executable)
@@ -276,7 +276,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     folder = cache / f"{files[-1].stem}-{_key(files, apart=system.apart)}"
     python = folder / "bin" / "python"
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two benchmarks at once make it once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two concurrent benchmarks create it only once
         if not (folder / _DONE).exists():
             say(f"{system.title}: its environment is made in {folder}, once …")
             shutil.rmtree(folder, ignore_errors=True)
@@ -286,7 +286,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
 
 
 def _key(files: list[Path], *, apart: bool) -> str:
-    """Changes with the pinned packages, and with the Python and torch that the environment sees."""
+    """Return a key that changes with the pinned packages, and with the Python and torch in use."""
     seen = [sys.version, sys.prefix, "" if apart else version("torch"), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(seen).encode()).hexdigest()[:12]
 
@@ -312,7 +312,7 @@ def _make(system: System, folder: Path, files: list[Path]) -> None:
     if not system.apart:
         inside = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
         ours = [path for path in sys.path if path.endswith("site-packages")]
-        source = str(Path(__file__).parents[2])  # paceline, where it is not installed into them
+        source = str(Path(__file__).parents[2])  # paceline, if it is not installed in the environment
         write_whole(Path(inside) / "paceline-and-torch.pth", "\n".join([*ours, source]) + "\n")
     for file in files:
         _install(system, folder, file)

@@ -1,4 +1,4 @@
-"""Description of a system: its installation, its commands, and its steps."""
+"""Description of a system: its installation, commands, and steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ JOB, TASK = "job.yaml", "task.json"
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a run, in an emulated host where there is one.
+    """A command of a run, in an emulated host if there is one.
 
-    `serves`: it does not end by itself, and is ended when the others have.
+    `serves`: it does not end by itself, and is stopped after the others have ended.
     """
 
     words: Sequence[str]
@@ -33,14 +33,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Start:
-    """One run that is to be started.
+    """One run that is about to be started.
 
     Attributes:
-        python: the interpreter of the system's own environment.
-        folder: of the task, which its processes read and write.
-        hosts: emulated ones, in their order; none where all run on this machine as it is.
-        port: a free one.
-        scratch: folder of a short path, for sockets; it is removed after the run.
+        python: interpreter of the system's own environment.
+        folder: folder of the task, which its processes read and write.
+        hosts: emulated hosts in order; empty if all processes run directly on this machine.
+        port: a free port.
+        scratch: folder with a short path, for sockets; removed after the run.
     """
 
     system: System
@@ -54,7 +54,7 @@ class Start:
 
     @property
     def places(self) -> Sequence[EmulatedHost | None]:
-        """The hosts, or the one place that is this machine."""
+        """The hosts, or a single entry for this machine."""
         return self.hosts or (None,)
 
     @property
@@ -69,7 +69,7 @@ class Start:
 
     @property
     def program(self) -> list[str]:
-        """Command line that calls the system's `train`, from the interpreter on."""
+        """Return the command line that calls the system's `train`, starting with the interpreter."""
         return [str(self.python), "-m", "paceline_lab.systems.run", str(self.system.train), str(self.folder)]
 
 
@@ -108,15 +108,15 @@ class System:
     Attributes:
         name: name of the system in `--systems`.
         title: name of the system in tables.
-        documentation: page whose instructions for starting the system are followed.
+        documentation: page with the instructions that are followed to start the system.
         train: import path of its script for one rank, in which changed lines are counted; None if it has none.
-        commands: returns the commands of a run, which end when all steps are taken.
+        commands: returns the commands of a run, which end after all steps.
         steps: reads the steps of a run that has ended.
         refusal: returns the reason why the system cannot train a job; None if it can.
         requirements: files of its pinned packages, installed in this order beside paceline's own; may be empty.
         build_environment: environment variables for their installation.
         apart: True if its environment contains neither paceline nor torch.
-        tuned: settings of its own that are also tried, with paceline's settings for memory and data.
+        tuned: its own settings that are also tried, with paceline's settings for memory and data.
         takes_channels_last: True if it can train channels-last weights.
         is_killed: True if benchmarks may kill one of its ranks; False if surviving that needs another script.
         one_machine: the reason why it cannot run on emulated hosts; None if it can.
@@ -138,25 +138,25 @@ class System:
     one_machine: str | None = None
 
     def refuses(self, job: Job, cluster: Cluster) -> str | None:
-        """The reason why the system cannot train this job here; None if it can."""
+        """Return the reason why the system cannot train this job here; None if it can."""
         return (self.one_machine if cluster.emulate else None) or self.refusal(job)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Task of a run, which every process of it reads.
+    """Task of a run, which all its processes read.
 
     Attributes:
-        ranks: processes that train; `hosts` on how many hosts.
-        steps: that are taken, the warm-up included.
-        threads: of torch's operations in each rank.
-        settings: of the system's own, beside what its documentation shows.
-        tuned: the job is read and laid out as paceline's ranks do it: batches copied at once out of a data set in
-            memory, a fused optimizer, images and convolutions with channels last if `channels_last`, and so many loader
-            processes.
-        parts: a batch is computed in so many parts, as by replicas that normalise each its own part.
-        disturbed: the first weights are a rounding apart.
-        global_batch: of the job as this run trains it, where it is not the comparison's.
+        ranks: number of processes that train; `hosts`: number of hosts.
+        steps: number of steps, including the warm-up.
+        threads: threads of torch's operations in each rank.
+        settings: the system's own settings, beside those in its documentation.
+        tuned: the job is read and laid out as by paceline's ranks. Batches are copied at once from a data set in
+            memory, the optimizer is fused, the number of loader processes is the same, and images and convolutions are
+            channels-last if `channels_last` is set.
+        parts: number of parts in which a batch is computed, as by replicas that each normalize their own part.
+        disturbed: the first weights are perturbed by a rounding error.
+        global_batch: batch size of this run, if it differs from the comparison's.
     """
 
     ranks: int
@@ -172,23 +172,23 @@ class Task:
     global_batch: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Lay the task out in a folder."""
+        """Write the task to a folder."""
         write_whole(folder / TASK, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Task:
-        """The task of a folder."""
+        """Read the task of a folder."""
         return cls(**json.loads((folder / TASK).read_text()))
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one rank, or of all together.
+    """Steps of one rank, or of all ranks together.
 
     Attributes:
-        losses: of each step, in the mean over a rank's samples.
-        ended_s: when each had ended, in Unix seconds.
-        wire_bytes: that the busiest link carried, where the system counts them itself.
+        losses: loss of each step, averaged over a rank's samples.
+        ended_s: end time of each step, in Unix seconds.
+        wire_bytes: bytes on the busiest link, if the system itself counts them.
     """
 
     losses: list[float]
@@ -196,15 +196,15 @@ class Steps:
     wire_bytes: float | None = None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leave the steps of a rank in the task's folder."""
+        """Write the steps of a rank to the task's folder."""
         write_whole(folder / f"rank-{rank}.json", json.dumps(asdict(self)))
 
     @classmethod
     def of_ranks(cls, folder: Path, ranks: int) -> Steps:
-        """Steps of all ranks: losses in their mean, ends of the latest.
+        """Combine the steps of all ranks: mean losses, latest end times.
 
         Raises:
-            FileNotFoundError: a rank left none.
+            FileNotFoundError: a rank wrote no steps.
         """
         each = [cls(**json.loads((folder / f"rank-{rank}.json").read_text())) for rank in range(ranks)]
         losses = [sum(of_ranks) / len(each) for of_ranks in zip(*(steps.losses for steps in each), strict=True)]
@@ -213,12 +213,12 @@ class Steps:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """Import path of a system, which is loaded when it is named."""
+    """Import path of a system, which is loaded on first use."""
 
     path: str
 
     def load(self) -> System:
-        """The system."""
+        """Load the system."""
         from paceline.job.spec import load_object
 
         system: System = load_object(self.path)

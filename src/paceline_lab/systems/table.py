@@ -1,4 +1,4 @@
-"""The systems: how each is installed, started and read."""
+"""Table of systems: installation, commands and results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TUNED_DDP = {"gradient_as_bucket_view": True, "static_graph": True}
 
 
 def _paceline(start: Start) -> list[Command]:
-    """The command that paceline's documentation shows, with a job file instead of a script.
+    """Start the command from paceline's documentation, with a job file instead of a script.
 
     The command starts the ranks itself, also on emulated hosts.
     """
@@ -37,7 +37,7 @@ def _paceline(start: Start) -> list[Command]:
 
 
 def _recorded(start: Start) -> Steps:
-    """Steps that a run of paceline recorded, with losses of the global batch."""
+    """Read the steps that a run of paceline recorded, with losses of the global batch."""
     run = Run(start.folder / "run")
     links = [event["links"].values() for event in run.events() if event["event"] == "links"]
     wire = [max(link["sent_bytes"], link["received_bytes"]) for each in links for link in each]
@@ -45,7 +45,7 @@ def _recorded(start: Start) -> Steps:
 
 
 def _alone(start: Start) -> list[Command]:
-    """One process, whatever the number of ranks."""
+    """Start one process, whatever the number of ranks."""
     return [Command(start.program, start.places[0])]
 
 
@@ -56,15 +56,15 @@ def _horovodrun(start: Start) -> list[Command]:
 
 
 def _driver_of_ray(start: Start) -> list[Command]:
-    """A driver, which starts a cluster of its own on this machine."""
+    """Start a driver, which starts its own cluster on this machine."""
     environment = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(start.scratch)}
     write_whole(token := start.folder / "token", secrets.token_hex(32))
-    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # otherwise Ray makes a token in the user's home
+    environment["RAY_AUTH_TOKEN_PATH"] = str(token)  # otherwise Ray writes a token to the user's home
     return [Command(start.program, environment=environment)]
 
 
 def _groups_of_torchft(start: Start) -> list[Command]:
-    """A lighthouse on the first host, and torchrun for every replica group of one rank."""
+    """Start a lighthouse on the first host, and torchrun for every replica group of one rank."""
     python, *program = start.program
     port, bind = start.port + 1, start.address
     binary = str(start.python.with_name("torchft_lighthouse"))
@@ -81,7 +81,7 @@ def _groups_of_torchft(start: Start) -> list[Command]:
 
 
 def _simulation_of_flower(start: Start) -> list[Command]:
-    """One command, which starts Ray with the clients; the server writes the steps."""
+    """Start one command, which starts Ray with the clients; the server writes the steps."""
     environment = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_TMPDIR": str(start.scratch), "FLWR_HOME": str(start.folder)}
     return [Command(start.program, environment=environment)]
 
@@ -96,7 +96,7 @@ def _refusal_of_flower(job: Job) -> str | None:
 
 
 def _refusal_of_tensorflow(job: Job) -> str | None:
-    """The first part of the job that has no counterpart in TensorFlow."""
+    """Return the first part of the job that has no counterpart in TensorFlow."""
     if job.model.zoo not in _TF_MODELS:
         return f"the model would have to be written again for TensorFlow; here that are {', '.join(_TF_MODELS)}"
     if job.loss.name != "cross_entropy" or job.loss.args:
@@ -116,7 +116,7 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
 def _strategy(
     start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
 ) -> Command:
-    """The script in a place, with the configuration of a cluster if there is one."""
+    """Start the script on a host, with the configuration of a cluster if there is one."""
     words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
     return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
 
@@ -127,7 +127,7 @@ def _mirrored(start: Start) -> list[Command]:
 
 
 def _workers(start: Start) -> list[Command]:
-    """The script once for each worker, each with its TF_CONFIG."""
+    """Start the script once for each worker, each with its own TF_CONFIG."""
     _lay_out(start)
     cluster = {"worker": _addresses(start, start.task.ranks)}
     configs = [{"cluster": cluster, "task": {"type": "worker", "index": rank}} for rank in range(start.task.ranks)]
@@ -137,7 +137,7 @@ def _workers(start: Start) -> list[Command]:
 
 
 def _workers_and_server(start: Start) -> list[Command]:
-    """Workers, a server and the coordinator; the last two are on the first host."""
+    """Start workers, a server and the coordinator; the last two are on the first host."""
     _lay_out(start)
     ranks = start.task.ranks
     server, chief = (f"{start.address}:{start.port + ranks + number}" for number in (0, 1))
@@ -152,13 +152,13 @@ def _workers_and_server(start: Start) -> list[Command]:
 
 
 def _addresses(start: Start, ranks: int) -> list[str]:
-    """An address and a port for each rank, host by host."""
+    """Return an address and a port for each rank, host by host."""
     hosts = [host.address if host else "127.0.0.1" for host in start.places for _ in range(start.ranks_per_host)]
     return [f"{hosts[rank]}:{start.port + rank}" for rank in range(ranks)]
 
 
 def _lay_out(start: Start) -> None:
-    """Write samples, their order, first weights and settings where the scripts read them."""
+    """Write samples, their order, first weights and settings to the folder that the scripts read."""
     from paceline.run.build import load_published, seed_all
 
     job = Job.load(start.folder / JOB)
@@ -196,7 +196,7 @@ def _about(start: Start, job: Job) -> dict[str, Any]:
     spec = job.optimizer
     arguments: dict[str, Any] = {"momentum": spec.momentum, "nesterov": spec.nesterov}
     if spec.name != "sgd":
-        # Keras adds epsilon before it corrects the second moment's bias, torch after it: a tenth is nearly the same
+        # Keras adds epsilon before it corrects the second moment's bias, torch after it. A tenth is nearly equivalent
         # over the first hundred steps
         arguments = {"beta_1": spec.betas[0], "beta_2": spec.betas[1], "epsilon": spec.eps / 10}
     if spec.name == "adamw":
@@ -240,7 +240,7 @@ PLAIN = System(
     commands=_alone,
     steps=steps_of_one,
 )
-# Its losses are those that every system's are compared with.
+# The losses of every system are compared with its losses.
 REFERENCE = replace(PLAIN, name="reference", train=f"{_SCRIPTS}:reference")
 DDP = System(
     name="ddp",
@@ -280,7 +280,7 @@ DEEPSPEED = System(
     train=f"{_SCRIPTS}:deepspeed",
     requirements=["build.txt", "deepspeed.txt"],
     tuned={"zero_optimization": {"stage": 0}},
-    takes_channels_last=False,  # it fails where it broadcasts them
+    takes_channels_last=False,  # it fails when it broadcasts them
 )
 HOROVOD = System(
     name="horovod",

@@ -1,7 +1,7 @@
-"""The job as a plain PyTorch script uses it: its model, optimizer, batches and loss.
+"""The job for a plain PyTorch script: its model, optimizer, batches and loss.
 
-The scripts of the systems that train PyTorch models take all of these from here, so that they differ in nothing but
-what the system asks for.
+The scripts of the systems that train PyTorch models use these functions. So the scripts differ only in what each system
+requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Imported by the first step of an optimizer, it keeps a process group that is there, whose threads then abort the exit.
+# If an optimizer's first step imports this module, it keeps the process group alive, whose threads then abort at exit.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,8 +33,8 @@ class Work:
     """A job, and the record of its steps.
 
     Attributes:
-        settings: of the system's own.
-        rank: of this process.
+        settings: the system's own settings.
+        rank: rank of this process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +50,7 @@ class Work:
         self._ended_s: list[float] = []
 
     def model(self) -> nn.Module:
-        """The job's model with its first weights, the same in every process."""
+        """Build the job's model with its initial weights, the same in every process."""
         seed_all(self.job.seed)
         model = self.job.model.build()
         load_published(self.job, model)
@@ -62,20 +62,20 @@ class Work:
         return model
 
     def optimizer(self, parameters: Iterable[nn.Parameter], *, fused: bool = True) -> torch.optim.Optimizer:
-        """The job's optimizer; a tuned one takes fused steps, where its system has them."""
-        # torch's fused steps take no sparse gradients
+        """Build the job's optimizer; a tuned one uses fused steps if its system supports them."""
+        # torch's fused steps do not support sparse gradients
         return self.job.optimizer.build(parameters, fused=fused and self.task.tuned and not self._rows)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
-        """The job's learning-rate schedule, by torch's scheduler."""
+        """Build the job's learning-rate schedule with torch's scheduler."""
         total = self.job.stop.steps
         return LambdaLR(optimizer, lambda step: self.job.schedule.factor_at(step, total))
 
     def batches(self, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
-        """A rank's part of each global batch, until all steps are taken.
+        """Yield a rank's part of each global batch, until all steps are taken.
 
-        By torch's `DataLoader` as it is; a tuned one copies a batch at once out of a data set in memory, and has loader
-        processes where paceline's plan has.
+        It uses torch's `DataLoader` unchanged. If tuned, it copies a whole batch at once from a data set in memory, and
+        uses loader processes if paceline's plan does.
         """
         self.rank = rank
         data, part = self._dealt(rank, ranks)
@@ -92,14 +92,14 @@ class Work:
                 yield place(batch, torch.device("cpu"), dtype=None, channels_last=self.task.channels_last)
 
     def batch(self, step: int, rank: int, ranks: int) -> Batch:
-        """A rank's part of the batch of one step (0-based)."""
+        """Return a rank's part of the batch of one step (0-based)."""
         data, part = self._dealt(rank, ranks)
         epoch, place_in_epoch = divmod(step, part.steps_per_epoch)
         found: Batch = default_collate([data[index] for index in next(iter(part.batches(epoch, place_in_epoch)))])
         return found
 
     def _dealt(self, rank: int, ranks: int) -> tuple[Any, Partition]:
-        """The data set, and which samples of it a rank reads in each step."""
+        """Return the data set, and the indices of the samples that a rank reads in each step."""
         if self._data is None:
             self._data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
         part = Partition(
@@ -115,38 +115,38 @@ class Work:
         return self._data, part
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The job's loss of a model on a batch."""
-        self._model = model  # kept: torch 2.13 may hang where DDP's reducer is freed after its process group
+        """Compute the job's loss of a model on a batch."""
+        self._model = model  # keep a reference: torch 2.13 may hang if DDP's reducer is freed after its process group
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch[:-1])
         return self._loss(output, target_of(batch))
 
     def parts(self, batch: Batch) -> list[Batch]:
-        """Equal parts of a batch; one, but for replicas that normalise alone."""
+        """Split a batch into equal parts: one, unless replicas normalize separately."""
         return list(split(batch, self.task.parts))
 
     def clip(self, model: nn.Module) -> None:
-        """Clip the norm of the gradient where the job says so."""
+        """Clip the gradient norm if the job requires it."""
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.job.clip_norm)
 
     def took(self, loss: Tensor) -> None:
-        """Read the loss of a step that was taken, and keep the time."""
+        """Read the loss of a finished step, and record the time."""
         self._losses.append(loss.item())
         self._ended_s.append(time.time())
 
     def record(self, losses: list[float], ended_s: list[float]) -> None:
-        """All steps, where another process took them."""
+        """Set all steps, if another process took them."""
         self._losses, self._ended_s = losses, ended_s
 
     def write(self) -> None:
-        """Leave the record of this rank, if it took any step."""
+        """Write the record of this rank, if it took any step."""
         if self._losses:
             Steps(self._losses, self._ended_s).write(self.folder, self.rank)
 
 
 @torch.no_grad()
 def _disturb(model: nn.Module) -> None:
-    """Move each weight by a few roundings, up or down."""
+    """Move each weight by a few rounding errors, up or down."""
     drawn = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         up = torch.randint(0, 2, parameter.shape, generator=drawn) * 2 - 1
@@ -159,7 +159,7 @@ def _at_once(whole: Callable[[list[int]], Any], indices: list[int]) -> Any:
 
 
 class _OneByOne(Dataset[Any]):
-    """A data set without its access to many samples at once, which is rare."""
+    """A data set without the (rare) access to several samples at once."""
 
     def __init__(self, data: Any) -> None:
         self._data = data

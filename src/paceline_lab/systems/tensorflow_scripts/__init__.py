@@ -1,4 +1,4 @@
-"""Scripts that run under TensorFlow's own environment, where there is neither torch nor paceline.
+"""Scripts that run in TensorFlow's own environment, without torch and paceline.
 
-Read `strategies.py` first; `keras_models.py` has the models with the weights of torch's.
+Read `strategies.py` first; `keras_models.py` has the models with the weights from torch.
 """

@@ -1,4 +1,4 @@
-"""Models of paceline's zoo in Keras, with torch's weights carried over by name and layout."""
+"""Models of paceline's zoo in Keras; torch's weights are converted by name and layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mlp(weights: Weights, args: dict[str, Any]) -> Any:
 
 
 def cifar_cnn(weights: Weights, args: dict[str, Any]) -> Any:
-    """`cifar_cnn`: images (n, 32, 32, 3) to logits. Its flattened features are in the order of channels last."""
+    """`cifar_cnn`: images (n, 32, 32, 3) to logits. Features are flattened in channels-last order."""
     model = tf.keras.Sequential(
         [
             Layers.Conv2D(16, 3, padding="same", activation="relu"),
@@ -38,7 +38,10 @@ def cifar_cnn(weights: Weights, args: dict[str, Any]) -> Any:
 
 
 class GPT(tf.keras.Model):
-    """`gpt` without dropout: tokens (n, t) to logits (n, t, vocab). The head is the embedding."""
+    """`gpt` without dropout: tokens (n, t) to logits (n, t, vocab).
+
+    The head shares the embedding's weight.
+    """
 
     def __init__(self, weights: Weights, args: dict[str, Any]) -> None:
         super().__init__()
@@ -49,14 +52,14 @@ class GPT(tf.keras.Model):
         self.norm = Layers.LayerNormalization(epsilon=1e-5)
 
     def call(self, tokens: Any) -> Any:
-        """Logits of the token after each."""
+        """Return the logits of the next token at each position."""
         x = tf.gather(self.token_weights, tokens) + self.position_weights[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return tf.einsum("nth,vh->ntv", self.norm(x), self.token_weights)
 
     def carry(self, weights: Weights) -> None:
-        """Take torch's weights."""
+        """Load torch's weights."""
         self.token_weights.assign(weights["tokens.weight"])
         self.position_weights.assign(weights["positions.weight"])
         _set(self.norm, weights, "norm")
@@ -65,7 +68,7 @@ class GPT(tf.keras.Model):
 
 
 class _Block(Layers.Layer):  # type: ignore[name-defined]
-    """Attention and an MLP, each added to what comes in and normalised before."""
+    """Pre-norm attention and MLP, each with a residual connection."""
 
     def __init__(self, weights: Weights, name: str, heads: int) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
         self.down = _dense(weights, f"{name}.mlp.2")
 
     def call(self, x: Any) -> Any:
-        """(n, t, hidden) to (n, t, hidden)."""
+        """Map (n, t, hidden) to (n, t, hidden)."""
         x = x + self._attention(self.attention_norm(x))
         return x + self.down(self.up(self.mlp_norm(x)))
 
@@ -92,7 +95,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
         return self.out(tf.reshape(tf.transpose(mixed, (0, 2, 1, 3)), (-1, length, hidden)))
 
     def carry(self, weights: Weights, name: str) -> None:
-        """Take torch's weights."""
+        """Load torch's weights."""
         _set(self.attention_norm, weights, f"{name}.attention_norm")
         _set(self.query_key_value, weights, f"{name}.attention.query_key_value")
         _set(self.out, weights, f"{name}.attention.out")
@@ -102,7 +105,7 @@ class _Block(Layers.Layer):  # type: ignore[name-defined]
 
 
 def gpt(weights: Weights, args: dict[str, Any]) -> Any:
-    """`gpt` with torch's weights."""
+    """Build `gpt` with torch's weights."""
     model = GPT(weights, args)
     model(np.zeros((1, int(args.get("context", 128))), np.int64))
     model.carry(weights)
@@ -114,7 +117,7 @@ def _dense(weights: Weights, name: str, activation: Any = None) -> Any:
 
 
 def _built(model: Any, shape: tuple[int, ...], places: dict[str, int], weights: Weights) -> Any:
-    """The model, built for its input, with torch's weights in the layers of their places."""
+    """Build the model for its input, and copy torch's weights into the corresponding layers."""
     model.build(shape)
     for name, place in places.items():
         _set(model.layers[place], weights, name)
@@ -122,7 +125,7 @@ def _built(model: Any, shape: tuple[int, ...], places: dict[str, int], weights: 
 
 
 def _set(layer: Any, weights: Weights, name: str) -> None:
-    """Torch's weight and bias: (out, in) becomes (in, out), (out, in, h, w) becomes (h, w, in, out)."""
+    """Set torch's weight and bias: (out, in) becomes (in, out), (out, in, h, w) becomes (h, w, in, out)."""
     weight = weights[f"{name}.weight"]
     axes = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}[weight.ndim]
     layer.set_weights([weight.transpose(axes), weights[f"{name}.bias"]])

@@ -1,6 +1,6 @@
-"""Strategies of tf.distribute, as TensorFlow's pages use them: `python strategies.py STRATEGY FOLDER`.
+"""Strategies of tf.distribute as in TensorFlow's guides: `python strategies.py STRATEGY FOLDER`.
 
-`table.py` lays the job out as arrays and settings in the folder.
+`table.py` writes the job to the folder as arrays and settings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 import numpy as np
 import tensorflow as tf
 
-BLOCK = 10  # steps whose updates are under way at once
+BLOCK = 10  # steps whose updates are in flight at once
 
 
 class Work:
     """A job, and the record of its steps.
 
     Attributes:
-        ranks: replicas; `batch` samples of all of them in a step.
-        order: of the samples, shape (steps, batch); the i-th part of a row is the i-th replica's.
+        ranks: number of replicas; `batch`: samples of all replicas in a step.
+        order: order of the samples, shape (steps, batch); the i-th part of a row belongs to the i-th replica.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Work:
         self._ended_s: list[float] = []
 
     def model(self) -> Any:
-        """The job's model with the weights that torch's has at first."""
+        """Build the job's model with the initial weights from torch."""
         from keras_models import MODELS
 
         with np.load(self.folder / "weights.npz") as held:
             return MODELS[self.about["model"]](dict(held), self.about["args"])
 
     def optimizer(self, updates: int = 1) -> Any:
-        """The job's optimizer, with its schedule; a step may be several updates."""
+        """Build the job's optimizer with its schedule; one step may contain several updates."""
         rates = tf.constant(self.about["rates"], tf.float32)
 
         class Schedule(tf.keras.optimizers.schedules.LearningRateSchedule):
@@ -60,28 +60,28 @@ class Work:
         return made(learning_rate=Schedule(), **self.about["optimizer_args"])
 
     def dataset(self, order: Any) -> Any:
-        """Batches of the samples in the rows of an order."""
+        """Return batches of the samples in the rows of an order."""
         inputs, target = tf.constant(self.inputs), tf.constant(self.target)
         rows = tf.data.Dataset.from_tensor_slices(order)
         return rows.map(lambda row: (tf.gather(inputs, row), tf.gather(target, row))).prefetch(2)
 
     def part(self, rank: int) -> Any:
-        """A replica's part of the order."""
+        """Return a replica's part of the order."""
         each = self.batch // self.ranks
         return self.order[:, rank * each : (rank + 1) * each]
 
     def loss(self, output: Any, target: Any) -> Any:
-        """Sum of the cross-entropies of a replica's samples, over the samples of the whole batch."""
+        """Return the sum of the cross-entropies of a replica's samples over the size of the whole batch."""
         each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=output)
         return tf.reduce_mean(each) / self.ranks
 
     def took(self, loss: float, ended_s: float | None = None) -> None:
-        """A step was taken, now where no other time is given."""
+        """Record a step; its end is now unless another time is given."""
         self._losses.append(float(loss))
         self._ended_s.append(time.time() if ended_s is None else ended_s)
 
     def write(self, rank: int = 0) -> None:
-        """Leave the record of the steps."""
+        """Write the record of the steps."""
         part = self.folder / f"rank-{rank}.part"
         part.write_text(json.dumps({"losses": self._losses, "ended_s": self._ended_s}))
         part.rename(self.folder / f"rank-{rank}.json")
@@ -102,7 +102,7 @@ def multiworker(work: Work) -> None:
 
 
 def train(work: Work, strategy: Any) -> None:
-    """The custom loop of a synchronous strategy."""
+    """Run the custom training loop of a synchronous strategy."""
     with strategy.scope():
         model, optimizer = work.model(), work.optimizer()
         optimizer.build(model.trainable_variables)
@@ -123,7 +123,7 @@ def train(work: Work, strategy: Any) -> None:
     def part(context: Any) -> Any:
         if context.num_input_pipelines > 1:
             return work.dataset(work.part(context.input_pipeline_id))
-        parts = work.order.reshape(-1, work.batch // work.ranks)  # each replica takes the next
+        parts = work.order.reshape(-1, work.batch // work.ranks)  # each replica takes the next part
         return work.dataset(parts)
 
     for batch in strategy.distribute_datasets_from_function(part):
@@ -131,9 +131,9 @@ def train(work: Work, strategy: Any) -> None:
 
 
 def server(work: Work) -> None:
-    """ParameterServerStrategy: the chief of TF_CONFIG, or a worker or server until it is killed.
+    """ParameterServerStrategy: run as the chief of TF_CONFIG, or as a worker or server until killed.
 
-    Workers update on their own: it is asynchronous, so its losses are its own as well.
+    Workers update asynchronously, so the losses differ from those of the synchronous strategies.
     """
     config = json.loads(os.environ["TF_CONFIG"])
     kind, number = config["task"]["type"], config["task"]["index"]
@@ -156,7 +156,7 @@ def coordinate(work: Work) -> None:
     def step(iterator: Any) -> Any:
         def update(inputs: Any, target: Any) -> Any:
             with tf.GradientTape() as tape:
-                loss = work.loss(model(inputs), target) * work.ranks  # of its own samples alone
+                loss = work.loss(model(inputs), target) * work.ranks  # mean over its own samples only
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             return loss
@@ -167,7 +167,7 @@ def coordinate(work: Work) -> None:
         return work.dataset(work.order.reshape(-1, work.batch // work.ranks)).repeat()
 
     iterator = iter(coordinator.create_per_worker_dataset(parts))
-    coordinator.schedule(step, args=(iterator,))  # the first traces the function
+    coordinator.schedule(step, args=(iterator,))  # the first call traces the function
     coordinator.join()
     for done in range(0, work.steps, BLOCK):
         taken = min(BLOCK, work.steps - done)
