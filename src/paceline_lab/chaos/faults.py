@@ -87,7 +87,7 @@ def inject(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _many(fault: Fault, scene: Scene) -> Injected | None:
-    """Hit all ranks, or all but one; return None if fewer than two ranks are running."""
+    """Hit all ranks, or all but one. Return None if fewer than two ranks are running."""
     spared = fault.number if fault.target == "others" else None
     wanted = [rank for rank in range(scene.ranks) if rank != spared]
     there = [rank for rank in wanted if rank_process(scene, rank)]
@@ -105,7 +105,7 @@ def _many(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def rank_process(scene: Scene, number: int) -> psutil.Process | None:
-    """Find the process of a rank; return None if it has ended or not started yet."""
+    """Find the process of a rank. Return None if it has ended or not started yet."""
     with suppress(psutil.Error, IndexError):
         for pid in scene.pids_of(number):
             process = psutil.Process(pid)
@@ -355,7 +355,7 @@ def memory_groups() -> Path:
 
 
 def _group_of(pid: int, top: Path) -> Path:
-    """Find the CPU control group of a process; return `top` if it is not visible here."""
+    """Find the CPU control group of a process. Return `top` if it is not visible here."""
     for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(",") or not controllers:

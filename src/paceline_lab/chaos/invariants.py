@@ -146,7 +146,7 @@ def _checkpoints(played: Played) -> Iterator[str]:
 
 
 def _committed(played: Played) -> dict[int, list[int]]:
-    """Return the samples of each step; for a repeated step, the samples of its last attempt."""
+    """Return the samples of each step. For a repeated step, only the last attempt counts."""
     files = _witnessed(played)
     again = _starts(files)
     found: dict[int, list[int]] = {}
@@ -251,7 +251,7 @@ def steps_that_take(job: Job, plan: str, minutes: float, cluster: Path | None, f
 
 
 def reference(job: Job, plan: str, cluster: Path | None, folder: Path, say: Callable[[str], None]) -> Reference:
-    """Return the undisturbed run of a job and plan; run it if it does not exist."""
+    """Return the undisturbed run of a job and plan. Run it if it does not exist."""
     say("undisturbed run")
     run = undisturbed(job, plan, cluster, folder)
     losses = losses_of(run)

@@ -1,4 +1,4 @@
-"""One chaos command: draw a schedule, play and judge it, and shrink it if it fails."""
+"""One chaos command: a schedule is drawn, played and judged, and shrunk if it fails."""
 
 from __future__ import annotations
 

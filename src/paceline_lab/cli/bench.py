@@ -339,7 +339,7 @@ def _numbers(text: str | None) -> list[int] | None:
 
 
 def _jitter(text: str | None) -> Jitter | None:
-    """Return the distribution of step times: normal with a given deviation, or from a run's steps."""
+    """Return the distribution of step times: normal with a given deviation, or from a run."""
     from paceline_lab.simulated.measured_here import Jitter, measured_jitter
 
     if text is None:

@@ -380,7 +380,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _computed(text: str, variables: Mapping[str, str]) -> str | None:
-    """Evaluate a sum or product of whole numbers and variables; return None if it is neither."""
+    """Evaluate a sum or product of whole numbers and variables. Return None if it is neither."""
 
     def of(node: ast.AST) -> int:
         if isinstance(node, ast.Expression):

@@ -181,7 +181,7 @@ class ConfiguredPlan:
 
     @property
     def changes(self) -> list[tuple[str, str, str]]:
-        """Return the keys that differ in the best plan: name, the configuration's value, the better value."""
+        """Return the keys that differ in the best plan: name, own value, better value."""
         if self.best is None:
             return []
         mine, then = self.own.winner.plan, self.best.plan
@@ -309,7 +309,7 @@ def _predicted(plan: Plan, layout: Layout, planned: Planned, cluster: Cluster, f
 def _best(
     planned: Planned, cluster: Cluster, framework: Framework, system: str, calibration: Basis | None
 ) -> tuple[Candidate | None, str]:
-    """Return the best plan that the system can run, or the reason why there is none."""
+    """Return the best plan that the system can run, or the reason against all plans."""
     job = planned.job
     try:
         best = search(job, cluster, calibration=calibration).best
@@ -508,7 +508,7 @@ def _dimensions(name: str) -> dict[str, Any]:
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """Return the median without the first steps; at most a third of all steps is skipped."""
+    """Return the median without the first steps. At most a third of all steps is skipped."""
     return median(seconds[min(WARM_UP_STEPS, len(seconds) // 3) :])
 
 

@@ -194,7 +194,7 @@ def _lost(best: MeasuredSetting, one: MeasuredSetting | None) -> list[tuple[str,
 
 
 def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
-    """Return every figure of every setting, without rows that do not apply to this job or machine."""
+    """Return every figure of every setting, without rows that cannot apply here."""
     settings = report.settings
     to_end = any(s.training_time_s for s in settings)
     compressed = any(_most(s, "compression_error") is not None for s in settings)
@@ -235,7 +235,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
 
 
 def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
-    """Chart the plans for several devices; None if no two plans use the same number of devices."""
+    """Chart the plans for several devices. None if no two plans use the same number of devices."""
     compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     if len({s.devices for s in compared}) == len(compared):
         return None

@@ -132,7 +132,7 @@ def _steps(ways: Sequence[ComparedWay]) -> Chart:
 
 
 def _losses(ways: Sequence[ComparedWay]) -> Chart:
-    """Chart the losses over time of paceline's plans, and of the faster variant of each other system."""
+    """Chart losses over time: paceline's plans, and each other system's faster variant."""
     shown: dict[str, ComparedWay] = {}
     for way in ways:
         if way.way == OURS or way.ratio is not None:  # other ways have a different batch

@@ -318,7 +318,10 @@ class Benchmark:
 
 
 def rounds(settings: Sequence[T], repeat: int) -> Iterator[tuple[int, T]]:
-    """Return every setting once per round, rotated: A B C, B C A, C A B, …"""
+    """Return every setting once per round, in rotated order.
+
+    The order is A B C, B C A, C A B, …
+    """
     for round_ in range(repeat if settings else 0):
         first = round_ % len(settings)
         yield from ((round_, setting) for setting in (*settings[first:], *settings[:first]))

@@ -114,7 +114,7 @@ class MeasuredSetting:
 
     @property
     def fixed(self) -> bool:
-        """True for N devices in the fixed layout, False for a plan given by the user or `auto`."""
+        """True for N devices in the fixed layout, False for any other plan."""
         return self.label in (count(self.devices, "device"), count(self.devices, "core"))
 
 
@@ -235,7 +235,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """Return the loss or metrics of the job's stop rule as text; None if it has none."""
+    """Return the loss or metrics of the job's stop rule as text. None if it has none."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
     rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]

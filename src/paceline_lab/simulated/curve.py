@@ -256,7 +256,7 @@ class _Draws:
         )
 
     def _slowest(self, ranks: int) -> tuple[Floats, float]:
-        """Draw the ratio of the slowest rank's time to the mean; return the draws and their mean."""
+        """Draw the ratio of the slowest rank's time to the mean. Return the draws and their mean."""
         jitter = self.chances.jitter or Jitter()
         drawn = jitter.slowest(ranks, (self.chances.draws, _STEPS), np.random.default_rng(self.chances.seed))
         return drawn.mean(axis=1), float(drawn.mean())

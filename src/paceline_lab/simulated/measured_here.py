@@ -367,7 +367,7 @@ def published_curves() -> tuple[PublishedCurve, ...]:
 
 @cache
 def held_against() -> tuple[HeldAgainst, ...]:
-    """Return all curves with their predictions; the first call takes a few tenths of a second."""
+    """Return all curves with their predictions. The first call takes a few tenths of a second."""
     return tuple(map(_held_against, published_curves()))
 
 

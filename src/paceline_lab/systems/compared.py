@@ -157,7 +157,7 @@ class Comparison:
 
 
 def step_time_s(ended_s: Sequence[float]) -> float:
-    """Return the seconds of a step after the warm-up: the median over equal blocks of the run."""
+    """Return the seconds of a step after warm-up: the median over equal blocks."""
     ends = ended_s[min(WARM_UP, len(ended_s) // 3) :]
     each = max(1, (len(ends) - 1) // BLOCKS)
     blocks = [(ends[i + each] - ends[i]) / each for i in range(0, len(ends) - each, each)]
@@ -446,7 +446,7 @@ def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
 
 
 def changed_lines(train: str | None) -> int | None:
-    """Count the lines of a script's functions that the plain script lacks; None without a script."""
+    """Count the lines of a script's functions that the plain script lacks. None without a script."""
     if train is None:
         return None
     before, after = _code("paceline_lab.systems.scripts:plain"), _code(train)
@@ -455,7 +455,7 @@ def changed_lines(train: str | None) -> int | None:
 
 
 def _code(train: str) -> list[str]:
-    """Return the code lines of a function and of the functions in its file that it calls."""
+    """Return the code lines of a function and of the same-file functions that it calls."""
     found: Any = load_object(train)
     tree = ast.parse(Path(inspect.getfile(found)).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -106,7 +106,7 @@ class References:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference of two courses of losses; infinite if one is not finite."""
+    """Return the largest relative difference of two courses of losses. Infinite if one is not finite."""
     worst = 0.0
     for loss, other in zip(losses, reference, strict=False):
         apart = abs(loss - other) / max(abs(other), 1e-12)
@@ -115,10 +115,10 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def as_compared(job: Job, steps: int, ranks: int) -> Job:
-    """The job of so many steps, each of a whole batch that is dealt evenly.
+    """Return the job with the given number of steps, each with a whole batch.
 
     Raises:
-        RunError: systems would not do the same work; says what to change.
+        RunError: the systems would not do the same work; the error names what to change.
     """
     if job.global_batch % ranks:
         raise RunError(

@@ -30,7 +30,7 @@ def plain(work: Work) -> None:
 
 
 def take_steps(work: Work, model: nn.Module, optimizer: Any, schedule: LambdaLR, batches: Iterable[Any]) -> None:
-    """Run the training loop of PyTorch's tutorials; a script with a different loop has its own."""
+    """Run the training loop of PyTorch's tutorials. A script with a different loop has its own."""
     for batch in batches:
         optimizer.zero_grad()
         loss = work.loss(model, batch)
@@ -325,7 +325,7 @@ def _work(folder: Path) -> Work:
 
 
 def _one_step(folder: Path, state: dict[str, Any], rank: int, step: int) -> tuple[dict[str, Any], float]:
-    """Take a client's step from the weights that the server sent; return its weights and loss."""
+    """Take a client's step from the server's weights; return its weights and loss."""
     work = _work(folder)
     model = work.model()
     model.load_state_dict(state)

@@ -147,7 +147,7 @@ def _own_environment() -> dict[str, str]:
 
 
 def _network(command: Command) -> dict[str, str]:
-    """Return variables that make gloo use the interface of an emulated host, which has no GPU."""
+    """Return variables that select an emulated host's interface for gloo. Such a host has no GPU."""
     if command.host is None:
         return {}
     return {"GLOO_SOCKET_IFNAME": command.host.interface, "CUDA_VISIBLE_DEVICES": ""}
@@ -206,7 +206,7 @@ class Kill:
 
     @classmethod
     def within(cls, runs: Iterable[TakenRun]) -> tuple[Kill, int]:
-        """Return a kill in the middle of a run of `steps` steps, from the times of earlier runs."""
+        """Return a kill in the middle of a run, from the times of earlier runs."""
         runs = list(runs)
         step_s = statistics.median(run.step_s for run in runs)
         steps = min(MOST_STEPS, max(len(runs[0].losses), round(LEAST_S / step_s)))
@@ -286,7 +286,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
 
 
 def _key(files: list[Path], *, apart: bool) -> str:
-    """Return a key that changes with the pinned packages, and with the Python and torch in use."""
+    """Return a key of the pinned packages and of the Python and torch in use."""
     seen = [sys.version, sys.prefix, "" if apart else version("torch"), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(seen).encode()).hexdigest()[:12]
 

@@ -64,7 +64,7 @@ def _driver_of_ray(start: Start) -> list[Command]:
 
 
 def _groups_of_torchft(start: Start) -> list[Command]:
-    """Start a lighthouse on the first host, and torchrun for every replica group of one rank."""
+    """Start a lighthouse on the first host, and torchrun for every one-rank replica group."""
     python, *program = start.program
     port, bind = start.port + 1, start.address
     binary = str(start.python.with_name("torchft_lighthouse"))
@@ -116,7 +116,7 @@ def _refusal_of_tensorflow(job: Job) -> str | None:
 def _strategy(
     start: Start, name: str, place: int = 0, config: dict[str, Any] | None = None, *, serves: bool = False
 ) -> Command:
-    """Start the script on a host, with the configuration of a cluster if there is one."""
+    """Start the script on a host, with the configuration of a cluster if given."""
     words = [str(start.python), str(_TF_SCRIPT), name, str(start.folder)]
     return Command(words, start.places[place], {"TF_CONFIG": json.dumps(config)} if config else {}, serves=serves)
 

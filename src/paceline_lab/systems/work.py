@@ -99,7 +99,7 @@ class Work:
         return found
 
     def _dealt(self, rank: int, ranks: int) -> tuple[Any, Partition]:
-        """Return the data set, and the indices of the samples that a rank reads in each step."""
+        """Return the data set, and the sample indices that a rank reads in each step."""
         if self._data is None:
             self._data = self.job.data.build(input_shape=self.job.model.input_shape(), seed=self.job.seed).train
         part = Partition(

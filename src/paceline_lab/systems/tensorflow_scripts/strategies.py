@@ -71,7 +71,7 @@ class Work:
         return self.order[:, rank * each : (rank + 1) * each]
 
     def loss(self, output: Any, target: Any) -> Any:
-        """Return the sum of the cross-entropies of a replica's samples over the size of the whole batch."""
+        """Return the sum of a replica's cross-entropies over the size of the whole batch."""
         each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=output)
         return tf.reduce_mean(each) / self.ranks
 
