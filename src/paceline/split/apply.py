@@ -1,4 +1,4 @@
-"""A model divided by a plan on one mesh, holding only this rank's weights."""
+"""A model split by a plan over one mesh; each rank holds its own weights."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ Call = Callable[[nn.Module, Batch], Any]
 class Split:
     """One rank's part of a model.
 
-    Made from a model without memory (`DeferredModel`); only this rank's part is ever allocated.
+    The split starts from a model without memory (`DeferredModel`), and allocates only this rank's part.
 
     Attributes:
         mesh: all ranks as a grid, with this rank's coordinate.
-        example: a microbatch as the model takes it.
-        refused: error to raise if a batch fails; set if the undivided model cannot compute the example either.
-        parts: the part that this rank holds of each of its parameters.
-        aliases: the further names of tied parameters (`tied_names`).
+        example: a microbatch in the model's input format.
+        refused: the error to raise if a batch fails; set if even the undivided model cannot compute the example.
+        parts: this rank's `Part` of each of its parameters.
+        aliases: the additional names of tied parameters (`tied_names`).
         modules: the modules that this rank computes: the model, or its pipeline stages.
-        parameters: the optimizer's parameters by their names in the undivided model: plain tensors, of FSDP2's shards
-            too.
-        divided: the same parameters as the modules hold them: DTensors, where FSDP2 shards them.
-        report: the divisions that were made, one line of text each.
+        parameters: the optimizer's parameters by their names in the undivided model. All are plain tensors, including
+            FSDP2's shards.
+        divided: the same parameters as the modules hold them: DTensors if FSDP2 shards them.
+        report: one line of text for each division.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Split:
         self.parameters: dict[str, nn.Parameter] = {}
         self._sums: list[tuple[Any, Bucket]] = []
 
-    # Making it
+    # Creation
 
     def allocate(self, deferred: DeferredModel, *, weights: bool = True) -> None:
         """Allocate this rank's part and fill it with weights from `deferred`.
 
-        Before this call the modules have shapes only, and nothing can be computed.
+        Before this call the modules have shapes only and cannot compute anything.
 
         Args:
-            weights: False leaves the parameters unfilled, where a state is restored into them.
+            weights: False leaves the parameters unfilled, for a restored state.
         """
-        # one list, as two stages may share a tied weight
+        # one list, because two stages may share a tied weight
         together = nn.ModuleList(self.modules)
         allocate(together, self.mesh.world.device, offload=self.fully is not None and self.fully.offload)
         self.divided = self._named(deferred.model)
@@ -133,7 +133,7 @@ class Split:
         return set(found)
 
     def _refuse_beside_whole_tokens(self, context: Context) -> None:
-        """Refuse plans that combine replicated tokens with splits unaware of them."""
+        """Refuse plans that combine replicated tokens with splits that do not support them."""
         plan = self.plan
         others = [key for key in ("tp", "pp") if getattr(plan, key) > 1] + ["compile"] * (plan.compile != "off")
         if context.whole and others:
@@ -198,9 +198,10 @@ class Split:
         return dict(self.modules[0].named_buffers()) if self.pipeline is None else self.pipeline.named_buffers()
 
     def microbatches(self, shares: Sequence[int]) -> int:
-        """Number of microbatches on every rank, where data-parallel rank i has `shares[i]` samples.
+        """Number of microbatches on every rank, if data-parallel rank i has `shares[i]` samples.
 
-        All ranks that meet in a collective of the forward pass need the same number, and a pipeline needs equal ones.
+        Ranks that share a collective in the forward pass need the same number of microbatches. A pipeline also needs
+        microbatches of equal size.
         """
         some = [share for share in shares if share] or [1]
         if self.pipeline is not None:
@@ -209,24 +210,24 @@ class Split:
 
     @property
     def owns_loss(self) -> bool:
-        """True if this rank's loss is counted: only one of several equal losses is."""
+        """True if this rank's loss counts. If several ranks have the same loss, one counts."""
         if self.context is not None and self.context.whole and self.mesh.place["cp"] > 0:
             return False
         return self.mesh.place["tp"] == 0 and (self.pipeline is None or self.pipeline.has_last_stage)
 
     @property
     def all_must_compute(self) -> bool:
-        """True if a rank without samples must run its passes too. Others wait for it in collectives."""
+        """True if a rank without samples must run its passes, too, because others wait in collectives."""
         return self.mesh.size("fsdp", "ep") > 1
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Prepare a training forward pass; called before each of them if there is no pipeline."""
+        """Prepare a forward pass of training. Without a pipeline, call this before each one."""
         if self.fully is not None:
             self.fully.microbatch(last)
 
     def after_backward(self) -> None:
-        """Turn this rank's gradients into those of the replica's whole part of the batch."""
-        # first, because it drops the gradients of parameters that only another stage used
+        """Reduce the gradients within the replica, over its whole share of the batch."""
+        # first, because it drops the gradients of parameters that were used on other stages only
         if self.fully is not None:
             self.fully.after_backward()
         if self.pipeline is not None:
@@ -234,17 +235,17 @@ class Split:
         for name, held in self.parameters.items():
             divided = self.divided[name]
             if divided is not held:
-                # the bucket of the replicas takes the place of the old gradient
+                # the bucket of the replicas replaces the old gradient
                 held.grad = None if divided.grad is None else local(divided.grad)
                 divided.grad = None
         for group, bucket in self._sums:
             bucket.sum_over(group)
 
     def gradient_square(self) -> Tensor:
-        """Contribution of this rank to the squared L2 norm of the gradient, a tensor (1,).
+        """Return this rank's contribution to the squared L2 norm of the gradient, shape (1,).
 
-        A shard that several ranks hold is divided by their number, and so is everything by `dp`, since replicas agree
-        on gradients. The contributions of all ranks sum to the squared norm.
+        The contributions of all ranks sum to the squared norm. The contribution of a shard is therefore divided by the
+        number of ranks that hold it, and all contributions by `dp`, because all replicas have the same gradients.
         """
         square = torch.zeros(1, dtype=(wide := widest_float(self.mesh.world.device)), device=self.mesh.world.device)
         present = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
@@ -259,7 +260,7 @@ class Split:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Release the model's hooks and shared memory; the model stays divided."""
+        """Release the model's hooks and shared memory. The model stays divided."""
         for group, bucket in self._sums:
             group.release(bucket.flat)
         if self.fully is not None:
@@ -272,7 +273,7 @@ class Split:
             self.context.close()
 
     def _summed_together(self) -> list[tuple[Any, Bucket]]:
-        """Pairs of group and bucket, per axis and dtype, for gradients that are partial sums."""
+        """Group the gradients that are partial sums into buckets, one per axis and dtype."""
         found = []
         for axis in ("cp", "ep", "tp", "fsdp"):
             by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -289,6 +290,6 @@ class Split:
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or a plain one that shares the memory of its shard."""
+    """Return the parameter itself, or a plain one that shares the memory of its shard."""
     own = local(parameter)
     return parameter if own is parameter else nn.Parameter(own.detach(), requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""A model's construction on shapes, recorded and replayed with little memory."""
+"""Record a model's construction on shapes, and replay it with little memory."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class StorageSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreRNG:
-    """Restore a generator's state as the construction did.
+    """A step that sets a generator's state, as the construction did.
 
-    `to` is a state, or the index of the draw after which it was reached.
+    `to` is a state, or the index of the draw that led to the state.
     """
 
     generator: torch.Generator
@@ -59,9 +59,9 @@ class LoggedOperation:
 
     Attributes:
         reads: the storages that its result depends on.
-        writes: the views that it changes, including covered ones.
+        writes: the views that it changes, including the covered storages.
         covers: the storages that it overwrites completely without reading them.
-        made: the returned tensors with new storages, by their positions among the results.
+        made: the returned tensors that have new storages, by their positions among the results.
         draws: the generator that it draws from, or None.
         draw_index: 1-based position of this draw in its generator's stream.
     """
@@ -97,17 +97,18 @@ Action = Literal["run", "draw", "skip"]
 
 @dataclass
 class OperationLog:
-    """Logged steps of a construction in order, with the generators' states at its start."""
+    """Steps of a construction in order, with the generators' states at its start."""
 
     steps: list[LoggedOperation | RestoreRNG] = field(default_factory=list)
     storages: list[StorageSpec] = field(default_factory=list)
     starts: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     def replay(self, wanted: Mapping[str, View], take: Take) -> None:
-        """Run the construction again and call `take` for each of `wanted` when it is finished.
+        """Run the construction again, and call `take` for each tensor of `wanted` once finished.
 
-        Other tensors are not computed, but all random numbers are drawn, so the generators end as after a plain
-        construction. Memory holds only tensors that are begun and not finished: for most models one.
+        Other tensors are not computed. All random numbers are drawn, however, so the generators end in the same state
+        as after a plain construction. Memory holds only the tensors in progress, which for most models is one at a
+        time.
         """
         memory = _Memory(self.storages)
         actions = self._actions({view.storage for view in wanted.values()})
@@ -128,7 +129,7 @@ class OperationLog:
                 memory.free(storage)
 
     def value(self, view: View) -> Tensor | None:
-        """Value of a tensor after the log, or None if it is random."""
+        """Return the value of a tensor at the end of the log, or None if it is random."""
         memory = _Memory(self.storages)
         for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True):
             if action == "run":
@@ -138,10 +139,10 @@ class OperationLog:
         return memory.tensor(view)
 
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
-        """Action for each step if the storages `live` are needed at the end, computed backwards.
+        """Choose the action of each step, given the storages `live` that are needed at the end.
 
-        A step without use is skipped, unless it draws: then only its random numbers are drawn. If their number may
-        depend on the tensors that it reads, it runs with its inputs.
+        The steps are examined backwards. An unneeded step is skipped. If it draws, only its random numbers are drawn;
+        if their number may depend on the tensors that the step reads, the step runs with its inputs.
         """
         actions: list[Action] = []
         for step in reversed(self.steps):
@@ -180,7 +181,7 @@ class _Memory:
 
     def run(self, step: LoggedOperation) -> None:
         for storage in step.changes - step.creates - self._held.keys():
-            # not allocated before, since this step covers all of it
+            # not allocated earlier, because this step overwrites all of it
             self._allocate(storage)
         given = tree_map(lambda x: self.tensor(x) if isinstance(x, View) else x, (step.args, step.kwargs))
         results = tree_leaves(step.call(*given[0], **given[1]))
@@ -207,9 +208,9 @@ class _Memory:
         del self._held[storage]
 
     def _as_recorded(self, result: Tensor, view: View, theirs: Iterable[int]) -> torch.UntypedStorage:
-        """Storage of a result, laid out as in the log, shared with no input.
+        """Return the storage of a result with the layout of the log, shared with no input.
 
-        A real operation may return another layout than one on shapes.
+        The layout of a real operation's result may differ from the layout on shapes.
         """
         storage = result.untyped_storage()
         layout = tuple(result.shape), result.stride(), result.storage_offset(), result.dtype
@@ -225,7 +226,7 @@ class _Memory:
 
 
 class _Draws:
-    """Generators during a replay: set to their first states, and to later ones by `RestoreRNG`."""
+    """Generators during a replay. They begin in their first states; `RestoreRNG` sets later ones."""
 
     def __init__(self, log: OperationLog) -> None:
         returned_to = [
@@ -250,9 +251,9 @@ class _Draws:
             self._saved[generator, number] = generator.get_state()
 
 
-# Floating-point results of these operations get no memory while recording; the value is their fill value. Others
-# (arange, linspace, tensor(...)) stay real: constructions compute and read layer counts, drop rates and rotary
-# frequencies with them.
+# Floating-point results of these operations get no memory during recording. The mapped value is the fill value. Other
+# factories (arange, linspace, tensor(...)) stay real, because constructions use them to compute and read layer counts,
+# drop rates and rotary frequencies.
 _FILLED: dict[str, float | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), 0),
@@ -271,10 +272,10 @@ class NotRecordable(Exception):
 
 
 class ConstructionRecorder:
-    """Records the operations of a construction; `log` is complete after `recording`.
+    """Recorder of a construction's operations. `log` is complete after `recording`.
 
     Attributes:
-        problem: why the log cannot be used, or None.
+        problem: the reason why the log cannot be used, or None.
         constant_bytes: bytes of real tensors in the log, such as weights that the construction loaded.
     """
 
@@ -282,14 +283,14 @@ class ConstructionRecorder:
         self.log = OperationLog()
         self.problem: str | None = None
         self.constant_bytes = 0
-        self._numbers: dict[int, int] = {}  # of storages, by their addresses
-        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is used twice
+        self._numbers: dict[int, int] = {}  # index of each storage, by its address
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._streams: dict[torch.Generator, _GeneratorStates] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record everything built in this context; torch's random state is restored afterwards."""
+        """Record everything built in this context, and restore torch's random state afterwards."""
         try:
             self._stream(torch.default_generator)
             with _truncated_normal_recorded(self), _Attributes(self), _RecordingMode(self):
@@ -324,7 +325,7 @@ class ConstructionRecorder:
         return self.log.storages[self._numbers[tensor.untyped_storage()._cdata]].device
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of torch: on shapes, and logged, unless all values are known.
+        """Run one torch operation. Unless all values are known, it runs on shapes and is logged.
 
         Raises:
             NotRecordable: the operation cannot be logged.
@@ -334,7 +335,7 @@ class ConstructionRecorder:
         name = func._schema.name.removeprefix("aten::")
         random = torch.Tag.nondeterministic_seeded in func.tags
         fills = name in _FILLED and (bool(recorded) or not name.endswith("_like"))
-        # torch makes the numbers of `weight[i] = 0` on the weight's device
+        # torch creates the number in `weight[i] = 0` on the weight's device
         beside = _is_meta(kwargs.get("device"))
         if not (recorded or random or fills or beside):
             return self._known(func, args, kwargs)
@@ -342,7 +343,7 @@ class ConstructionRecorder:
             kwargs = kwargs | {"device": _CPU}
         if name == "_local_scalar_dense":
             return self._read(func, recorded[0])
-        # changes the memory that a tensor refers to, and no values
+        # changes which memory a tensor refers to, but no values
         if name == "set_" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         written = written_tensors(func, args, kwargs)
@@ -358,7 +359,7 @@ class ConstructionRecorder:
         return result
 
     def fill(self, func: Callable[..., Any], tensor: Tensor, *args: Any, generator: torch.Generator | None) -> None:
-        """Log a function that fills `tensor` with random numbers in any way."""
+        """Log a function that fills `tensor` with random numbers."""
         view = self.view(tensor)
         covers = frozenset([view.storage]) if self._is_all(tensor) else frozenset()
         step = LoggedOperation(func, (view, *args), {"generator": generator}, frozenset(), (view,), covers, ())
@@ -370,7 +371,7 @@ class ConstructionRecorder:
         return func(*args, **kwargs)
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
-        """The number that a tensor holds. It must not depend on random numbers: a mask's flag, a constant."""
+        """Return the number in a tensor, such as a mask's flag, which must not be random."""
         with torch.no_grad():
             value = self.log.value(self.view(tensor))
         if value is None:
@@ -448,7 +449,7 @@ class ConstructionRecorder:
         return self.view(tensor)
 
     def _placed(self, x: Any) -> Any:
-        """The log's view for a meta tensor argument; other arguments stay as they are."""
+        """Replace a meta tensor by its view in the log; return other arguments unchanged."""
         if not isinstance(x, Tensor):
             return x
         if x.is_meta:
@@ -465,7 +466,7 @@ class ConstructionRecorder:
         return next((self.device(x) if x.is_meta else x.device for x in inputs), _CPU)
 
     def _is_all(self, tensor: Tensor) -> bool:
-        """True if a tensor covers all of its storage, each element once."""
+        """True if a tensor covers each element of its storage exactly once."""
         dims = sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
         expected = 1
         for stride, n in dims:
@@ -486,7 +487,7 @@ class _RecordingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            # the answers of `_Attributes` are not meant for the recorder
+            # the recorder needs the tensors' real devices, not those that `_Attributes` reports
             with torch._C.DisableTorchFunction():
                 return self._recorder.operate(func, args, kwargs or {})
         except Exception as error:
@@ -496,7 +497,7 @@ class _RecordingMode(TorchDispatchMode):
 
 
 class _Attributes(TorchFunctionMode):
-    """Function mode that reports the intended device of logged tensors. Many initialisers skip meta tensors."""
+    """Function mode that reports logged tensors' intended devices; many initialisers skip meta tensors."""
 
     def __init__(self, recorder: ConstructionRecorder) -> None:
         super().__init__()
@@ -512,13 +513,13 @@ class _Attributes(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and self._recorder.holds(args[0]):
             return _deep_copied(*args)
         if func == _SET_DATA and self._recorder.holds(args[0]) and not args[1].is_meta:
-            # a tensor with values cannot be assigned
+            # torch cannot assign a tensor with values to a meta tensor's `data`
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype).copy_(args[1]))
         return func(*args, **(kwargs or {}))
 
 
 class _GeneratorStates:
-    """A generator during recording. Draws are not executed, so it is advanced once per draw: every state is unique."""
+    """A generator during recording. It advances once per draw, so each state is unique."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -529,9 +530,9 @@ class _GeneratorStates:
         self._drawn = 0
 
     def moved(self) -> int | Tensor | None:
-        """State that the construction set since the last draw.
+        """Return the state that the construction set after the last draw.
 
-        It is an earlier draw's index, a new state, or None if there was none.
+        The result is the index of an earlier draw, a new state, or None if no state was set.
         """
         state = self.generator.get_state()
         digest = _digest(state)
@@ -565,7 +566,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Deep copy of a logged tensor. PyTorch would copy its storage, which has no memory here."""
+    """Deep-copy a logged tensor. PyTorch would copy its storage, which has no memory here."""
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     copied: Tensor = memo[id(tensor)]
@@ -574,7 +575,10 @@ def _deep_copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 @contextmanager
 def _truncated_normal_recorded(recorder: ConstructionRecorder) -> Iterator[None]:
-    """Log torch's truncated normal as one operation. It redraws rejected values, so the number of its draws varies."""
+    """Log torch's truncated normal as one operation, since its number of draws varies.
+
+    The function redraws rejected values.
+    """
     original: Any = torch.nn.init._no_grad_trunc_normal_
 
     def fill(

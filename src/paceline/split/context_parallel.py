@@ -1,6 +1,6 @@
 """Context parallelism (`cp`): each rank computes its part of every sequence's tokens.
 
-Tokens of different ranks are mixed in attention only, by ring attention.
+Only attention mixes tokens of different ranks, by ring attention.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from paceline.split.ring import held, join_ring, ring_attention
 
 
 def divide_context(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Call) -> Context:
-    """Make a model attend over the tokens of all ranks of `cp`, two or more.
+    """Make a model attend over the tokens of all ranks of `cp` (at least two).
 
-    Changes the model in place: the modules that call `F.scaled_dot_product_attention` (found by running the shapes of
-    `example`) use ring attention, Hugging Face models leave out their masks, and the model gets the positions of the
-    rank's tokens as `position_ids`. The gradients of all parameters become partial sums over `cp`. Where this is
+    The model is changed in place. Modules that call `F.scaled_dot_product_attention` use ring attention; a run on the
+    shapes of `example` finds these modules. Hugging Face models leave out their masks, and receive the positions of the
+    rank's tokens as `position_ids`. The gradients of all parameters become partial sums over `cp`. If this is
     impossible, every rank keeps all tokens and computes its own rows of the large modules (`divide_rows`).
 
     Args:
-        model: any model that attends; on any device, meta too.
-        parts: its parameters; gradients to be summed over `cp` are noted in them.
+        model: any model with attention, on any device including meta.
+        parts: parts of its parameters; updated with the gradients that must be summed over `cp`.
         cp: the ranks that divide each sequence.
         example: one undivided batch, real or on the meta device.
         call: runs the model on a batch. If it passes `labels`, the model computes its loss itself.
 
     Raises:
-        PlanError: the model cannot be divided so; with every reason.
+        PlanError: the model cannot be divided. The message lists every reason.
     """
     found = examine(model, cp.size, example, call)
     if found.reasons:
@@ -77,7 +77,7 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
     context = Context(cp, own_loss=False, whole=True)
     try:
         graph = record_graph(model, example, call)
-    except Exception as error:  # whatever the user's model raises
+    except Exception as error:  # any error of the user's model
         raise PlanError("plan.attention_not_divisible", "{reasons}", reasons="\n".join(reasons)) from error
     if not attends(graph):
         raise PlanError.of_problems([no_attention(cp.size)])
@@ -92,12 +92,12 @@ def _of_rows(model: nn.Module, parts: Parts, cp: Group, example: Batch, call: Ca
 
 
 class Context:
-    """Division of the run's sequences, as seen from one rank.
+    """Division of the run's sequences over ranks, from one rank's view.
 
     Attributes:
-        whole: True if every rank has all tokens and the same loss, and computes its rows of some modules. If False,
+        whole: True if every rank has all tokens and the same loss, and computes its own rows of some modules. If False,
             each rank has its own tokens only.
-        lines: report of the division, one line each.
+        lines: lines of the report about the division.
     """
 
     def __init__(self, group: Group, own_loss: bool, *, whole: bool = False) -> None:
@@ -106,14 +106,14 @@ class Context:
         self.lines: list[str] = []
 
     def shard(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch, labels too: a part of tensors (n, tokens, …).
+        """Return this rank's tokens and labels of a batch of tensors (n, tokens, …).
 
-        If the model computes its own loss, the labels are shifted here, since another rank holds the label of a rank's
-        last token; the loss is then a sum divided by the number of labels of the whole sequences, so that the ranks'
-        losses add up to the mean.
+        If the model computes its own loss, the labels are shifted here, because the label of a rank's last token lies
+        on another rank. The loss is then a sum divided by the number of labels in the whole sequences, so that the
+        ranks' losses add up to the mean.
 
         Raises:
-            DataError: a number of tokens that cannot be divided, or masked tokens.
+            DataError: the number of tokens cannot be divided, or tokens are masked.
         """
         if self.whole:
             return batch
@@ -126,11 +126,11 @@ class Context:
             raise DataError.of_problems([reason])
         if isinstance(batch, Mapping):
             extra = _shifted(batch["labels"]) if self.own_loss else {}
-            return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # the labels stay last
+            return {name: self._own(t, tokens) for name, t in {**extra, **batch}.items()}  # keep the labels last
         return tuple(self._own(t, tokens) for t in batch)
 
     def positions(self, own_tokens: int, device: torch.device) -> Tensor:
-        """Positions (1, t) in the whole sequence of the t tokens that this rank holds."""
+        """Return the positions of this rank's t tokens in the whole sequence, shape (1, t)."""
         intervals = held(own_tokens * self.group.size, self.group.rank, self.group.size)
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals]).unsqueeze(0)
 
@@ -144,7 +144,7 @@ class Context:
         return forward(*args, **kwargs)
 
     def close(self) -> None:
-        """Undo the changes of the model's forward pass; the gradients stay this rank's own."""
+        """Restore the model's forward pass. Gradients remain partial sums."""
         for undo in reversed(self.undo):
             undo()
         self.undo.clear()
@@ -176,16 +176,16 @@ def _attend(
         raise PlanError(
             "plan.attention_unsupported", "attention over cp ranks has {what}, but the model asks for it", what=lacks
         )
-    # On shapes plain attention gives the same result, and other splits that trace the model recognise it.
+    # On shapes, plain attention gives the same result, and other splits recognise it in their traces.
     if query.is_meta:
         return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **kwargs)
     return ring_attention(query, key, value, ring, causal=is_causal, scale=kwargs.get("scale"))
 
 
 def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
-    """Make a Hugging Face model build no masks.
+    """Stop a Hugging Face model from building masks.
 
-    It would take the positions of a part of the tokens for several sequences.
+    The model would misread the positions of a rank's tokens as several sequences.
     """
     from transformers import AttentionInterface
 
@@ -216,9 +216,9 @@ def _hugging_face_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention.
+    """Compute attention by the calling convention of transformers.
 
-    Takes (n, heads, t, size), returns (n, t, heads, size) and no weights.
+    Tensors have shape (n, heads, t, size), the result (n, t, heads, size). No attention weights are returned.
     """
     tokens = query.shape[2] * ranks
     if sliding_window is not None and sliding_window < tokens:
@@ -248,9 +248,9 @@ _REFUSED = ("softcap", "s_aux", "position_bias")
 
 
 def _shifted(labels: Tensor) -> dict[str, Tensor]:
-    """Shifted labels, and the number of counted labels per sample.
+    """Shift the labels, and count the labels of each sample.
 
-    The result is what transformers' causal models expect.
+    The result has the form that causal models of transformers expect.
     """
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return {"shift_labels": shifted, "num_items_in_batch": (shifted != IGNORED).sum(1)}
@@ -265,8 +265,8 @@ class Examined:
     """Result of running a model on shapes.
 
     Attributes:
-        reasons: reasons against `cp`, each with a remedy.
-        attention: names of the modules that attend.
+        reasons: reasons why `cp` is impossible, each with a remedy.
+        attention: names of the modules that compute attention.
         own_loss: True if the model computed its loss itself.
     """
 
@@ -276,7 +276,7 @@ class Examined:
 
 
 def examine(model: nn.Module, ranks: int, example: Batch, call: Call) -> Examined:
-    """Check a batch, then run its shapes through the model unless that failed."""
+    """Check a batch and, if it is valid, run its shapes through the model."""
     found, tokens = Examined(), tokens_of(example)
     problems: list[str | None] = [NO_TOKENS]
     if tokens is not None:
@@ -338,7 +338,7 @@ def _unfit_forward(model: nn.Module, example: Batch) -> str | None:
 
 
 def masked(batch: Batch) -> str | None:
-    """Reason why a batch would need a mask, or None. Reading a mask on a GPU waits for it."""
+    """Return the reason why a batch needs a mask, or None. On a GPU this synchronizes."""
     if not isinstance(batch, Mapping):
         return None
     if "position_ids" in batch:
@@ -364,7 +364,10 @@ def _unfit_target(example: Batch, tokens: int) -> str | None:
 
 
 def _opaque_attention(graph: Graph, model: nn.Module, calls: list[AttentionCall]) -> list[str]:
-    """Modules that cannot be traced and may attend. One that routes tokens to experts treats each token alone."""
+    """Find modules that cannot be traced and may contain attention.
+
+    Modules that route tokens to experts do not count, since they process each token separately.
+    """
     modules = dict(model.named_modules())
     attending = tuple({type(modules[call.module]) for call in calls})
     return [
@@ -394,15 +397,15 @@ def _unfit_call(call: AttentionCall, tokens: int) -> str | None:
 
 
 def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
-    """Reasons why the ranks' partial losses do not add up to the model's own loss.
+    """List reasons why the ranks' partial losses do not add up to the model's own loss.
 
-    Those of transformers' causal models, which take shifted labels, do.
+    The losses of causal models of transformers, which accept shifted labels, do add up.
     """
     problems, parameters = [], inspect.signature(model.forward).parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
     rows = {shape_of(graph, call.args[0])[0] for call in graph.calls if call.name == "cross_entropy" and call.args}
-    # other losses shift the labels by leaving out the last token
+    # other losses shift the labels by dropping the last token
     if not (takes_any and causal and rows == {labels}):
         problems.append(
             f"{type(model).__name__} computes its loss itself, as a mean over one rank's tokens; take the loss "

@@ -1,4 +1,4 @@
-"""Attention calls of a model's forward pass, and other operations that mix tokens."""
+"""Attention calls in a model's forward pass, and other operations that mix tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from paceline.split.layout import Parts, first_names
 from paceline.split.tensor_layers import copy
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# Further functions that mix the tokens of a sequence. By name, since each exists as a function, a method and an
-# operator.
+# Other functions that mix the tokens of a sequence. They are listed by name, because each exists as a function, a
+# method and an operator.
 _OTHER_ATTENTION = ("multi_head_attention_forward", "flex_attention")
 _RECURRENCES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -48,12 +48,12 @@ class AttentionCall:
 
     @property
     def where(self) -> str:
-        """The calling module, for messages."""
+        """Name of the calling module, for messages."""
         return self.module or "the model itself"
 
 
 def attention_calls(graph: Graph) -> list[AttentionCall]:
-    """Attention calls of a forward pass, in order."""
+    """List the attention calls of a forward pass, in order."""
     found = []
     for call in graph.calls:
         if call.name == "scaled_dot_product_attention":
@@ -66,23 +66,26 @@ def attention_calls(graph: Graph) -> list[AttentionCall]:
 
 
 def attends(graph: Graph) -> bool:
-    """True if tokens attend to others. They do so by torch's functions or by a softmax over (…, tokens, tokens)."""
+    """True if a forward pass contains attention.
+
+    Attention is one of torch's functions, or a softmax over a tensor (…, tokens, tokens).
+    """
     attention = ("scaled_dot_product_attention", *_OTHER_ATTENTION)
     scores = (len(shape_of(graph, call.args[0])) for call in graph.calls if call.name == "softmax" and call.args)
     return any(call.name in attention for call in graph.calls) or any(dims >= 3 for dims in scores)
 
 
 def other_meetings(graph: Graph, tokens: int) -> list[str]:
-    """Further operations that mix the tokens of sequences of `tokens`.
+    """List other operations that mix the tokens of sequences of length `tokens`.
 
-    Each reads like `cumsum along the tokens in blocks.0`. The list is not exhaustive.
+    An example is `cumsum along the tokens in blocks.0`. The list is not exhaustive.
     """
     found = ((call, _meeting(call, shape_of(graph, call.args[0]), tokens)) for call in graph.calls if call.args)
     return list(dict.fromkeys(f"{what} in {call.path or 'the model itself'}" for call, what in found if what))
 
 
 def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | None:
-    """Kind of mixing of tokens in a call on a tensor of `shape`, or None."""
+    """Describe how a call on a tensor of `shape` mixes tokens; None if it does not."""
     if call.name in _OTHER_ATTENTION:
         return f"{call.name}, where only attention by scaled_dot_product_attention can be divided,"
     if call.name in _RECURRENCES:
@@ -104,12 +107,12 @@ def _dims(call: PythonCall) -> Iterator[int]:
 
 
 def shape_of(graph: Graph, argument: Any) -> tuple[int, ...]:
-    """Shape of an argument of a call; () if it is not a tensor."""
+    """Return the shape of a call's argument; () if it is not a tensor."""
     return graph.values[argument.value].shape if isinstance(argument, Ref) else ()
 
 
 def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], None]:
-    """Make `run(forward, …)` a module's forward pass; returns a function that undoes this."""
+    """Replace a module's forward pass by `run(forward, …)`; return a function that undoes this."""
     before = module.__dict__.get("forward")
     inner = module.forward.__func__ if inspect.ismethod(module.forward) else type(module).forward
 
@@ -122,16 +125,16 @@ def replace_forward(module: nn.Module, run: Callable[..., Any]) -> Callable[[], 
         if before is not None:
             module.__dict__["forward"] = before
 
-    # bound, so that a deep copy of the module is bound to the copy
+    # a bound method, so that in a deep copy of the module it is bound to the copy
     module.__dict__["forward"] = MethodType(forward, module)
     return undo
 
 
 def replace_attention(module: nn.Module, attend: Callable[..., Tensor]) -> Callable[[], None]:
-    """Make `attend` a module's attention; returns a function that undoes this.
+    """Replace a module's attention by `attend`; return a function that undoes this.
 
-    It holds in recomputation and compiled code, too. It is called as `F.scaled_dot_product_attention`; its keywords
-    beyond those are `scale` and `enable_gqa`.
+    The replacement also applies to recomputation and compiled code. `attend` has the signature of
+    `F.scaled_dot_product_attention`, including the keywords `scale` and `enable_gqa`.
     """
     mode = _OwnAttention(attend)
 
@@ -170,12 +173,12 @@ _SAME = ("dropout", "native_dropout", "clone", "contiguous", "alias", "detach", 
 
 
 def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> tuple[list[Callable[[], object]], str]:
-    """Let each rank of `group` compute its tokens in the modules that allow it.
+    """Make each rank of `group` compute its own tokens in the modules that allow this.
 
-    Returns functions that undo this, and a line for the report.
+    The result is a list of functions that undo this, and a line for the report.
 
     Raises:
-        PlanError: no module treats each token alone.
+        PlanError: no module processes each token separately.
     """
     names = tokenwise_modules(graph, model)
     if not names:
@@ -189,7 +192,7 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     for name in names:
         undo.append(replace_forward(modules[name], partial(_own_tokens, group, name)))
         for parameter, _ in modules[name].named_parameters(prefix=name):
-            # a tied parameter is listed under its first name, and is in no such module
+            # a tied parameter is listed under its first name, and belongs to no such module
             if parameter in parts:
                 parts[parameter].summed.add("cp")
     calls = list(dict.fromkeys(call.module for call in attention_calls(graph)))
@@ -204,10 +207,10 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
 
 
 def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
-    """Outermost modules with matrices that map (n, tokens, features) token by token.
+    """Find the outermost modules with matrices that map (n, tokens, features) token by token.
 
-    Only modules whose parameters are used nowhere else: a gradient must be either a partial sum over ranks in all uses
-    or whole in all.
+    Modules whose parameters are also used elsewhere are left out: a gradient must be a partial sum in all uses of its
+    parameter, or complete in all of them.
     """
     by_path: dict[str, list[Entry]] = {}
     for entry in graph.entries:
@@ -237,7 +240,7 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
 
 
 def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
-    """True if a module does the same to fewer tokens. Its code may use their number as a factor."""
+    """True if a module's operations on each token do not depend on the number of tokens."""
     ((place, given),) = entry.arguments.items()
     n, tokens, size = graph.values[given].shape
 
@@ -258,7 +261,7 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
 
 
 def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
-    """True if each operation of a call acts on every token alone, by kind."""
+    """True if each operation of a call is of a kind that acts on every token separately."""
     values = graph.values
     if len(entry.arguments) != 1 or len(entry.results) != 1:
         return False
@@ -311,7 +314,7 @@ def _dim_of(node: Any) -> Any:
 
 
 def _is_vector(graph: Graph, value: int) -> bool:
-    """True if a value is a buffer or number shared by all tokens."""
+    """True if a value is a buffer or number that all tokens share."""
     return graph.values[value].kind == "constant" and len(graph.values[value].shape) <= 1
 
 
@@ -320,7 +323,7 @@ def _mutable(op: Any) -> bool:
 
 
 def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a token-wise module on this rank's tokens and gather the outputs of all."""
+    """Run a token-wise module on this rank's tokens, and gather the outputs of all ranks."""
     [given] = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     if given.is_meta:  # shapes only
         return forward(*args, **kwargs)
@@ -348,7 +351,10 @@ def _own_queries(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of this rank's queries, with all outputs gathered and the signature of torch's function."""
+    """Compute attention for this rank's queries and gather all outputs.
+
+    The signature is that of torch's function.
+    """
     if query.is_meta:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
     tokens, keys = query.shape[-2], key.shape[-2]
@@ -365,7 +371,7 @@ def _own_queries(
 
 
 class _Own(torch.autograd.Function):
-    """This rank's rows of a replicated tensor. The last row is repeated where there are too few for equal parts."""
+    """This rank's rows of a replicated tensor. The last row is repeated to make parts equal."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, dim: int, group: Group) -> Tensor:
@@ -380,7 +386,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All `rows` rows of a tensor, gathered from each rank's own."""
+    """All `rows` rows of a tensor, gathered from all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
@@ -391,7 +397,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         first, rows = ctx.group.rank * ctx.size, grad.shape[ctx.dim]
         own = grad.narrow(ctx.dim, min(first, rows), max(0, min(ctx.size, rows - first)))
-        # rows that were repeated, whose output is not used
+        # repeated rows, whose outputs are not used
         missing = ctx.size - own.shape[ctx.dim]
         if missing:
             own = F.pad(own, (0, 0) * (own.dim() - 1 - ctx.dim) + (0, missing))
@@ -403,5 +409,5 @@ def _gathered(own: Tensor, dim: int, rows: int, group: Group) -> Tensor:
     flat = own.new_empty(own.numel() * group.size)
     group.all_gather(flat, own.view(-1))
     whole = torch.cat(list(flat.view(group.size, *own.shape)), dim)
-    # no view, since the model may write into it
+    # not a view, because the model may write into it
     return whole if whole.shape[dim] == rows else whole.narrow(dim, 0, rows).clone()

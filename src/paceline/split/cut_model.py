@@ -1,6 +1,6 @@
-"""A model cut into pipeline stages: where it is cut, and what crosses there.
+"""A model cut into pipeline stages: the cuts, and the tensors that cross them.
 
-A batch of another shape may take another way through the model's code, so it is traced once per shape.
+A batch of another shape may take another path through the model's code. The model is therefore traced once per shape.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class CutModel:
         blocks: names of its repeated blocks.
         names: the modules before which a stage begins, in order.
         by_export: True if `torch.export` has to trace the model.
-        lines: report of where it cannot be cut.
+        lines: report of the places where the model cannot be cut.
 
     Args:
         stages: the number of stages.
         example: one microbatch.
 
     Raises:
-        PlanError: the model cannot be cut so. The message says where it can.
+        PlanError: the model cannot be cut this way. The message names the possible cuts.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class CutModel:
         self.by_export, self.names = self._choose(example, plan)
 
     def bounds(self, batch: Batch, *, training: bool) -> Sequence[StageBounds]:
-        """Each stage's bounds for batches of this shape.
+        """Return each stage's bounds for batches of this shape.
 
-        `training`: the mode of the modules; a graph of `torch.export` holds for one.
+        `training` is the mode of the modules. A graph of `torch.export` is valid for one mode only.
         """
 
         def traced() -> Sequence[StageBounds]:
@@ -93,15 +93,18 @@ class CutModel:
     def stage(
         self, i: int, stage_bounds: Sequence[Any], bounds_of: Callable[[Batch], Sequence[Any]], own: set[str]
     ) -> Stage:
-        """Make stage `i` with the parameters `own`. `bounds_of` gives all stages' bounds for a batch of any shape."""
+        """Make stage `i` with the parameters `own`.
+
+        `bounds_of` returns the bounds of all stages for a batch of any shape.
+        """
         if self.by_export:
             return ExportedStage(self.model, i, stage_bounds, lambda b: bounds_of(b)[i], self._device, own)
         return TracedStage(self.model, stage_bounds[i], lambda b: bounds_of(b)[i], self.call, self._device, own)
 
     def segments(self, example: Batch) -> tuple[list[str], list[float]]:
-        """Modules that could begin a stage, in order, and seconds of the segments around them.
+        """List the modules that could begin a stage, and the seconds of the segments around them.
 
-        All ranks call this. There are none where `torch.export` traces the model, or the memory left is too little.
+        All ranks call this. Both lists are empty if `torch.export` traces the model, or if too little memory is left.
         """
         if self.by_export:
             return [], []
@@ -121,7 +124,7 @@ class CutModel:
     def _choose(self, example: Batch, plan: Plan) -> tuple[bool, list[str]]:
         """Choose the modules before which the model is cut.
 
-        The first value is True if `torch.export` has to trace it.
+        The first value is True if `torch.export` has to trace the model.
         """
         names = plan.cut.split(",") if plan.cut else []
         modules = [name for name, _ in self.model.named_modules() if name]
@@ -138,7 +141,7 @@ class CutModel:
             if reason := too_many_stages(plan, len(cuts) + 1, f"the model can be cut into {len(cuts) + 1} at most"):
                 more = f" {reasons[0]}." if reasons else ""
                 reasons = [f"{reason.text.removesuffix('.')} (fsdp and tp divide any model).{more}"]
-        # the model cannot be cut between all blocks
+        # the model cannot be cut at every block
         if reasons:
             names = names or even_cuts(self.blocks, self._stages)
             problem = self._why_not_exported(example, names)
@@ -153,7 +156,7 @@ class CutModel:
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 
     def _why_not_exported(self, example: Batch, names: Sequence[str]) -> str | None:
-        """Reason why `torch.export` cannot trace the model, "" for its code; None if it can."""
+        """Return why `torch.export` cannot be used, "" if due to the model's code, None if it can."""
         if not names or not can_be_exported(self.model, self._observed):
             return ""
         try:
@@ -163,8 +166,8 @@ class CutModel:
         return None
 
     def _balanced(self, trace: ForwardTrace, cuts: list[Cut], example: Batch) -> list[Cut]:
-        """Cuts that make the slowest stage as fast as possible."""
-        # measured all the same, to find stages that cannot be computed apart
+        """Choose the cuts that minimize the time of the slowest stage."""
+        # measured even so, to find stages that cannot be computed separately
         if len(cuts) + 1 == self._stages:
             costs(self.model, trace, cuts, example, self.call, self._device, runs=1)
             return cuts
@@ -172,9 +175,9 @@ class CutModel:
         return [cuts[i - 1] for i in starts(contiguous(seconds, self._stages))]
 
     def _slowest(self, own: list[float]) -> list[float]:
-        """Seconds of the segments on the slowest rank, from this rank's own."""
+        """Return the seconds of the segments on the slowest rank, given this rank's seconds."""
         seconds = torch.tensor(own, dtype=torch.float64, device=self._device)
-        # over all ranks, as every replica and every shard of a stage must be cut alike
+        # over all ranks, because every replica and every shard of a stage must be cut at the same places
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return list(seconds.tolist())
 
@@ -193,14 +196,14 @@ class CutModel:
 
 
 class NewestByShape(Generic[T]):
-    """Cache of what was made for a shape of batch, for the newest shapes."""
+    """Cache of values for the most recent batch shapes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: OrderedDict[Any, T] = OrderedDict()
 
     def of(self, batch: Batch, further: Hashable, make: Callable[[], T]) -> T:
-        """The value for batches of this shape and `further`, made where there is none."""
+        """Return the cached value for this batch shape and `further`, or make a new one."""
         key = self._shapes(batch), further
         if key not in self._kept:
             self._kept[key] = make()
@@ -213,7 +216,10 @@ class NewestByShape(Generic[T]):
         self._kept.clear()
 
     def _shapes(self, batch: Batch) -> Hashable:
-        """Key that tells batch shapes apart. The width of floats is not in it, since FSDP2 casts a stage's inputs."""
+        """Return a key for a batch's shapes.
+
+        The key omits the width of floats, because FSDP2 casts the inputs of a stage.
+        """
         items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -232,10 +238,10 @@ def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
 
 
 def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """Cuts before the named modules, and reasons why others need torch.export.
+    """Return the cuts before the named modules, and reasons why others need torch.export.
 
     Raises:
-        PlanError: a module is no place to cut at all, or the names are not in the order of the calls.
+        PlanError: no cut is possible at a module, or the names are not in the order of the calls.
     """
     cuts = [trace.cut(name) for name in names]
     good = [cut for cut in cuts if isinstance(cut, Cut)]
@@ -255,9 +261,9 @@ def named_cuts(trace: ForwardTrace, names: Sequence[str]) -> tuple[list[Cut], li
 
 
 def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut], list[str]]:
-    """Possible cuts in order, and reasons why the model cannot be cut before other blocks.
+    """Return the possible cuts in order, and reasons why other blocks have no cut.
 
-    A model can be cut before blocks, and where one tensor crosses between outermost modules.
+    A model can be cut before its blocks, and between outermost modules if a single tensor crosses there.
     """
     cuts: dict[int, Cut] = {}
     reasons = []
@@ -274,7 +280,7 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
             cuts[cut.time] = cut
     found: list[Cut] = []
     for cut in (cuts[at] for at in sorted(cuts)):
-        # Two cuts with no computation between them are one; the outer module's name is kept.
+        # Two cuts without computation between them count as one, which keeps the outer module's name.
         if trace.used(found[-1].time if found else -1, cut.time):
             found.append(cut)
     if found and not trace.used(found[-1].time, ForwardTrace.END):
@@ -282,7 +288,7 @@ def possible_cuts(trace: ForwardTrace, blocks: Sequence[str]) -> tuple[list[Cut]
     return found, reasons
 
 
-# The fastest run counts: the first ones have cold caches, others are slowed by other work on the machine.
+# The fastest run counts. The first runs have cold caches, and other work on the machine may slow later ones.
 _RUNS = 8
 
 
@@ -296,15 +302,15 @@ def costs(
     *,
     runs: int = _RUNS,
 ) -> list[float]:
-    """Seconds of a forward and a backward pass of each of the `len(cuts) + 1` segments.
+    """Measure the seconds of a forward and a backward pass of each of `len(cuts) + 1` segments.
 
-    Each is computed alone, with random weights of its own, as a stage of a pipeline would be; equal segments (the same
-    types of modules, parameters and activations) are measured once. The loss is not included in the last one.
+    Each segment runs separately with random weights, like a stage of a pipeline. Equal segments (the same types of
+    modules, parameters and activations) are measured once. The last segment does not include the loss.
 
-    Ranks that split the inside of a segment (tensor parallel) must call this together, for its collectives.
+    Ranks that split a segment (tensor parallelism) must call this together, because it runs collectives.
 
     Raises:
-        PlanError: a segment cannot be computed apart from the others.
+        PlanError: a segment cannot be computed separately from the others.
     """
     measured: dict[Any, float] = {}
     found = []

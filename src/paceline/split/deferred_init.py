@@ -1,8 +1,8 @@
-"""Deferred initialisation: a model built without memory, whose weights are made one at a time.
+"""Deferred initialisation: build a model without memory, then create its weights one by one.
 
-The construction runs once on shapes while its operations are recorded (`construction_log`); every rank then
-replays them and keeps its shard of each parameter. All ranks draw all random numbers, so weights are bit-equal to those
-of one process.
+The construction runs once on shapes while its operations are recorded (`construction_log`). Every rank then replays the
+operations, and keeps its shard of each parameter. All ranks draw all random numbers, so the weights are bit-equal to
+the weights of a single process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.errors import JobError, PlanError
 from paceline.split.construction_log import ConstructionRecorder, NotRecordable, OperationLog, Take
 from paceline.split.layout import carry_hooks, refuse_kept_parameters, replace_tensors
 
-# fraction of the model's bytes brought along by its construction that is worth a note
+# a note is made if the construction itself holds more than this fraction of the model's bytes
 _MUCH = 1 / 8
 
 
@@ -33,7 +33,7 @@ class DeferredModel:
 
     Attributes:
         model: parameters on the meta device; buffers there or real.
-        note: why every rank held the whole model (or much of it) at first, or None.
+        note: why every rank first held the whole model (or much of it), or None.
     """
 
     model: nn.Module
@@ -44,11 +44,13 @@ class DeferredModel:
     def replay(self, take: Take, names: Collection[str] | None = None) -> None:
         """Call `take(name, full tensor)` for every parameter and every meta buffer.
 
-        Names are those of the undivided model; a tied tensor comes once, under its first name. The tensor is freed when
-        `take` returns, unless it keeps a reference; parameters come in the order in which they are finished. torch's
-        random state is set to that at the start of the construction, and ends as it does after a plain one. Bits are
-        those of a plain construction with as many threads: random numbers do not depend on the number of threads, but
-        linear algebra (orthogonal initialisation) rounds by it.
+        Names refer to the undivided model. A tied tensor is passed once, under its first name. Parameters are passed in
+        the order in which they are finished, and a tensor is freed when `take` returns, unless `take` keeps a
+        reference. torch's random state is reset to the start of the construction, and ends as after a plain
+        construction.
+
+        The values are bit-equal to those of a plain construction with the same number of threads. Random numbers do not
+        depend on the number of threads, but the rounding of linear algebra (orthogonal initialisation) does.
 
         Args:
             take: receives each tensor.
@@ -58,10 +60,10 @@ class DeferredModel:
 
 
 def record(build: Callable[[], nn.Module]) -> DeferredModel:
-    """Run the construction of a model without memory for its floating-point tensors.
+    """Construct a model without memory for its floating-point tensors.
 
-    torch's random state stays as it is. A construction that cannot be recorded, because it reads random values or uses
-    an operation without a meta implementation, is run again with memory, and the note says so.
+    torch's random state does not change. If the construction cannot be recorded, because it reads random values or uses
+    an operation without a meta implementation, it runs again with memory, and the note gives the reason.
 
     Raises:
         JobError: the construction leaves parameters on the meta device, or of unknown shape.
@@ -86,13 +88,13 @@ def record(build: Callable[[], nn.Module]) -> DeferredModel:
 
 
 def deferred_from(model: nn.Module) -> DeferredModel:
-    """Defer a model that is already built: its parameters become meta tensors, tied as before.
+    """Defer a model that is already built. Its parameters become meta tensors, tied as before.
 
-    The full tensors are kept until `replay` has handed them out, which it can do once. Buffers stay.
+    The full tensors are kept until `replay` has passed them on, which is possible once. Buffers do not change.
 
     Raises:
-        JobError: it has parameters on the meta device, or of unknown shape.
-        PlanError: its modules keep parameters in other attributes, too; or it is compiled by torch.jit.
+        JobError: the model has parameters on the meta device, or of unknown shape.
+        PlanError: modules also keep parameters in plain attributes, or the model is compiled by torch.jit.
     """
     _check(model)
     refuse_kept_parameters(model)
@@ -133,7 +135,7 @@ def _from_log(model: nn.Module, recorder: ConstructionRecorder) -> DeferredModel
     log: OperationLog = recorder.log
     tensors = dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if b.is_meta}
     views = {name: recorder.view(tensor) for name, tensor in tensors.items() if tensor.is_meta}
-    # parameters that the construction made from numbers, such as torch.tensor(0.07)
+    # parameters that the construction created from numbers, such as torch.tensor(0.07)
     known = _without_memory(model)
 
     def replay(wanted: Callable[[str], bool], take: Take) -> None:
@@ -160,14 +162,14 @@ def _without_memory(model: nn.Module) -> dict[str, Tensor]:
 
 def _shape(parameter: nn.Parameter) -> nn.Parameter:
     shape = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    # attributes that the user or a library set on it
+    # attributes that the user or a library set on the parameter
     shape.__dict__.update(parameter.__dict__)
     carry_hooks(parameter, shape)
     return shape
 
 
 def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> None:
-    """Give values to meta tensors that modules keep as plain attributes.
+    """Compute the values of meta tensors that modules keep as plain attributes.
 
     Raises:
         NotRecordable: a value depends on random numbers.
@@ -189,7 +191,7 @@ def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> Non
 
 
 def _tensors(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Tensors in an attribute, a list or a dict, each with its container and key."""
+    """List the tensors in an attribute, a list or a dict, each with its container and key."""
     if isinstance(value, Tensor):
         yield holder, key, value
     elif isinstance(value, (list, dict)):
@@ -220,17 +222,17 @@ def _check(model: nn.Module) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-    """Give every parameter and buffer of `module` memory on `device`.
+    """Allocate memory on `device` for every parameter and buffer of `module`.
 
     Meta tensors become uninitialised tensors of the same shape, to be filled through `paceline.split.layout.local`;
-    real buffers and parameters keep their values and move. A tensor that is used in several places stays one tensor and
-    keeps its attributes. `local` of an FSDP2 parameter must be called after this: FSDP2 pads uneven shards and so
-    replaces their memory once more.
+    real buffers and parameters move with their values. A tensor that is used in several places stays one tensor and
+    keeps its attributes. Call `local` of an FSDP2 parameter only after this function, because FSDP2 replaces the memory
+    of uneven shards to pad them.
 
     Args:
-        module: plain, or sharded by `FullySharded`.
+        module: a plain module, or one sharded by `FullySharded`.
         device: the device that the rank computes on.
-        offload: put FSDP2's shards in host memory instead (`CPUOffloadPolicy` demands it); all other tensors still go
+        offload: put FSDP2's shards in host memory instead, as `CPUOffloadPolicy` requires. All other tensors still go
             to `device`.
     """
     sharded_on = torch.device("cpu") if offload else device
@@ -240,7 +242,7 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
         own = _on(parameter.detach(), sharded_on if sharded else device)
         new = nn.Parameter(own, requires_grad=parameter.requires_grad)
         new.__dict__.update(parameter.__dict__)
-        if sharded:  # FSDP2 holds this very object
+        if sharded:  # FSDP2 holds a reference to this object
             torch.utils.swap_tensors(parameter, new)
             return parameter
         carry_hooks(parameter, new)
@@ -249,7 +251,7 @@ def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) 
     replace_tensors(module, allocated, lambda buffer: _on(buffer, device))
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
-            # FSDP2 looks up its shards anew after every `_apply`
+            # FSDP2 looks up its shards again after every `_apply`
             submodule._apply(lambda tensor: tensor, recurse=False)
 
 

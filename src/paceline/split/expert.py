@@ -1,8 +1,8 @@
-"""Expert parallelism: experts divided over ranks, tokens sent to them and back.
+"""Expert parallelism: experts are divided over ranks, and tokens are sent to them and back.
 
-Ranks read different samples; one all-to-all takes tokens to the ranks of their experts, a second one takes the results
-back. A small all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et al., 2020,
-arXiv:2006.16668 (GShard).
+Ranks read different samples. One all-to-all sends the tokens to the ranks of their experts, and a second one returns
+the results. A small all-to-all before them exchanges the token counts, so nothing is padded or dropped. Lepikhin et
+al., 2020, arXiv:2006.16668 (GShard).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ExpertReport:
 
     Attributes:
         experts: total number of experts of each mixture, by the name of its experts module.
-        own: half-open interval of the experts of this rank in each mixture.
+        own: half-open interval of this rank's experts in each mixture.
         parameters: names of the divided parameters.
-        notes: sentences for the user about this model under expert parallelism.
+        notes: notes for the user about this model under expert parallelism.
     """
 
     experts: dict[str, int]
@@ -55,26 +55,26 @@ class ExpertReport:
 def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
     """Keep this rank's shard of every mixture's experts, and route tokens to all experts.
 
-    A mixture's experts are a module with `num_experts`, parameters whose dim 0 counts the experts (at least one of
-    three dimensions), and the call `experts(hidden (tokens, h), top_k_index (tokens, k), top_k_weights (tokens, k)) ->
-    (tokens, h)`, which returns the weighted sum of the outputs of each token's experts: the zoo's `moe`, and Mixtral,
-    Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and others of transformers. The module computes its own experts as before, by
-    whichever implementation its configuration chooses.
+    The experts of a mixture are a module with the attribute `num_experts` and parameters whose dim 0 counts the
+    experts, at least one of them with three dimensions. The call `experts(hidden (tokens, h), top_k_index (tokens, k),
+    top_k_weights (tokens, k)) -> (tokens, h)` returns the weighted sum of the outputs of each token's experts. The
+    zoo's `moe` has this form, as do Mixtral, Qwen2-MoE, OLMoE, DeepSeek-V3, gpt-oss and other models of transformers.
+    The module computes its own experts with the implementation that its configuration selects.
 
-    Ranks along ep read different samples. All of them must run the same number of forward and backward passes in the
-    same order; a rank without samples runs them with an empty batch, or on a loss of weight 0. Gradients of experts are
-    complete after the backward pass; all other parameters are marked as partial sums over ep.
+    Ranks along ep read different samples. All ranks must run the same number of forward and backward passes in the same
+    order. A rank without samples runs them with an empty batch, or with a loss of weight 0. Gradients of experts are
+    complete after the backward pass; all other gradients are marked as partial sums over ep.
 
-    A load-balancing loss that the model computes itself (transformers' `output_router_logits`) covers the tokens of one
-    rank and one forward pass, so that its gradient depends on the plan. The zoo's `moe` does not do this.
+    A load-balancing loss that the model itself computes (`output_router_logits` in transformers) covers the tokens of
+    one rank and one forward pass, so its gradient depends on the plan. The loss of the zoo's `moe` does not.
 
     Args:
-        model: on any device, meta too.
-        parts: the parts of its parameters; changed.
-        ep: the ranks; with one, nothing is done.
+        model: a model on any device including meta.
+        parts: the parts of its parameters; updated.
+        ep: the group of ranks. A single rank changes nothing.
 
     Raises:
-        PlanError: for the reason that `undivided` gives.
+        PlanError: the experts cannot be divided, for the reason that `undivided` gives.
     """
     if ep.size == 1:
         return ExpertReport({}, {}, ())
@@ -90,7 +90,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
             shard_parameter(module, key, part, axis="ep", dim=0, index=ep.rank, of=ep.size)
             divided.append(part.name)
         module.num_experts = each
-        # A partial function, whose arguments can be seen: a pipeline stage binds them to its copy of the module.
+        # A partial function, because a pipeline stage must see its arguments to bind them to a copy of the module.
         module.__dict__["forward"] = partial(_dispatched, module.forward, inspect.signature(module.forward), total, ep)
     for part_name, part in parts.items():
         if part_name not in divided:
@@ -100,7 +100,7 @@ def divide_experts(model: nn.Module, parts: Parts, ep: Group) -> ExpertReport:
 
 
 def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Call) -> None:
-    """Refuse models that read the parameters of experts elsewhere, such as for a penalty.
+    """Refuse models that read parameters of experts elsewhere, for example for a penalty.
 
     A model that cannot be traced is accepted.
 
@@ -133,7 +133,7 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
 
 
 def undivided(model: nn.Module, ep_size: int) -> PlanProblem | None:
-    """Reason why a model's experts cannot be divided over `ep_size` ranks, with a remedy."""
+    """Return why a model's experts cannot be divided over `ep_size` ranks, with a remedy."""
     found = {name: module.num_experts for name, module in mixtures(model)}
     where = next((name for name, number in found.items() if number % ep_size), "")
     reason = undivided_experts(tuple(dict.fromkeys(found.values())), ep_size, where)
@@ -163,13 +163,13 @@ _OWN_BALANCE = (
 def _dispatched(
     forward: Any, signature: inspect.Signature, experts: int, ep: Group, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Output of `forward` over all experts. Every rank computes its own, for the tokens of all ranks."""
+    """Compute the output of all experts. Each rank runs its own experts on all ranks' tokens."""
     hidden, top_k_index, top_k_weights = signature.bind(*args, **kwargs).args
     if without_values(hidden):
         raise RuntimeError("which tokens go to which experts depends on their values, and these tensors have none")
     order, counts = by_expert(top_k_index, experts)
     of_experts = counts.view(ep.size, experts // ep.size)
-    # (rank, own expert): number of tokens to receive
+    # number of tokens to receive, shape (rank, own expert)
     from_ranks = torch.empty_like(of_experts)
     ep.all_to_all(from_ranks, of_experts)
     return sent_to_experts(forward, hidden, order, of_experts, from_ranks, top_k_weights, ep)
@@ -178,14 +178,14 @@ def _dispatched(
 def sent_to_experts(
     forward: Any, hidden: Tensor, order: Tensor, of_experts: Tensor, from_ranks: Tensor, weights: Tensor, ep: Group
 ) -> Tensor:
-    """Send tokens, ordered by expert, to the ranks of their experts, and combine the results.
+    """Send tokens, sorted by expert, to the ranks of their experts, and combine the results.
 
     Args:
         forward: the forward function of this rank's experts.
-        of_experts: (rank, expert of that rank): number of this rank's tokens sent there.
-        from_ranks: (rank, own expert): number of tokens that come from there.
+        of_experts: number of this rank's tokens sent to each expert, shape (rank, expert of that rank).
+        from_ranks: number of tokens received for each own expert, shape (rank, own expert).
     """
-    # the only wait for a GPU
+    # the only synchronization with a GPU
     sends, receives = torch.stack([of_experts.sum(1), from_ranks.sum(1)]).tolist()
     order = order[: sum(sends)]
     rows = _exchanged(hidden[order // weights.shape[1]], sends, receives, ep)
@@ -199,17 +199,17 @@ def _own_experts(forward: Any, rows: Tensor, from_ranks: Tensor, dtype: torch.dt
     own = torch.arange(from_ranks.shape[1], device=rows.device).repeat(from_ranks.shape[0])
     index = own.repeat_interleave(from_ranks.flatten(), output_size=count)
     if not count:
-        # One row of zeros, so that the parameters take part in the backward pass (with a gradient of 0, as in one
-        # process for an expert without tokens), and so does this rank's side of the collectives.
+        # One row of zeros, so that the parameters and this rank's collectives take part in the backward pass. The
+        # gradient is 0, as for an expert without tokens in a single process.
         rows, index = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own[:1]
     made: Tensor = forward(rows, index.unsqueeze(1), torch.ones(len(rows), 1, dtype=dtype, device=rows.device))
     return made[:count]
 
 
 def _exchanged(rows: Tensor, sends: list[int], receives: list[int], ep: Group) -> Tensor:
-    """Rows received from all ranks, after an all-to-all of `rows`; gradients travel the reverse way.
+    """Exchange `rows` by an all-to-all; gradients travel in the opposite direction.
 
-    Rank r gets the next `sends[r]` rows and sends `receives[r]`.
+    Rank r receives the next `sends[r]` rows of this rank, and sends `receives[r]` rows.
     """
     exchanged: Tensor = _AllToAll.apply(rows, sends, receives, ep)
     return exchanged

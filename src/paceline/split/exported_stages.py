@@ -1,4 +1,4 @@
-"""Pipeline stages made by `torch.export`, for models that pass state past module outputs."""
+"""Pipeline stages made by `torch.export`, for models that bypass module outputs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from paceline.split.layout import replace_tensors
 from paceline.split.record_forward import Call, quiet
 from paceline.split.stages import Stage, copied, drop_buffers
 
-# torch.export's mark on the name of a module in its second and later calls
+# torch.export appends this to the name of a module in its second and later calls
 _CALL = re.compile(r"@\d+(?=\.|$)")
 
 
 @dataclass
 class StageGraph:
-    """One stage's computation for one shape of batch: a graph traced and split by torch.
+    """One stage's computation for one batch shape: a graph that torch traced and split.
 
     Attributes:
-        received, sent: the tensors that come in and go out.
-        names: the model's name of each parameter and buffer, by the graph's, which has several where a module is called
-            twice.
+        received, sent: the tensors that the stage receives and sends.
+        names: the model's name of each parameter and buffer, by its name in the graph. If a module is called twice, the
+            graph has several names for one parameter.
     """
 
     graph: nn.Module
@@ -51,21 +51,21 @@ class StageGraph:
     trace: None = None
 
     def calls_module_of(self, parameter: str) -> bool:
-        """False: a graph calls no modules."""
+        """Return False, because a graph calls no modules."""
         return False
 
     def parameters(self) -> set[str]:
-        """The parameters that the stage computes with, some by a later one of their names."""
+        """The parameters that the stage uses. A tied one may have any of its names."""
         return {self.names[name] for name, _ in self.graph.named_parameters(remove_duplicate=False)}
 
     def buffers(self) -> set[str]:
-        """The buffers that the stage computes with or changes."""
+        """The buffers that the stage reads or changes."""
         return {self.names[name] for name, _ in self.graph.named_buffers(remove_duplicate=False) if name in self.names}
 
     def run(
         self, batch: Batch, received: Sequence[Tensor], tensors: Mapping[str, Tensor] | None = None
     ) -> dict[fx.Node, Any]:
-        """Run the stage; returns the values of all nodes known after it."""
+        """Run the stage and return the values of all nodes known after it."""
         given = zip((*self.incoming, *self.inputs), (*received, *_tensors(batch)), strict=True)
         known: dict[fx.Node, Any] = dict(given)
         args = fx.node.map_arg(self.node.args, lambda node: known[node])
@@ -76,9 +76,9 @@ class StageGraph:
 
 
 def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, device: torch.device) -> list[StageGraph]:
-    """Stages of a model, traced by `torch.export` and split before the modules `cuts`.
+    """Trace a model by `torch.export`, and split it into stages before the modules `cuts`.
 
-    The graph holds for this shape of batch, and for the model's current mode (train or eval).
+    The graph is valid for this batch shape and for the model's current mode (train or eval).
 
     Raises:
         PlanError: the model cannot be traced, e.g. because its control flow depends on data.
@@ -134,7 +134,10 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
 
 
 class ExportedStage(Stage):
-    """A stage that runs a `StageGraph`, with the parameters of `module`, sharded or not. It has no blocks."""
+    """A stage that runs a `StageGraph` with the (possibly sharded) parameters of `module`.
+
+    It has no blocks.
+    """
 
     def __init__(
         self,
@@ -168,7 +171,10 @@ class ExportedStage(Stage):
 
 
 class _Output:
-    """Structure of a model's output. It is kept outside of the traced module, whose attributes torch.export resets."""
+    """Structure of a model's output.
+
+    It is kept outside of the traced module, because torch.export resets the module's attributes.
+    """
 
     def __init__(self) -> None:
         self._spec: TreeSpec | None = None
@@ -186,7 +192,7 @@ class _Output:
 
 
 class _Flat(nn.Module):
-    """Wrapper of a model whose inputs and outputs are tensors, not batches and objects."""
+    """Wrapper of a model that takes and returns tensors instead of batches and objects."""
 
     def __init__(self, model: nn.Module, call: Call, batch: Batch, output: _Output) -> None:
         super().__init__()
@@ -224,7 +230,7 @@ def _stage_graphs(
 
 
 def _model_names(graph: nn.Module, known: set[str]) -> dict[str, str]:
-    """The model's names of a graph's parameters and buffers. The graph's own constants have none."""
+    """Map a graph's parameters and buffers to the model's names. The graph's constants have none."""
     plain = ((name, name.removeprefix("model.")) for name in _named_tensors(graph))
     own = ((name, first if first in known else _CALL.sub("", first)) for name, first in plain)
     return {name: first for name, first in own if first in known}
@@ -249,7 +255,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 
 def inline_no_grad(program: ExportedProgram) -> None:
-    """Replace every region by its operations, on detached operands where it has no gradients.
+    """Inline the operations of every region. Regions without gradients get detached operands.
 
     Raises:
         PlanError: a region without gradients contains one with gradients.
@@ -295,12 +301,12 @@ def _copied(graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: list[Any
                 known[inner] = graph.node_copy(inner, lambda n: known[n])
     whole = dict(zip(inputs, operands, strict=True))
     [output] = [n for n in body.nodes if n.op == "output"]
-    # Operands that a region returns as they are, or changed in place, keep their earlier gradients.
+    # Operands that a region returns unchanged or changes in place keep their earlier gradients.
     return [whole.get(_as_changed(n), known[n]) if isinstance(n, fx.Node) else n for n in output.args[0]]
 
 
 def _as_changed(node: fx.Node) -> fx.Node:
-    """The tensor that an operation changed in place and returned, or the node itself otherwise."""
+    """Return the tensor that an operation changed in place and returned, else the node itself."""
     while isinstance(node.target, torch._ops.OpOverload) and isinstance(node.args[0] if node.args else None, fx.Node):
         schema = node.target._schema
         returned = schema.returns[0].alias_info if len(schema.returns) == 1 else None

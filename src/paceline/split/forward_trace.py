@@ -1,4 +1,7 @@
-"""Trace of one forward pass: module calls, operations, and possible cuts. A cut knows the tensors that cross it."""
+"""Trace of one forward pass: module calls, operations, and possible cuts.
+
+A cut lists the tensors that cross it.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ from paceline.errors import PlanError
 
 @dataclass
 class Observed:
-    """Observations of one forward pass; they stay even if it fails.
+    """Observations of one forward pass, which remain available if the pass fails.
 
     Attributes:
         transformed: modules called within a transform of `torch.func` (vmap, grad).
-        substituted: modules called with other tensors in place of their parameters (`torch.func.functional_call`).
-        direct: modules whose `forward` is called without `__call__`, past all hooks.
-        written: parameters that the forward pass changes, each with the operation.
-        differentiates: True if the forward pass runs autograd (a gradient penalty, forces from energies).
+        substituted: modules called with other tensors instead of their parameters (`torch.func.functional_call`).
+        direct: modules whose `forward` is called directly, which bypasses all hooks.
+        written: parameters that the forward pass changes, each with the operation that does so.
+        differentiates: True if the forward pass calls autograd (for a gradient penalty, or forces from energies).
         writes_input: True if the batch is changed in place.
-        checkpointed: start and end times of the model's own activation checkpoints, on the trace's clock.
+        checkpointed: start and end times of the model's activation checkpoints, on the trace's clock.
         reentrant: True if some of them are re-entrant.
         functions: start and end times of the forward passes of `torch.autograd.Function`s.
         keeps: (module, attribute) of lists and dictionaries in which modules keep tensors that depend on parameters.
-        changes_attributes: True if modules change numbers or strings of their own, such as a counter.
+        changes_attributes: True if modules change their own numbers or strings, such as a counter.
     """
 
     transformed: set[str] = field(default_factory=set)
@@ -87,10 +90,10 @@ class Observed:
 
 @contextmanager
 def without_reentrant_checkpoints(note: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Let re-entrant checkpoints run as the other kind, which computes the same.
+    """Run re-entrant activation checkpoints as non-reentrant ones, with the same results.
 
-    The re-entrant kind hides the graph of autograd, so that a tensor received from another stage could not be found in
-    it. As with the re-entrant kind, nothing has a gradient where no input has one.
+    Re-entrant checkpoints hide the graph of autograd, in which a tensor received from another stage must be found. As
+    with re-entrant checkpoints, the output has no gradient if no input has one.
     """
     original = checkpointing.CheckpointFunction
 
@@ -117,10 +120,10 @@ IN_TRANSFORM = (
 
 
 def refuse_unsupported_code(observed: Observed) -> None:
-    """Refuse a model whose forward pass cannot be computed in stages, wherever they begin.
+    """Refuse a model whose forward pass cannot be computed in stages at all.
 
     Raises:
-        PlanError: it runs autograd itself, or changes parameters.
+        PlanError: the forward pass calls autograd, or changes parameters.
     """
     if observed.differentiates:
         raise PlanError(
@@ -129,7 +132,7 @@ def refuse_unsupported_code(observed: Observed) -> None:
             "go back through other stages: pp=1 (fsdp divides such a model).",
         )
     for name, operation in observed.written.items():
-        # the backward pass reads no weight of an embedding
+        # the backward pass of an embedding does not read the weight
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
                 "plan.parameter_changed_in_flight",
@@ -143,7 +146,7 @@ def refuse_unsupported_code(observed: Observed) -> None:
 def can_be_exported(model: nn.Module, observed: Observed) -> bool:
     """True if a `torch.export` graph can replace the model's code.
 
-    Such a graph has no backward hooks and changes no module attributes.
+    The graph does not run backward hooks, and does not change module attributes.
     """
     if observed.transformed or observed.substituted or observed.keeps or observed.changes_attributes:
         return False
@@ -170,11 +173,11 @@ class TensorShape:
         return cls(tuple(t.shape), t.dtype, t.requires_grad)
 
     def on(self, device: torch.device | str) -> Tensor:
-        """An uninitialised tensor of this shape."""
+        """Return an uninitialised tensor of this shape."""
         return torch.empty(self.size, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     def zero(self, device: torch.device) -> Tensor:
-        """An expanded zero of this shape, which takes almost no memory."""
+        """Return an expanded zero of this shape, which takes almost no memory."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
 
 
@@ -186,9 +189,9 @@ class ModuleCall:
         call_index: number of the module's earlier calls in this forward pass.
         parent: index of the calling module's call, or -1.
         enter, leave: start and end, on the trace's clock.
-        leaves: its output, flattened (tensors as `TensorShape`), to be put together by `spec`.
-        nodes: the leaves' tensor identities; None for other leaves.
-        uses_parameters: True if something in it depends on a parameter.
+        leaves: its flattened output, with tensors as `TensorShape`; `spec` is the structure.
+        nodes: the identity of each leaf that is a tensor; None for other leaves.
+        uses_parameters: True if an operation in the call depends on a parameter.
     """
 
     name: str
@@ -221,12 +224,12 @@ class TracedOperation:
     changes: list[int]  # storages
     random: bool
     name: str
-    looks: bool = False  # whether code can decide by values that are read
+    looks: bool = False  # True if code can branch on values that the operation reads
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A tensor that a module keeps as an attribute when it is called."""
+    """A tensor that a module holds as an attribute when it is called."""
 
     module: str
     name: str
@@ -239,9 +242,9 @@ class CutTensor:
     """A tensor that crosses a cut.
 
     Attributes:
-        sources: (module, call index, leaf) of the calls before the cut that return it.
-        node: its identity.
-        changed: True if code between the modules, which every stage runs, changes it in place.
+        sources: (module, call index, leaf) of each call before the cut that returns the tensor.
+        node: identity of the tensor.
+        changed: True if code between the modules changes the tensor in place. Every stage runs that code.
     """
 
     sources: tuple[tuple[str, int, int], ...]
@@ -257,7 +260,8 @@ class Cut:
     Attributes:
         time: the time of that call, on the trace's clock.
         values: the tensors that cross.
-        parameters: the parameters that both sides need, since code between the modules uses them on crossing tensors.
+        parameters: the parameters that both sides need, because code between the modules applies them to crossing
+            tensors.
     """
 
     before: str
@@ -271,7 +275,7 @@ class ForwardTrace:
     """Module calls and operations of one forward pass.
 
     Attributes:
-        result: identities of the tensors that the model returned.
+        result: identities of the tensors that the model returns.
         parameters, buffers: names by storage.
         attributes: tensors that modules keep.
         observed: all other observations.
@@ -293,7 +297,7 @@ class ForwardTrace:
     end: int = 0
 
     def cut(self, before: str) -> Cut | str:
-        """The cut before the first call of a module, or a reason against it."""
+        """Return the cut before the first call of a module, or a reason why there is none."""
         first = next((v for v in self.module_calls if v.name == before), None)
         if first is None:
             return f"{before} is not called in the forward pass"
@@ -355,18 +359,21 @@ class ForwardTrace:
         return None
 
     def enters(self, module: str) -> int:
-        """Time of a module's first call; 0 without one, or without earlier computation."""
+        """Return the time of a module's first call.
+
+        The time is 0 if the module is not called, or if nothing is computed earlier.
+        """
         time = next((v.enter for v in self.module_calls if v.name == module), 0)
         return time if self.done(time) else 0
 
     def done(self, time: int) -> list[ModuleCall]:
-        """Outermost calls that ended before `time` and computed with parameters."""
+        """List the outermost calls that ended before `time` and used parameters."""
         return [
             v for v in self.module_calls if v.uses_parameters and v.leave <= time and not self._ended(v.parent, time)
         ]
 
     def to_come(self, time: int) -> list[ModuleCall]:
-        """Outermost calls that begin at `time` or later."""
+        """List the outermost calls that begin at `time` or later."""
         return [
             v
             for v in self.module_calls
@@ -374,16 +381,16 @@ class ForwardTrace:
         ]
 
     def used(self, start: int, stop: int) -> set[str]:
-        """Parameters that are read between two times."""
+        """List the parameters that are read between two times."""
         read = {node[0] for step in self.steps if start <= step.time < stop for node in step.reads}
         return {name for storage, name in self.parameters.items() if storage in read}
 
     def buffers_changed_after(self, time: int) -> set[str]:
-        """Buffers that the forward pass changes at `time` or later."""
+        """List the buffers that the forward pass changes at `time` or later."""
         return {self.buffers[s] for step in self.steps if step.time >= time for s in step.changes if s in self.buffers}
 
     def changed_elsewhere(self, module_call: ModuleCall) -> set[int]:
-        """Indices of a call's output leaves that other code changes in place."""
+        """Return the indices of a call's output leaves that other code changes in place."""
         outside = {
             s for step in self.steps if not module_call.enter < step.time < module_call.leave for s in step.changes
         }
@@ -393,14 +400,14 @@ class ForwardTrace:
         return module_call >= 0 and self.module_calls[module_call].leave <= time
 
     def _needed(self, time: int, sources: dict[Node, Any]) -> tuple[set[Node], set[str]]:
-        """Nodes of `sources` used after `time`, and the parameters needed for them.
+        """Return the nodes of `sources` used after `time`, and the parameters needed for them.
 
-        Uses by the code between modules count, since every stage runs it. Raises `_NoCut`.
+        Uses by code between modules count, because every stage runs that code. Raises `_NoCut`.
         """
         outside = [s for s in self.steps if s.time < time and not self._within(s.module_call, time)]
         updates = [s for s in outside if any(c in self.buffers for c in s.changes)]
-        # What code looks at comes first in the list and so last in the search; a draw (layer drop) may be looked at on
-        # every stage.
+        # Values that code reads come first in the list, and so last in the search. Every stage may read a random draw
+        # (layer drop).
         open_ = [
             (node, step.time) for step in outside if step.looks for node in step.reads if node[0] not in self.buffers
         ]
@@ -446,7 +453,7 @@ class ForwardTrace:
         return crossing, parameters
 
     def _refuse_changed_since(self, node: Node, read: int, time: int, sources: Sequence[ModuleCall]) -> None:
-        """Refuse a tensor that a module has changed since the code between modules read it."""
+        """Refuse a tensor that a module changed after code between modules had read it."""
         before = [s for s in self._changers[node[0]] if s.time < time]
         inside = [self._within(s.module_call, time) for s in before]
         late = [v for s, v in zip(before, inside, strict=True) if v is not None and read < time and s.time > read]
@@ -458,7 +465,7 @@ class ForwardTrace:
             raise _NoCut(f"{name} changes in place a tensor {list(node[1])} that the code between modules uses, too")
 
     def _read_after(self, time: int) -> list[tuple[Node, int]]:
-        """Tensors that are read after `time` and were made before it, each with its time."""
+        """List tensors created before `time` and read after it, each with its time."""
         made: set[Node] = set()
         read = []
         for step in self.steps:
@@ -468,7 +475,7 @@ class ForwardTrace:
         return read + [(node, self.end) for node in self.result if node not in made]
 
     def _within(self, module_call: int, time: int) -> ModuleCall | None:
-        """Outermost call around an operation that ended before `time` and depends on parameters."""
+        """Return the outermost call around an operation that ended before `time` and uses parameters."""
         found = None
         while module_call >= 0:
             here = self.module_calls[module_call]
@@ -502,7 +509,7 @@ def is_in(module: str, outer: str) -> bool:
 
 
 def reachable(modules: Iterable[nn.Module], without: Collection[nn.Module]) -> set[nn.Module]:
-    """All modules in `modules` that can be reached without passing through those of `without`."""
+    """Return all modules in `modules` that can be reached without passing through `without`."""
     found: set[nn.Module] = set()
     open_ = list(modules)
     while open_:
@@ -514,6 +521,6 @@ def reachable(modules: Iterable[nn.Module], without: Collection[nn.Module]) -> s
 
 
 def strange_type(leaves: Sequence[Any]) -> str | None:
-    """Type name of the first leaf of an output that could hide tensors, or None."""
+    """Return the type name of the first output leaf that could hide tensors, or None."""
     plain = (Tensor, TensorShape, int, float, str, type(None))
     return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, plain)), None)

@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`): each rank keeps a slice of every parameter, gradient and optimizer state.
 
-`zero` chooses the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). Between steps every rank keeps 1 / ranks
-of the state at all stages, parameters included; the stages differ in the memory within a step and in the bytes sent:
+`zero` selects the stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). At all stages, every rank keeps 1 / ranks
+of the state between steps, parameters included. The stages differ in the memory within a step and in the bytes sent:
 
 ====  ==================================  =================================  ============================
 zero  parameters                          gradients                          sent per step
@@ -16,9 +16,9 @@ zero  parameters                          gradients                          sen
 1     gathered once a step                whole until the last microbatch    1 of each
 ====  ==================================  =================================  ============================
 
-In a pipeline, PyTorch's `PipelineStage` reduces gradients once a step and keeps parameters gathered meanwhile, whatever
-`zero` says: with zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules need the
-weights once more.
+In a pipeline, PyTorch's `PipelineStage` ignores `zero`: it reduces gradients once per step, and keeps parameters
+gathered within the step. With zero=3 a stage would be gathered twice for every microbatch, and zero-bubble schedules
+would need a third gather.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ from paceline.split.record_forward import Call, trace_forward
 
 
 class FullySharded:
-    """FSDP2 over a rank's modules, and the settings that change within a step.
+    """FSDP2 for a rank's modules, with the settings that change within a step.
 
-    The modules are sharded in place: parameters become DTensors, and `parts` notes their slices. Each block is
-    gathered and reduced as one unit, and the remainder of a stage as another. All reductions are sums.
+    The modules are sharded in place: parameters become DTensors, and `parts` records their slices. Each block is
+    gathered and reduced as one unit, and the remainder of a stage as another unit. All reductions are sums.
 
     Three kinds of parameters are special. A block that shares a parameter with a module outside of it is gathered with
     the remainder. Parameters without dimensions cannot be sliced: every rank keeps them, and `parts` marks their
-    gradients as partial sums along fsdp. A parameter that no rank uses in a step ends up without a gradient, as in one
-    process; but a *block* must be run by all ranks or by none, since its collectives need all.
+    gradients as partial sums along fsdp. A parameter that no rank uses in a step has no gradient afterwards, as in a
+    single process. A *block*, however, must run on all ranks or on none, because all ranks take part in its
+    collectives.
 
     With `precision="bf16"`, parameters are gathered and inputs are cast in bfloat16, which halves the gathered bytes.
-    Gradients are summed and shards are kept in float32. A stage's output is cast back to float32 for the loss. Unlike
-    under autocast, norms, softmax and residual sums are bfloat16, too. Batch norms do not support bfloat16 weights, so
-    a model with batch norms keeps autocast.
+    Gradients are summed in float32, and shards are kept in float32. A stage's output is cast back to float32 for the
+    loss. In contrast to autocast, norms, softmax and residual sums also run in bfloat16. Batch norms do not support
+    bfloat16 weights, so a model with batch norms uses autocast instead.
 
     Args:
         stages: the model, or a rank's pipeline stages; on the meta device or real.
-        blocks: modules within them, none within another (`find_blocks`).
+        blocks: non-overlapping modules within the stages (`find_blocks`).
         named: every parameter of the stages by its key in `parts`.
         devices: the one-dimensional mesh along fsdp.
         zero: 1, 2 or 3 (see the module's table).
-        offload: keep shards, gradients and optimizer state in host memory, and gather from there. If the rank
-            computes on the CPU, it has no effect except for a note.
+        offload: keep shards, gradients and optimizer state in host memory, and gather from there. If the rank computes
+            on the CPU, this only adds a note.
         pipelined: True if PyTorch's pipeline schedules run the stages.
 
     Attributes:
         casts: True if FSDP2 casts parameters and inputs to bfloat16 itself; otherwise bf16 needs autocast.
-        offload: True if the shards lie in host memory while the rank computes on another device (see `allocate`).
-        notes: sentences for the user.
+        offload: True if the shards are in host memory and the rank computes on another device (see `allocate`).
+        notes: notes for the user.
 
     Raises:
-        PlanError: a block's trainable parameters differ in type.
+        PlanError: the trainable parameters of a block differ in dtype.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class FullySharded:
         scalars = {parameter for parameter in named.values() if parameter.dim() == 0}
         _note_slices(named, parts, devices, scalars)
         for parameter in named.values():
-            # FSDP2 supports no other memory order
+            # FSDP2 requires contiguous parameters
             parameter.data = parameter.data.contiguous()
-        # FSDP2 assigns to the `data` of buffers, which torch allows between the CPU and some devices only
+        # FSDP2 assigns to the `data` of buffers, which torch does not allow between the CPU and every device
         here = devices.device_type
         replace_tensors(nn.ModuleList(stages), None, lambda b: b if b.is_meta or b.device.type == here else b.to(here))
         options: dict[str, Any] = {
@@ -142,9 +143,11 @@ class FullySharded:
             )
 
     def microbatch(self, last: bool) -> None:
-        """Set when gradients are reduced and parameters resharded; called before each microbatch without a pipeline.
+        """Set when gradients are reduced and parameters are resharded.
 
-        `last` is True in the last one of a step.
+        Without a pipeline, call this before each microbatch.
+
+        `last` is True in the last microbatch of a step.
         """
         if self._pipelined or self._zero == 3:
             return
@@ -156,17 +159,17 @@ class FullySharded:
     def after_backward(self) -> None:
         """Drop the gradients of parameters that no rank used in a step.
 
-        FSDP2 would leave zeros where one process has no gradient.
+        FSDP2 would leave zeros, whereas a single process has no gradient.
         """
         self._used.agree(self._devices)
 
     def close(self) -> None:
-        """Free gathered parameters, also after a failed step; the modules stay sharded."""
+        """Free gathered parameters, even after a failed step. The modules stay sharded."""
         for handle in self._handles:
             handle.remove()
         self._used.close()
         for stage in self._stages:
-            # set in the first forward pass, before which there is nothing to free
+            # set by the first forward pass, before which there is nothing to free
             if stage._get_fsdp_state()._is_root:
                 stage.reset_iter_state()
 
@@ -174,9 +177,9 @@ class FullySharded:
 def _note_slices(
     named: Mapping[str, nn.Parameter], parts: Parts, devices: DeviceMesh, scalars: set[nn.Parameter]
 ) -> None:
-    """Note this rank's slice of each parameter: FSDP2 slices dimension 0 as `torch.chunk` does.
+    """Record this rank's slice of each parameter; FSDP2 slices dim 0 like `torch.chunk`.
 
-    All slices have the same size, rounded up, but for a smaller one and empty ones at the end.
+    All slices have the same size, rounded up, except for a smaller one and empty ones at the end.
     """
     rank, size = devices.get_local_rank(), devices.size()
     for name, parameter in named.items():
@@ -191,7 +194,10 @@ def _note_slices(
 
 
 def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Blocks that share no parameter with a module outside of them. FSDP2 gathers each parameter with one unit only."""
+    """Select the blocks that share no parameter with outer modules.
+
+    FSDP2 gathers each parameter with one unit only.
+    """
     holding: dict[nn.Parameter, set[nn.Module]] = {}
     for module in (module for stage in stages for module in stage.modules()):
         for parameter in module._parameters.values():
@@ -199,7 +205,7 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
                 holding.setdefault(parameter, set()).add(module)
     own = []
     for block in blocks:
-        # some may be in another block as well
+        # a module may also be in another block
         inside = set(block.modules())
         holders = {module for p in block.parameters() for module in holding[p]}
         if block not in stages and holders <= inside and holders.isdisjoint(reachable(stages, without=[block])):
@@ -210,9 +216,9 @@ def _own_pieces(stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> lis
 def _refuse_mixed_types(
     stages: Sequence[nn.Module], pieces: Sequence[nn.Module], names: Mapping[nn.Parameter, str]
 ) -> None:
-    """Refuse units with trainable parameters of several types.
+    """Refuse units with trainable parameters of several dtypes.
 
-    FSDP2 reduces a unit in one collective and would fail in the first step only.
+    FSDP2 reduces a unit in one collective, and would not fail until the first step.
     """
     within = {parameter for piece in pieces for parameter in piece.parameters()}
     remainders = [[p for p in stage.parameters() if p not in within] for stage in stages]
@@ -232,19 +238,19 @@ def _refuse_mixed_types(
 
 
 def _sum_only(stage: nn.Module) -> None:
-    """Make all reductions sums with `ReduceOp.SUM`, as losses are scaled in advance."""
+    """Use `ReduceOp.SUM` for all reductions, because losses are scaled in advance."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     assert isinstance(stage, FSDPModule)
-    # A parameter may be used on some ranks only, such as an expert; without this their collectives would differ in
-    # size.
+    # Some ranks may not use a parameter, such as an expert. Without this setting, the ranks' collectives would differ
+    # in size.
     stage.set_reduce_scatter_unused_params(True)
 
 
 def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
-    """Reshard after a forward pass without a backward pass. The next step then gathers current weights."""
+    """Reshard after a forward pass without backward, so the next step gathers current weights."""
     if not torch.is_grad_enabled():
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -252,11 +258,11 @@ def _forget_gathered(stage: nn.Module, inputs: Any, output: Any) -> None:
 
 
 class _Used:
-    """Flags that tell which parameters got a gradient on any rank in this step.
+    """Flags of the parameters that received a gradient on any rank in this step.
 
-    FSDP2 gives zeros to all others, on which an optimizer would act. The flags are read from FSDP2's parameter groups,
-    as PyTorch's own `PipelineStage` does: the gathered parameters have no public name, and zero-bubble schedules set
-    gradients past every hook.
+    FSDP2 sets all other gradients to zero, and an optimizer would apply the zeros. The flags are read from FSDP2's
+    parameter groups, as in PyTorch's own `PipelineStage`, because gathered parameters have no public name and
+    zero-bubble schedules set gradients without running hooks.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
@@ -294,9 +300,9 @@ class _Used:
 
 
 def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) -> tuple[ForwardTrace | None, Observed]:
-    """Trace and observations of a forward pass on shapes.
+    """Trace a forward pass on shapes, and return the trace and observations.
 
-    The trace is None if the model cannot be followed without its weights.
+    The trace is None if the model cannot be traced without its weights.
     """
     observed = Observed()
     names = {name for name, _ in model.named_modules()}
@@ -307,10 +313,10 @@ def watched(model: nn.Module, example: Batch, call: Call, device: torch.device) 
 
 
 def refuse_writes(observed: Observed) -> None:
-    """Refuse a model whose forward pass changes parameters; fsdp would lose the change.
+    """Refuse a model whose forward pass changes parameters, because fsdp would lose the change.
 
     Raises:
-        PlanError: it does.
+        PlanError: the forward pass changes a parameter.
     """
     for name, operation in observed.written.items():
         how = "an nn.Embedding with max_norm" if operation.startswith("aten.embedding_renorm_") else operation
@@ -324,7 +330,7 @@ def refuse_writes(observed: Observed) -> None:
 
 
 def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Observed) -> dict[str, str]:
-    """Blocks that must be gathered together with the remainder of the model, with reasons."""
+    """Find blocks that must be gathered with the remainder of the model, with reasons."""
     if observed.differentiates:
         return dict.fromkeys(blocks, "the forward pass runs autograd itself")
     if observed.transformed:
@@ -348,7 +354,7 @@ def inseparable(blocks: Sequence[str], trace: ForwardTrace | None, observed: Obs
 
 def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
     owner = {storage: b for storage, name in trace.parameters.items() for b in blocks if is_in(name, b)}
-    # time at which a storage was first written
+    # time of the first write to each storage
     made: dict[int, int] = {}
     for step in trace.steps:
         for node in step.makes:
@@ -366,7 +372,7 @@ def _in_operations(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple
 def _changed_views(blocks: Sequence[str], trace: ForwardTrace) -> Iterator[tuple[str, str]]:
     """Find blocks that return a view which later code changes in place.
 
-    Autograd then runs the backward pass of the view's base, and skips the hook that FSDP2 puts on the view.
+    For such a block, autograd runs the backward pass of the view's base, and skips FSDP2's hook on the view.
     """
     first: dict[int, Node] = {}
     for step in trace.steps:

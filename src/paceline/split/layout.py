@@ -1,4 +1,4 @@
-"""Parameters as a rank holds them: layouts of shards, ties, memory, and users' hooks."""
+"""A rank's parameters: layouts of shards, ties, memory, and users' hooks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from paceline.job.optimizer import OptimizerSpec
 from paceline.planning.plan import Plan
 
 Interval = tuple[int, int]  # (start, stop)
-Sections = Sequence[int] | None  # sizes of the sections of a dimension, such as query, key and value
+Sections = Sequence[int] | None  # sizes of the sections along a dimension, such as query, key and value
 
 
 class Box(NamedTuple):
-    """A block that is contiguous in a rank's shard and in the full tensor. `own` and `full` are its start in each."""
+    """A block that is contiguous both in a rank's shard and in the full tensor.
+
+    `own` and `full` are the offsets of the block in the shard and in the full tensor.
+    """
 
     own: tuple[int, ...]
     full: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, own: Tensor) -> Tensor:
-        """The block as a view of the rank's shard."""
+        """Return the block as a view of the rank's shard."""
         for dim, (start, length) in enumerate(zip(self.own, self.shape, strict=True)):
             own = own.narrow(dim, start, length)
         return own
 
     def within(self, full: Tensor) -> Tensor:
-        """The block as a view of the full tensor."""
+        """Return the block as a view of the full tensor."""
         for dim, (start, length) in enumerate(zip(self.full, self.shape, strict=True)):
             full = full.narrow(dim, start, length)
         return full
@@ -45,9 +48,9 @@ class Box(NamedTuple):
 class ShardLayout:
     """A rank's shard of a tensor of shape `full`.
 
-    `kept[d]` are the intervals of dimension d that the rank holds, in their order in its shard: one interval for a
-    simple shard, three for a shard of a fused query-key-value matrix. Splits compose: each divides the remainder of the
-    one before.
+    `kept[d]` lists the intervals of dimension d that the rank holds, in the order of its shard. A simple shard has one
+    interval, a shard of a fused query-key-value matrix has three. Splits compose: each split divides the shard of the
+    previous one.
     """
 
     full: tuple[int, ...]
@@ -55,7 +58,7 @@ class ShardLayout:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> ShardLayout:
-        """The layout of an undivided tensor."""
+        """Return the layout of an undivided tensor."""
         return cls(tuple(shape), tuple(((0, n),) for n in shape))
 
     @property
@@ -74,9 +77,9 @@ class ShardLayout:
         return prod(self.shape)
 
     def divide(self, dim: int, index: int, of: int, sections: Sections = None) -> ShardLayout:
-        """Layout of shard `index` of `of` equal shards along `dim`.
+        """Return the layout of shard `index` of `of` equal shards along `dim`.
 
-        With `sections` (sizes that sum to the shard's size), each section is divided.
+        If `sections` is given (sizes that sum to the shard's size), each section is divided separately.
 
         Raises:
             ValueError: a section is not a multiple of `of`.
@@ -93,11 +96,11 @@ class ShardLayout:
         return self._with(dim, kept)
 
     def narrow(self, dim: int, start: int, stop: int) -> ShardLayout:
-        """Layout of the interval from `start` to `stop` of this shard along `dim`."""
+        """Return the layout of the interval from `start` to `stop` of this shard along `dim`."""
         return self._with(dim, self._intervals(dim, start, stop))
 
     def take(self, full: Tensor) -> Tensor:
-        """The rank's shard of `full`, a copy or a view."""
+        """Return the rank's shard of `full`, as a copy or a view."""
         if tuple(full.shape) != self.full:
             raise ValueError(f"the tensor has shape {tuple(full.shape)}, not {self.full}")
         for dim, intervals in enumerate(self.kept):
@@ -111,7 +114,10 @@ class ShardLayout:
             box.within(full).copy_(box.of(own))
 
     def boxes(self) -> Iterator[Box]:
-        """The contiguous blocks of the shard. None if it is empty, one without dimensions for a scalar."""
+        """List the contiguous blocks of the shard.
+
+        An empty shard has no blocks, and a scalar has one block without dimensions.
+        """
         if not self.numel:
             return
         # per dimension: (own start, full start, length)
@@ -151,12 +157,13 @@ class Part:
     Attributes:
         name: its name in the undivided model. No split renames a module or parameter.
         layout: this rank's shard of the full parameter.
-        sharded: the mesh axes along which the ranks hold different shards. Along all others of a replica they hold the
-            same one.
+        sharded: the mesh axes along which the ranks hold different shards. Along all other axes of a replica, the ranks
+            hold the same shard.
         summed: the axes along which gradients are partial sums (DTensor's `Partial`) until `Split.after_backward`
             reduces them.
-        stages: number of pipeline stages that hold it (a tied parameter may be in two); 1 without a pipeline.
-        writes: True if this pipeline rank saves it, where several stages hold it.
+        stages: number of pipeline stages that hold the parameter, which is 1 without a pipeline. A tied parameter may
+            be in two stages.
+        writes: True if this pipeline rank saves the parameter; one rank does if several stages hold it.
     """
 
     name: str
@@ -171,12 +178,15 @@ Parts = dict[str, Part]
 
 
 def whole_parts(model: nn.Module) -> Parts:
-    """Every parameter of a model, undivided; a tied one once, under its first name."""
+    """List every parameter of an undivided model.
+
+    A tied parameter is listed once, under its first name.
+    """
     return {name: Part(name, ShardLayout.whole(p.shape)) for name, p in model.named_parameters()}
 
 
 def first_names(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str, str]:
-    """All names of parameters or buffers, each with the first name of its tensor.
+    """Map all names of parameters or buffers to the first name of the tensor.
 
     Args:
         named: the model's `named_parameters` or `named_buffers`.
@@ -186,7 +196,7 @@ def first_names(named: Callable[..., Iterator[tuple[str, Tensor]]]) -> dict[str,
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and shared buffers, each with the name that is saved."""
+    """Map the additional names of tied parameters and shared buffers to the saved name."""
     kinds = (("model", model.named_parameters), ("buffer", model.named_buffers))
     return {
         f"{kind}/{name}": f"{kind}/{first}"
@@ -199,9 +209,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def shard_parameter(
     module: nn.Module, name: str, part: Part, *, axis: str, dim: int, index: int, of: int, sections: Sections = None
 ) -> None:
-    """Replace parameter `name` of `module` by shard `index` of `of` along `dim`, and note it.
+    """Replace parameter `name` of `module` by shard `index` of `of` along `dim`, and record it.
 
-    A parameter on the meta device stays there; a real one is copied, so that the full one can be freed.
+    A parameter on the meta device stays there. A real parameter is copied, so that the full one can be freed.
 
     Raises:
         ValueError: the size of `dim` (or of one of its sections) is not a multiple of `of`.
@@ -215,14 +225,14 @@ def shard_parameter(
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The local memory of a parameter or gradient: a DTensor's shard, or the tensor itself."""
-    # Where nothing has made a DTensor, their import would take most of a short run's time.
+    """Return the local tensor of a parameter or gradient: a DTensor's shard, or the tensor itself."""
+    # If no DTensor exists, importing the class would take most of a short run's time.
     tensors = sys.modules.get("torch.distributed.tensor")
     return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter
 
 
 class StateBytes(NamedTuple):
-    """Bytes that a rank holds before the optimizer step, without activations and module buffers."""
+    """Bytes that a rank holds before the optimizer step, excluding activations and buffers."""
 
     parameters: int
     gradients: int
@@ -235,13 +245,13 @@ class StateBytes(NamedTuple):
 
 
 def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> StateBytes:
-    """Bytes of training state that this rank holds, counted by the memory behind its tensors.
+    """Count the bytes of training state that this rank holds, by storage.
 
-    An FSDP2 parameter counts by its shard; memory that several tensors share counts once.
+    An FSDP2 parameter counts with the size of its shard. Memory that several tensors share counts once.
 
     Args:
-        parameters: all parameters of this rank, as it holds them.
-        optimizer: over them, or over their local tensors.
+        parameters: all parameters of this rank, in the form in which the rank holds them.
+        optimizer: the optimizer of these parameters, or of their local tensors.
     """
     own = list(parameters)
     gradients = [
@@ -256,16 +266,16 @@ def held_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -
 def predicted_bytes(
     parts: Parts, like: Mapping[str, Tensor], optimizer: OptimizerSpec, *, averages: bool = False
 ) -> StateBytes:
-    """Bytes of training state that this rank will hold, from the layouts of its parts.
+    """Predict this rank's bytes of training state from the layouts of its parts.
 
-    Exact but for FSDP2's padding: where a dimension does not divide evenly, the later ranks allocate parameters and
-    gradients as long as those of the first.
+    The result is exact except for FSDP2's padding: if a dimension does not divide evenly, all ranks allocate parameters
+    and gradients as large as those of the first rank.
 
     Args:
         parts: the parts of the parameters that this rank holds.
         like: the same parameters, full or divided, on any device; their dtype and `requires_grad` are read.
-        optimizer: the job's.
-        averages: True if an average of the weights is kept beside its state.
+        optimizer: the job's optimizer settings.
+        averages: True if an average of the weights is also kept.
     """
     parameters = gradients = state = 0
     for name, part in parts.items():
@@ -285,8 +295,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def replace_tensors(
     model: nn.Module, parameter: Callable[[nn.Parameter], Tensor] | None, buffer: Callable[[Tensor], Tensor] | None
 ) -> None:
-    """Replace the parameters and buffers of all modules in place. Tied ones stay tied."""
-    made: dict[Tensor, Any] = {}  # tensors are hashed by identity
+    """Replace the parameters and buffers of all modules in place. Tied tensors stay tied."""
+    made: dict[Tensor, Any] = {}  # a tensor's hash is its identity
     for module in model.modules():
         tables: tuple[tuple[Any, Any], ...] = (module._parameters, parameter), (module._buffers, buffer)
         for tensors, make in tables:
@@ -297,12 +307,12 @@ def replace_tensors(
                     tensors[name] = made[old]
 
 
-# torch.nn.RNNBase rebuilds these in a forward pass if the parameters were replaced
+# torch.nn.RNNBase rebuilds its flat weights in a forward pass if the parameters were replaced
 KEPT_UP_TO_DATE = ("_flat_weights",)
 
 
 def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Register the gradient hooks of one parameter on its replacement."""
+    """Register the gradient hooks of a parameter on its replacement."""
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (old._post_accumulate_grad_hooks or {}).values():
@@ -310,7 +320,7 @@ def carry_hooks(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def hooked_parameters(model: nn.Module) -> dict[str, str]:
-    """Names of parameters with gradient hooks, each with torch's method that registers such a hook."""
+    """Map parameters that have gradient hooks to the torch method that registers such hooks."""
     found = {}
     for name, p in model.named_parameters():
         if p._backward_hooks:
@@ -321,11 +331,11 @@ def hooked_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, shared: Collection[str]) -> None:
-    """Refuse hooks that would see only a part of a gradient; on every rank alike.
+    """Refuse hooks that would see only a part of a gradient. Every rank decides alike.
 
     Args:
         hooked: result of `hooked_parameters`.
-        parts: parts of all parameters, including those of other pipeline stages.
+        parts: the parts of all parameters, including the parameters of other pipeline stages.
         shared: parameters that several stages hold.
 
     Raises:
@@ -352,10 +362,10 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
 
 
 def refuse_kept_parameters(model: nn.Module) -> None:
-    """Refuse modules that keep parameters in plain attributes, where they would become stale.
+    """Refuse modules that keep parameters in plain attributes, which would become stale.
 
     Raises:
-        PlanError: a module does.
+        PlanError: a module keeps a parameter in a plain attribute.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for path, module in model.named_modules():

@@ -18,11 +18,11 @@ from paceline.planning.sync_info import sync_info
 
 @dataclass
 class Mesh:
-    """The ranks of a run as a grid, seen from one of them.
+    """The ranks of a run as a grid, with the coordinate of this rank.
 
     Attributes:
-        sizes: ranks along each axis of `AXES`.
-        place: this rank's coordinate on each.
+        sizes: number of ranks along each axis of `AXES`.
+        place: this rank's coordinate along each axis.
         world: all ranks.
     """
 
@@ -34,7 +34,7 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan, world: Group) -> Mesh:
-        """Build the mesh of a plan and all of its groups; every rank calls it.
+        """Build the mesh of a plan and all of its groups. Every rank calls this.
 
         Raises:
             PlanError: the plan's degrees do not multiply to the number of ranks.
@@ -54,9 +54,9 @@ class Mesh:
         return mesh
 
     def group(self, *axes: str) -> Group:
-        """Group of the ranks that differ from this one along `axes` only.
+        """Return the group of ranks that differ from this one along `axes` only.
 
-        `axes` is one axis, `DATA_AXES`, or, with rules that may need it, `REPLICA`.
+        `axes` is one axis or `DATA_AXES`, or `REPLICA` if the sync rule may need it.
         """
         return self._groups[axes]
 
@@ -71,7 +71,10 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's data-parallel rank. Ranks that divide layers, sequences or matrices have the same one."""
+        """This rank's data-parallel rank.
+
+        Ranks that divide layers, sequences or matrices among them share one data-parallel rank.
+        """
         number = 0
         for axis in DATA_AXES:
             number = number * self.sizes[axis] + self.place[axis]
@@ -79,12 +82,12 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks, into which the global batch is dealt."""
+        """Number of data-parallel ranks, over which the global batch is divided."""
         return self.size(*DATA_AXES)
 
     @property
     def data_rank_hosts(self) -> tuple[int, ...]:
-        """The host of each data-parallel rank, which is that of its first rank."""
+        """The host of the first rank of each data-parallel rank."""
         strides = {axis: prod(self.sizes[later] for later in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
         if len(self.world.hosts) != self.world.size:
             return (0,) * self.data_ranks

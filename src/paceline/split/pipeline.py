@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model's layers in stages on several ranks.
+"""Pipeline parallelism: the layers of a model form stages on several ranks.
 
 The schedules are those of `torch.distributed.pipelining`.
 """
@@ -34,37 +34,38 @@ from paceline.split.layout import Parts, first_names, local
 from paceline.split.record_forward import Call
 from paceline.split.stages import StageBounds, identity
 
-# (output, microbatch, its index) -> the scaled scalar to run the backward pass from
+# (output, microbatch, index of the microbatch) -> the scaled scalar from which the backward pass starts
 Loss = Callable[[Any, Batch, int], Tensor]
 
 
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them.
 
-    Every stage runs the model's own forward pass on the same batch, in which placeholders replace the modules of other
-    stages: masks and positions are computed by the model's own code, and no module or parameter has another name than
-    in the undivided model. The tensors that cross between stages are found by tracing one forward pass
-    (`ForwardTrace`): any number of them, such as T5's position bias, if modules return them.
+    Every stage runs the model's own forward pass on the same batch, with placeholders for the modules of other stages.
+    The model's own code thus computes masks and positions, and modules and parameters keep the names of the undivided
+    model. A trace of one forward pass (`ForwardTrace`) finds the tensors that cross between stages. Any number of
+    tensors may cross, such as T5's position bias, if modules return them.
 
     Zero bubble (Qi et al., 2024, arXiv:2401.10241) and DualPipe (Liu et al., 2024, arXiv:2412.19437) are V schedules:
-    two stages a rank, the first and the last on rank 0.
+    each rank has two stages, and rank 0 has the first and the last stage.
 
     Attributes:
-        stages: this rank's stages: one, two of a V schedule, or as many interleaved ones as the plan's `virtual`.
+        stages: this rank's stages: one, two for a V schedule, or `virtual` of the plan for an interleaved schedule.
         by_export: True if `torch.export` traced the model.
-        lines: report of the cuts, one line each.
-        shared: the ranks of every parameter that several ranks hold.
-        trace: trace of the example; None if `torch.export` traced the model.
+        lines: lines of the report about the cuts.
+        shared: for each parameter that several ranks hold, those ranks.
+        trace: trace of the example, or None if `torch.export` traced the model.
 
     Args:
-        model: the undivided model on the meta device; it stays as it is. A stage is a copy of its structure with its
-            own parameters only.
-        parts: loses the entries of other stages; those of parameters on several stages are marked.
+        model: the undivided model on the meta device, which does not change. A stage is a copy of the model's structure
+            with the stage's parameters only.
+        parts: parts of all parameters. Entries of other stages are removed, and parameters on several stages are
+            marked.
         example: one microbatch.
         call: runs the model on a batch.
 
     Raises:
-        PlanError: the model cannot be cut so. The message says where it can.
+        PlanError: the model cannot be cut this way. The message names the possible cuts.
     """
 
     def __init__(
@@ -97,17 +98,23 @@ class Pipeline:
         self.shared = self._note(parts, owners)
         self.lines = [*self._cut.lines, *self._described(stage_bounds)]
 
-    # Modules and tensors of this rank
+    # This rank's modules and tensors
 
     def blocks(self) -> list[nn.Module]:
-        """Repeated blocks on this rank, in order; none with `torch.export`. Its graph does not call them."""
+        """List this rank's repeated blocks in order.
+
+        With `torch.export` there are none, because a graph does not call modules.
+        """
         if self.by_export:
             return []
         found = (stage.get_submodule(name) for stage in self.stages for name in self._cut.blocks)
         return [block for block in found if any(True for _ in block.parameters())]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in the undivided model. Tied ones have their first name."""
+        """Map names in the undivided model to this rank's parameters.
+
+        A tied parameter has its first name.
+        """
         return {
             self._names[name]: p for stage in self.stages for name, p in stage.named_parameters(remove_duplicate=False)
         }
@@ -115,13 +122,13 @@ class Pipeline:
     def named_buffers(self) -> dict[str, Tensor]:
         """This rank's buffers by their names in the undivided model.
 
-        Buffers outside of all stages (rotary frequencies) are on every rank.
+        Every rank holds the buffers outside of all stages, such as rotary frequencies.
         """
         return {name: b for stage in self.stages for name, b in stage.named_buffers()}
 
     @property
     def cut(self) -> str:
-        """The modules that begin the second and later stages, as in `Plan.cut`."""
+        """Names of the modules that begin the second and later stages, as in `Plan.cut`."""
         return ",".join(self._cut.names)
 
     @property
@@ -147,11 +154,11 @@ class Pipeline:
         loss: Loss,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Forward and backward passes of one step; gradients accumulate in `.grad`.
+        """Run the forward and backward passes of one step; gradients accumulate in `.grad`.
 
         Args:
-            batch: this replica's shard of the global batch, the same on all ranks of the pipeline.
-            microbatches: their number; it divides the rows (see `fitting_microbatches`).
+            batch: this replica's shard of the global batch, identical on all ranks of the pipeline.
+            microbatches: number of microbatches. It must divide the rows (see `fitting_microbatches`).
             loss: called on the last stage.
             autocast: context of every forward pass; the backward passes run outside of it.
 
@@ -184,14 +191,16 @@ class Pipeline:
                 schedule.step(batch=batch, target=torch.zeros(microbatches), return_outputs=False)
             except RuntimeError as error:
                 if error.__cause__ is not None and "failed to run forward" in str(error):
-                    # torch's text shows shapes; the model's or loss's own error says what is wrong
+                    # torch's text shows shapes only; the error of the model or the loss names the problem
                     raise error.__cause__ from None
                 raise
 
     def forward(self, batch: Batch) -> Any | None:
-        """The model's output on the last stage, None elsewhere; without gradients.
+        """Compute the model's output without gradients. Only the last stage returns it.
 
-        Calls may follow one another without waiting.
+        Other stages return None.
+
+        Successive calls need no synchronization.
         """
         self._settle()
         batch = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
@@ -213,9 +222,9 @@ class Pipeline:
         return output if self._count - 1 in self._own else None
 
     def after_backward(self) -> None:
-        """Sum the gradients of parameters that several ranks hold, with the same bits on each.
+        """Sum the gradients of parameters that several ranks hold, bit-equal on each rank.
 
-        A parameter that no stage used keeps no gradient, as in one process.
+        A parameter that no stage used has no gradient, as in a single process.
         """
         if not self.shared:
             return
@@ -229,9 +238,9 @@ class Pipeline:
 
     @property
     def bubble_s(self) -> float:
-        """Seconds of the newest step in which this rank waited for its neighbours.
+        """Seconds for which this rank waited for its neighbours in the last step.
 
-        On accelerators it waits for the end of that step.
+        On accelerators, reading this waits for the end of that step.
         """
         return self._timer.waited_s()
 
@@ -244,7 +253,10 @@ class Pipeline:
     # Stages
 
     def _owners(self, stage_bounds: Sequence[StageBounds]) -> dict[str, set[int]]:
-        """Stages that compute with each parameter; for an unused one, the stage of its module."""
+        """Map each parameter to the stages that use it.
+
+        An unused parameter belongs to the stage of its module.
+        """
         owners: dict[str, set[int]] = {name: set() for name, _ in self._cut.model.named_parameters()}
         for i, bounds in enumerate(stage_bounds):
             for name in bounds.parameters():
@@ -295,7 +307,7 @@ class Pipeline:
         return self._cut.bounds(batch, training=training)
 
     def _schedule(self, microbatch: Batch, microbatches: int) -> Any:
-        """torch's schedule for microbatches of this shape; its buffers have fixed shapes."""
+        """Return torch's schedule for microbatches of this shape; its buffers have fixed shapes."""
 
         def made() -> Any:
             stage_bounds = self._bounds_of(microbatch)
@@ -321,7 +333,10 @@ class Pipeline:
         self._sending.clear()
 
     def _sum(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Sum a shared gradient over its ranks, in rank order. Every holder sends its own to all others."""
+        """Sum a shared gradient over its ranks in rank order.
+
+        Every rank sends its own gradient to all other ranks of the parameter.
+        """
         own = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
         own_gradient = own.contiguous()
         received = {r: torch.empty_like(own_gradient) for r in holders if r != self._pp.rank}
@@ -330,15 +345,15 @@ class Pipeline:
         first, second, *others = [received[r] for r in holders]
         total = torch.stack([first, second, *others]).sum(0) if others else first + second
         if parameter.grad is None:
-            # of the parameter's own kind, since a DTensor needs a DTensor gradient
+            # of the same type as the parameter, because a DTensor needs a DTensor gradient
             parameter.grad = parameter.detach().clone()
         local(parameter.grad).copy_(total)
 
 
 def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
-    """torch's schedule class.
+    """Select torch's schedule class.
 
-    If there are too few microbatches for it, one with the same stages that takes any number.
+    If the schedule requires more microbatches, another class with the same stages replaces it.
     """
     fits = microbatches_fit(name, ranks, microbatches)
     if name == "interleaved":
@@ -349,7 +364,7 @@ def _schedule_class(name: str, ranks: int, microbatches: int) -> Any:
 
 
 class PipelineTimer:
-    """Timer of the stages of one rank, on accelerators by events in the compute stream."""
+    """Timer of one rank's stages. On accelerators it uses events in the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -366,13 +381,13 @@ class PipelineTimer:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Time one stage's computation on one microbatch."""
+        """Time the computation of one stage on one microbatch."""
         start = self._clock.now()
         yield
         self._computing.append((start, self._clock.now()))
 
     def waited_s(self) -> float:
-        """Seconds of the newest step outside of `computing`; 0 before the first."""
+        """Seconds of the last step outside of `computing`; 0 before the first step."""
         if self._whole is None:
             return 0.0
         self._clock.reach(self._whole[1])
@@ -380,7 +395,7 @@ class PipelineTimer:
 
 
 class TimedStage(PipelineStage):
-    """torch's pipeline stage, timed by `timer`, whose forward passes run within `autocast`."""
+    """torch's pipeline stage with a timer. Forward passes run within `autocast`."""
 
     timer: PipelineTimer
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -403,11 +418,12 @@ class TimedStage(PipelineStage):
 
 
 class DeferredWeights:
-    """Weight gradients of a stage's linear layers, deferred in a backward pass until requested.
+    """Weight gradients of a stage's linear layers, computed only when requested.
 
-    All other gradients come with the backward pass. torch's own split of it (`stage_backward_input`) finds the weights
-    in the autograd graph; where tensors computed from weights reach several layers (T5's position bias) it raises or
-    counts gradients twice (torch 2.13), so `dw_builder`, its hook for a custom split, is used.
+    The backward pass computes all other gradients. torch's own split of the backward pass (`stage_backward_input`)
+    finds the weights in the autograd graph. If a tensor computed from weights reaches several layers (T5's position
+    bias), that split raises or counts gradients twice (torch 2.13). This class therefore uses `dw_builder`, torch's
+    hook for a custom split.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -421,7 +437,7 @@ class DeferredWeights:
                 module.__dict__["forward"] = partial(_linear, module, self._pending)
 
     def __call__(self) -> Callable[[], None]:
-        """A function that computes the gradients deferred since the last call."""
+        """Return a function that computes the gradients deferred since the last call."""
         taken = list(self._pending)
         self._pending.clear()
 
@@ -433,9 +449,10 @@ class DeferredWeights:
 
 
 def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> Tensor:
-    # looked up once, as a parametrised weight is computed on access
+    # looked up once, because a parametrised weight is computed on each access
     weight = module.weight
-    # A computed weight gets its gradient in the backward pass; a hook on a deferred one would be called with None.
+    # A computed weight receives its gradient in the backward pass. A hook on a deferred weight would be called with
+    # None.
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or weight._backward_hooks:
         return F.linear(x, weight, module.bias)
     y: Tensor = _Linear.apply(x, weight, module.bias, pending)
@@ -443,7 +460,7 @@ def _linear(module: nn.Linear, pending: list[Callable[[], None]], x: Tensor) -> 
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` whose backward pass defers the gradient of the weight."""
+    """Linear function whose backward pass defers the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pending: list[Callable[[], None]]) -> Tensor:
@@ -466,5 +483,5 @@ class _Linear(torch.autograd.Function):
 def _add_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> None:
     with torch.no_grad():
         dw = (dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-    # runs the parameter's hooks, as any backward pass does
+    # runs the parameter's hooks, like any backward pass
     torch.autograd.backward(weight, dw)

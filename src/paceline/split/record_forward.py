@@ -1,4 +1,4 @@
-"""Recording of one forward pass on shapes. Nothing is computed that depends on a parameter."""
+"""Record one forward pass on shapes, without computing values that depend on parameters."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def trace_forward(
     remembered: dict[str, Any] | None = None,
     observed: Observed | None = None,
 ) -> ForwardTrace:
-    """Trace of one forward pass.
+    """Trace one forward pass.
 
-    The modules run with parameters that have shapes and no memory (torch's fake tensors), and everything that does not
-    depend on a parameter (positions, masks) is computed for real, so code may read its values. A module whose code
-    reads values that do depend on parameters (the routing of a mixture of experts) is run alone with random weights,
-    and its output's shape is taken from that.
+    Parameters have shapes but no memory (torch's fake tensors). Values that do not depend on a parameter, such as
+    positions and masks, are real, so code may read them. A module whose code reads values that depend on parameters,
+    such as the routing of a mixture of experts, runs separately with random weights, which gives the shape of its
+    output.
 
     Args:
-        model: parameters on the meta device or real; they are not read.
-        whole: names of modules that may not be run with real weights, since they hold (nearly) all of them.
-        remembered: for modules that had to be run, the input that each output resembles; filled here, and used by later
-            traces.
-        observed: receives all other observations, also of a forward pass that fails.
+        model: a model with parameters on the meta device or real ones; their values are not read.
+        whole: names of modules that may not run with real weights, because they hold nearly all of the weights.
+        remembered: for each module that had to run, the inputs that its outputs resemble. Filled here, and used by
+            later traces.
+        observed: receives all other observations, even if the forward pass fails.
 
     Raises:
-        PlanError: the model's own code, outside of the modules that could be run alone, reads values.
+        PlanError: the model's code reads values outside of the modules that can run separately.
     """
     recorder = _Recorder(
         model, device, whole, {} if remembered is None else remembered, Observed() if observed is None else observed
@@ -85,11 +85,11 @@ class _Recorder:
         self._watching, self._stuck = True, ""
         self._own: dict[nn.Module, dict[str, Any]] = {}  # each module's fake parameters
         self._inputs: set[int] = set()
-        self._open = Counter[nn.Module]()  # active calls, by `__call__`
-        self._running = Counter[nn.Module]()  # active calls, by `forward`, with those that bypass `__call__`
+        self._open = Counter[nn.Module]()  # active calls of `__call__`
+        self._running = Counter[nn.Module]()  # active calls of `forward`, including those that bypass `__call__`
         self._undecided: list[tuple[ModuleCall, int, Tensor]] = []
         self._storages: dict[int, int] = {}
-        self._kept: list[Any] = []  # storages, so that no address is used twice
+        self._kept: list[Any] = []  # storages, kept so that no address is reused
         self._depends: set[int] = set()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -121,7 +121,7 @@ class _Recorder:
         self._kept.clear()
 
     def _without_memory(self) -> None:
-        """Replace parameters by fakes and buffers by copies, until `restored` restores them."""
+        """Replace parameters by fakes and buffers by copies until `restored` undoes this."""
         names = {t: n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
 
         def fake(p: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Recorder:
         self._own = {module: dict(module._parameters) for module in self.model.modules()}
 
     def _note_attributes(self, before: Mapping[str, Mapping[str, Any]]) -> None:
-        """Record the tensors that modules kept as attributes, and other state that they keep."""
+        """Record the tensors that modules stored as attributes, and their other state."""
         for name, module in self.model.named_modules():
             for key, value in vars(module).items():
                 old = before[name].get(key)
@@ -221,7 +221,7 @@ class _Recorder:
         )
 
     def _run_alone(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Output of a module that cannot be followed, computed with random weights and input."""
+        """Run a module that cannot be traced, with random weights and inputs."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if name in self._remembered:
             spec, like = self._remembered[name]
@@ -273,7 +273,7 @@ class _Recorder:
         changes = [self._storage(t) for t in changed]
         self.observed.written |= {self.trace.parameters[s]: name for s in changes if s in self.trace.parameters}
         self.observed.writes_input |= any(s in self._inputs for s in changes)
-        # an operation did not make the tensors that it only passes on
+        # an operation did not create the tensors that it only passes on
         makes = [node for t in made if (node := self._node(t)) not in reads]
         if any(node[0] in self._depends for node in reads):
             self._depends.update([node[0] for node in makes], changes)
@@ -286,7 +286,7 @@ class _Recorder:
         )
 
     def _note_operation(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        # the namespace prim asks for devices and sizes only
+        # operations in the namespace prim only read devices and sizes
         if not self._watching or func.namespace == "prim":
             return
         changed = written_tensors(func, args, kwargs)
@@ -313,19 +313,19 @@ class _Recorder:
 
 
 def values_or_zeros(t: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor on the device; zeros if only its shape is known."""
+    """Return a copy of a tensor on the device, or zeros if only the shape is known."""
     return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 
 def plausible(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor of random values in the usual range of weights and activations."""
+    """Return random values in the usual range of weights and activations."""
     if t.is_floating_point():
         return torch.empty(t.shape, dtype=t.dtype, device=device).normal_(std=0.02)
     return torch.full(t.shape, t.dtype == torch.bool, dtype=t.dtype, device=device)
 
 
 def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """Tensors in a model's output that a loss can use. Caches, which are objects, are skipped."""
+    """List the tensors in a model's output that a loss can use. Caches are skipped."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (tuple, list)):
@@ -340,7 +340,7 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
 def quiet() -> Iterator[None]:
     """Silence torch's logs and warnings about tensors without values.
 
-    Failures are reported by our own errors, or tried in another way.
+    paceline either reports a failure with its own error, or tries another method.
     """
     with without_logs(), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

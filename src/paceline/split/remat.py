@@ -1,4 +1,4 @@
-"""Activation checkpointing (`remat`) and torch.compile of blocks, in place and without renaming."""
+"""Activation checkpointing (`remat`) and torch.compile of blocks, without renaming modules."""
 
 from __future__ import annotations
 
@@ -35,31 +35,33 @@ _KEPT = {getattr(_aten, name).default for name in _KEPT_NAMES if hasattr(_aten, 
 
 
 def rematerialise(blocks: Sequence[nn.Module], how: Literal["selective", "block"]) -> Undo:
-    """Recompute the activations of blocks in the backward pass; returns a function that undoes this.
+    """Recompute the activations of blocks in the backward pass; return a function that undoes this.
 
-    `block` keeps a block's inputs only, and costs one more forward pass of it (Chen et al., 2016, arXiv:1604.06174).
-    `selective` also keeps the results of matrix multiplications with weights, of convolutions and of fused attention,
-    and recomputes the cheap remainder, including attention scores that are written out, whose size grows with the
-    square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
+    `block` keeps a block's inputs only, and costs one more forward pass of the block (Chen et al., 2016,
+    arXiv:1604.06174). `selective` also keeps the results of matrix multiplications with weights, convolutions and fused
+    attention, and recomputes the cheap remainder. The remainder includes materialized attention scores, whose size
+    grows with the square of the length (Korthikanti et al., 2022, arXiv:2205.05198).
 
-    The results stay the same: dropout draws the same masks again, statistics of batch norms are updated once. A
-    key-value cache that a block is given is left out while gradients are recorded, since a second pass would append to
-    it again. Only `forward` of each instance is replaced, so hooks (FSDP2's too) run once, outside of it.
+    The results do not change: dropout draws the same masks again, and batch norm statistics are updated once. While
+    gradients are recorded, a block does not receive its key-value cache, because a second pass would append to the
+    cache again. Only `forward` of each instance is replaced, so hooks (including FSDP2's) run once, outside of the
+    recomputation.
     """
     return _replace_forwards(blocks, partial(_rematerialised, how=how))
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> Undo:
-    """Compile the forward pass of each block with torch.compile; returns a function that undoes this.
+    """Compile each block's forward pass by torch.compile; return a function that undoes this.
 
-    Called after `rematerialise`, whose recomputation is then traced, too.
+    Call this after `rematerialise`, so that torch.compile also traces the recomputation.
 
     Args:
-        mode: a value of the plan key compile: `on`, or one of torch's modes.
+        mode: a value of the plan key `compile`: `on`, or one of torch's modes.
         device: where the blocks compute.
 
     Raises:
-        PlanError: `reduce-overhead` on a device without graphs; in the first forward pass: torch cannot compile here.
+        PlanError: the mode is `reduce-overhead` and the device has no graphs. The first forward pass raises PlanError
+            if torch cannot compile on this machine.
     """
     return _replace_forwards(
         blocks,
@@ -76,7 +78,8 @@ def _rematerialised(block: nn.Module, forward: Forward, how: str) -> Forward:
         if not torch.is_grad_enabled():
             return forward(*args, **keywords)
         args, keywords = _without_cache(args, keywords)
-        # the compiler supports only its own selection, and updates statistics outside of the recomputation
+        # the compiler supports only its own selective checkpointing, and updates statistics outside of the
+        # recomputation
         compiling = torch.compiler.is_compiling()
         contexts = partial(create_selective_checkpoint_contexts, _policy) if compiling else _keep_and_replay
         selection: dict[str, Any] = {"context_fn": contexts} if selects else {}
@@ -93,7 +96,7 @@ def _policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> Checkpo
 def _is_kept(operator: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
     """True if an operator's result is kept.
 
-    Attention with dropout is not: it draws a mask, and later masks depend on that.
+    Attention with dropout is recomputed, because it draws a mask on which later masks depend.
     """
     if operator not in _KEPT:
         return False
@@ -107,10 +110,10 @@ def _keep_and_replay() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class _Kept(TorchDispatchMode):
-    """Dispatch mode that records the results to keep, or returns them instead of computing them.
+    """Dispatch mode that records the results to keep, or returns the recorded results.
 
-    Unlike in PyTorch's selective checkpointing, results are copied on write, so that a block may change one in place
-    (an activation, a sum over ranks). They can also be replayed more than once, as zero-bubble schedules do.
+    In contrast to PyTorch's selective checkpointing, results are copied on write, so a block may change them in place
+    (an activation, a sum over ranks). They can also be replayed more than once, as zero-bubble schedules require.
     """
 
     def __init__(self, results: list[Any], *, replays: bool) -> None:
@@ -137,7 +140,10 @@ def _copied_on_write(result: Any) -> Any:
 
 
 def _without_cache(args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a Hugging Face block without its cache, as under its own gradient checkpointing."""
+    """Remove the cache from a Hugging Face block's arguments.
+
+    Hugging Face's own gradient checkpointing does the same.
+    """
     if "use_cache" in keywords:
         keywords = {**keywords, "use_cache": False}
     caches = sys.modules.get("transformers.cache_utils")
@@ -167,9 +173,9 @@ class _Again:
 
 
 class _WrittenState:
-    """The modules of a block whose buffers or plain attributes its forward pass writes.
+    """The modules of a block whose buffers or plain attributes the forward pass writes.
 
-    They are found in the first pass of each mode (training or not), which copies the buffers of all modules.
+    The first pass of each mode (training or evaluation) finds them, and copies the buffers of all modules to do so.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -178,10 +184,12 @@ class _WrittenState:
 
     @contextmanager
     def noted(self) -> Iterator[list[_ModuleState]]:
-        """Context of a forward pass. Its list holds afterwards the earlier state of the modules that were written.
+        """Record what a forward pass writes within this context.
+
+        Afterwards, the yielded list holds the earlier state of the written modules.
 
         Raises:
-            PlanError: a module that had written nothing before writes a buffer now.
+            PlanError: a module writes a buffer that it did not write in the first pass.
         """
         mode, modules = self.block.training, list(self.block.modules())
         looks = mode not in self._found
@@ -205,7 +213,7 @@ class _WrittenState:
 class _ModuleState:
     """Buffers and plain attributes of one module.
 
-    With `copies`, buffers keep their values even if they are written in place later.
+    With `copies`, the state keeps copies of buffers, so later in-place writes do not affect it.
     """
 
     def __init__(self, module: nn.Module, *, copies: bool = False) -> None:
@@ -214,7 +222,10 @@ class _ModuleState:
         self._attributes = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN)}
 
     def put(self, *, copies: bool = False) -> None:
-        """Set the module to this state. Autograd counts writes, so `copies` may be written and originals not."""
+        """Set the module to this state.
+
+        Autograd counts writes to tensors, so only `copies` may be written, not originals.
+        """
         self.module._buffers.update(_buffers(self._buffers, copies))
         vars(self.module).update(self._attributes)
 
@@ -237,14 +248,14 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Forward:
-    """A compiled forward pass.
+    """Compile a forward pass.
 
     Args:
         mode: as for `compile_blocks`.
-        name: of the compiled module, for errors.
+        name: name of the compiled module, for errors.
 
     Raises:
-        PlanError: as `compile_blocks`.
+        PlanError: see `compile_blocks`.
     """
     if mode == "reduce-overhead" and not has_graphs(device):
         raise PlanError.of_problems([no_graphs("this rank")])
@@ -273,7 +284,7 @@ def compiled(forward: Forward, mode: str, device: torch.device, name: str) -> Fo
 
 
 def _replace_forwards(blocks: Sequence[nn.Module], replacement: Callable[[nn.Module, Forward], Forward]) -> Undo:
-    """Set `forward` on each instance; the returned function restores the previous one."""
+    """Set `forward` on each instance; return a function that restores the previous one."""
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
         block.__dict__["forward"] = replacement(block, block.forward)
@@ -291,10 +302,10 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch.compile keep its code in a private cache folder, mode 0700, or in TORCHINDUCTOR_CACHE_DIR.
+    """Make torch.compile use a private cache folder (mode 0700), or TORCHINDUCTOR_CACHE_DIR.
 
-    Its own default is a folder with a known name where temporary files are: whoever makes it first decides what code
-    runs.
+    torch's default is a predictable folder among the temporary files. A user who creates that folder first could choose
+    the code that runs.
 
     Raises:
         PlanError: the folder belongs to another user.
@@ -314,7 +325,7 @@ def keep_compiled_code_private() -> None:
                 reason=error.strerror,
                 variable=_VARIABLE,
             ) from error
-        return _guard_the_default(error)  # a user without a home
+        return _guard_the_default(error)  # a user without a home directory
     os.environ[_VARIABLE] = str(folder)
     return None
 

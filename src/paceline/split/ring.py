@@ -1,9 +1,9 @@
-"""Ring attention: exact attention over tokens that are divided among ranks.
+"""Ring attention: exact attention over tokens that are divided over ranks.
 
-Ranks pass their keys and values around a ring (arXiv:2310.01889). PyTorch's own `context_parallel`
+Ranks pass their keys and values around a ring (Liu et al., 2023, arXiv:2310.01889). PyTorch's own `context_parallel`
 (torch.distributed.tensor.experimental) does the same, but has kernels for GPUs only, needs DTensors for query, key and
-value, and patches `scaled_dot_product_attention` for the whole process. Here tensors are plain, the CPU works as well,
-and the ring is one operator, which torch.compile and activation checkpointing handle as any other.
+value, and patches `scaled_dot_product_attention` for the whole process. This module uses plain tensors, also runs on
+the CPU, and implements the ring as one operator, which torch.compile and activation checkpointing treat like any other.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.device import has_flash_attention
 
-# groups by name, since an operator's arguments are plain values
+# groups by name, because an operator's arguments must be plain values
 _RINGS: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 def join_ring(group: Group) -> str:
     """Register a group of two or more ranks for `ring_attention` and return its name.
 
-    It stays registered while the caller keeps the group.
+    The registration lasts for as long as the caller keeps the group.
     """
     assert group.backend is not None, "attention in a group of one rank needs no ring"
     name: str = group.backend.group_name
@@ -36,12 +36,12 @@ def join_ring(group: Group) -> str:
 
 
 def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Intervals of a sequence of `tokens` that a rank holds, in order.
+    """Return the intervals of a sequence of `tokens` that a rank holds, in order.
 
-    With causal attention a late token attends to more tokens than an early one. So the sequence is cut into 2 * `ranks`
-    chunks and rank r holds the chunks r and 2 * ranks - 1 - r, which makes every rank's work equal (Llama 3,
-    arXiv:2407.21783, section 3.3.2). A sequence that cannot be cut into so many is cut into `ranks` chunks; then the
-    last rank has the most work.
+    With causal attention, a late token attends to more tokens than an early one. To give all ranks the same work, the
+    sequence is cut into 2 * `ranks` chunks, and rank r holds the chunks r and 2 * ranks - 1 - r (Llama 3,
+    arXiv:2407.21783, section 3.3.2). If the length is not a multiple of 2 * `ranks`, the sequence is cut into `ranks`
+    chunks, and the last rank has the most work.
 
     Raises:
         ValueError: `tokens` is not a multiple of `ranks`.
@@ -58,21 +58,21 @@ def held(tokens: int, rank: int, ranks: int) -> list[tuple[int, int]]:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, ring: str, *, causal: bool, scale: float | None = None
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` over all ranks' tokens, for this rank's queries.
+    """Compute `F.scaled_dot_product_attention` of this rank's queries over all ranks' tokens.
 
-    Every rank sends its keys and values `ranks - 1` times, and in the backward pass their gradients as well, while it
-    computes.
+    Every rank sends its keys and values `ranks - 1` times while it computes. In the backward pass it also sends their
+    gradients.
 
     Args:
-        query: (n, heads, t, size), the t tokens that the rank holds by `held`.
+        query: (n, heads, t, size), for the rank's t tokens as given by `held`.
         key: (n, key heads, t, size); `heads` is a multiple of `key heads`.
         value: (n, key heads, t, value size).
         ring: the name of the group from `join_ring`.
-        causal: a token attends to itself and those before it, in the order of the whole sequence.
+        causal: True if a token attends only to itself and to earlier tokens of the whole sequence.
         scale: factor of the scores; 1 / sqrt(size) by default.
 
     Raises:
-        SyncError: a rank is gone, or did not arrive within the group's deadline.
+        SyncError: a rank is lost, or did not arrive within the group's deadline.
     """
     device = query.device.type
     # as torch does for its own attention
@@ -80,10 +80,10 @@ def ring_attention(
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     sizes = query.shape[-1], value.shape[-1]
-    # the kernels want one size for all, on accelerators a multiple of 8
+    # the kernels require the same head size for query, key and value, on accelerators a multiple of 8
     size = max(sizes) if device == "cpu" else -(-max(sizes) // 8) * 8
     query, key, value = (F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (query, key, value))
-    # the kernels want dense rows; keys and values are copied for sending anyway
+    # the kernels require dense rows; keys and values are copied for sending in any case
     query = query if query.stride(-1) == 1 else query.contiguous()
     mixed: Tensor = _ring_attention(query, key, value, ring, causal, scale)[0]
     return mixed[..., : sizes[1]] if sizes[1] < size else mixed
@@ -93,7 +93,7 @@ def ring_attention(
 def _ring_attention(
     query: Tensor, key: Tensor, value: Tensor, ring: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention output (n, heads, t, size) and each row's log-sum-exp of scores (n, heads, t)."""
+    """Return the output (n, heads, t, size) and log-sum-exp of scores (n, heads, t)."""
     group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
     mixed = log_sum = query.new_empty(0)
@@ -130,10 +130,13 @@ def _ring_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. Those of keys and values travel one step behind, and end on their rank."""
+    """Compute the gradients of query, key and value.
+
+    The gradients of keys and values travel one step behind them, and end on their own rank.
+    """
     group = _RINGS[ring]
     tokens, pair = query.shape[2], _Pair.of(key, value)
-    # the kernels want the last dimension dense
+    # the kernels require a dense last dimension
     grad = _by_token(grad)
     of_query = torch.zeros_like(query, dtype=state_dtype(query))
     gradients = pair.with_packed(torch.zeros_like(pair.packed, dtype=state_dtype(query)))
@@ -188,7 +191,7 @@ _ring_attention.register_autograd(_backward, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Seen:
-    """Queries `rows` attend to keys `columns` of a block. If `causal`, later keys are left out."""
+    """A block in which queries `rows` attend to keys `columns`, causally if `causal`."""
 
     rows: slice
     columns: slice
@@ -196,11 +199,11 @@ class _Seen:
 
 
 def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
-    """Keys of `owner` that the queries of `rank` attend to, of `tokens`; None for none.
+    """Select the keys of `owner` that the queries of `rank` attend to; None if there are none.
 
-    An even number of tokens is two chunks, one early and one late (see `held`). The late chunk of every rank comes
-    after the early ones of all, and where rank < owner, its early chunk comes before the owner's and its late one after
-    the owner's.
+    An even number of `tokens` forms two chunks, one early and one late (see `held`). Every late chunk follows all early
+    chunks. If rank < owner, the rank's early chunk precedes the owner's early chunk, and its late chunk follows the
+    owner's late chunk.
     """
     everything, half = slice(0, tokens), tokens // 2
     if not causal or owner == rank:
@@ -218,7 +221,7 @@ def _merge(mixed: Tensor, log_sum: Tensor, block: Tensor, block_log_sum: Tensor)
 
 @dataclass(frozen=True)
 class _Pair:
-    """Keys and values (or their gradients) in one block of memory, which is one message."""
+    """Keys and values (or their gradients) in one block of memory, sent as one message."""
 
     packed: Tensor
     key: Tensor
@@ -230,13 +233,13 @@ class _Pair:
         return cls(packed, packed[: key.numel()].view(key.shape), packed[key.numel() :].view(value.shape))
 
     def with_packed(self, packed: Tensor) -> _Pair:
-        """Another pair of the same shapes, over other memory."""
+        """Return a pair of the same shapes over other memory."""
         keys = self.key.numel()
         return _Pair(packed, packed[:keys].view(self.key.shape), packed[keys:].view(self.value.shape))
 
 
 def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
-    """Pass a pair on in the ring; the returned function waits for the arriving one."""
+    """Send a pair to the next rank; the returned function waits for the incoming pair."""
     received = torch.empty_like(pair.packed)
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     pending = group.start_exchange([(after, pair.packed)], [(before, received)], "ring attention")
@@ -249,7 +252,7 @@ def _pass_on(group: Group, pair: _Pair) -> Callable[[], _Pair]:
 
 
 def _by_token(tensor: Tensor) -> Tensor:
-    """The tensor (n, heads, t, size), stored token by token like the projections around attention."""
+    """Return a tensor (n, heads, t, size) stored token by token, like projections."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -261,15 +264,15 @@ _aten = torch.ops.aten
 
 
 def state_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of merged blocks: at least 32 bits, as in the kernels' sums."""
+    """Return the dtype of merged blocks: at least 32 bits, as in the kernels' sums."""
     return torch.promote_types(query.dtype, torch.float32)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention output (n, heads, t, size) and the scores' log-sum-exp (n, heads, t).
+    """Compute attention (n, heads, t, size) and the scores' log-sum-exp (n, heads, t).
 
-    Both are in `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key heads`.
-    `causal` requires as many queries as keys.
+    Both results have dtype `state_dtype`. Key and value are (n, key heads, keys, size), with `heads` a multiple of `key
+    heads`. `causal` requires the same number of queries and keys.
     """
     if query.device.type == "cpu":
         mixed, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
@@ -283,13 +286,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, log_sum: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from this block. `mixed` and `log_sum` are those over all blocks."""
+    """Compute the gradients of query, key and value from one block.
+
+    `mixed` and `log_sum` are the attention output and the log-sum-exp over all blocks.
+    """
     if query.device.type == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, mixed, log_sum, 0.0, causal, scale=scale
         )
     elif _flash_fits(query):
-        # the random state of dropout, which is off
+        # the random state of dropout, which is disabled
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         given = grad, query, key, value, mixed, log_sum.contiguous(), None, None, query.shape[2], key.shape[2]
         grads = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, causal, unused, unused, scale=scale)
@@ -300,9 +306,9 @@ def attend_backward(
 
 
 def attend_by_matrices(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """`attend` for float32 and float64 on a GPU, where no kernel computes it.
+    """Compute `attend` for float32 and float64 on a GPU, for which no kernel exists.
 
-    Holds all scores of the block in memory.
+    All scores of the block are held in memory.
     """
     scores = _scores(query, key, causal, scale)
     log_sum = scores.logsumexp(-1)
@@ -334,12 +340,12 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _grouped(key: Tensor) -> Tensor:
-    """Keys (n, key heads, 1, keys, size), ready to be broadcast over their heads."""
+    """Reshape keys to (n, key heads, 1, keys, size), to broadcast over their query heads."""
     return key.unsqueeze(2).to(state_dtype(key))
 
 
 def _flash_fits(query: Tensor) -> bool:
-    """True if the flash kernel of accelerators supports the query (Dao, 2023, arXiv:2307.08691)."""
+    """True if the flash kernel of accelerators supports a query (Dao, 2023, arXiv:2307.08691)."""
     return (
         query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256 and has_flash_attention(query.device)
     )

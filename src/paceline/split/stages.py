@@ -1,10 +1,10 @@
 """A pipeline stage: the model's own forward pass, with placeholders for other stages' modules.
 
-There are two kinds of stage, because neither cuts every model. A `TracedStage` runs the model's own code, and is used
-wherever modules return all that later modules need. It follows control flow that depends on data (a mixture of experts'
-routing), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` runs a graph of
-`torch.export`. It is used only if the code cannot be cut at the blocks: modules leave tensors in a list for later ones,
-or code between them draws random numbers.
+There are two kinds of stage, because neither supports every model. A `TracedStage` runs the model's own code, and is
+used if modules return everything that later modules need. It supports control flow that depends on data (routing in a
+mixture of experts), and its blocks can be recomputed, compiled and sharded one by one. An `ExportedStage` runs a graph
+of `torch.export`. It is used only if the code cannot be cut at the blocks, because modules pass tensors to later
+modules in a list, or code between them draws random numbers.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class StageBounds(Protocol):
-    """What a stage computes for one shape of batch: `TracedBounds`, or a `StageGraph` of `torch.export`.
+    """A stage's bounds for one batch shape: `TracedBounds`, or a `StageGraph` of `torch.export`.
 
     Attributes:
         trace: the trace of the forward pass; None for a graph.
-        received, sent: the tensors that come in and go out.
+        received, sent: the tensors that the stage receives and sends.
     """
 
     received: list[TensorShape]
@@ -72,11 +72,11 @@ class StageBounds(Protocol):
 class Stage:
     """The `forward` of a stage's module: `TracedStage` or `ExportedStage`.
 
-    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last one.
+    It maps `(*received, batch)` to the tensors that the next stage needs, or to `finish(output)` on the last stage.
 
     Attributes:
-        module: a copy of the model's structure that holds this stage's parameters only, under their names. Calling it
-            calls this.
+        module: a copy of the model's structure with this stage's parameters only, under their original names. Calling
+            the module runs this stage.
         finish: applied to the model's output on the last stage.
     """
 
@@ -101,13 +101,13 @@ class Stage:
 class TracedBounds:
     """Bounds of a stage in a traced forward pass for one shape of batch.
 
-    `first` and `last` are its cuts, None at the ends of the model.
+    `first` and `last` are the cuts around the stage, or None at the ends of the model.
 
     Attributes:
-        start, stop: times of the trace's clock.
-        placeholders: the calls before the stage, with the outputs they had.
+        start, stop: begin and end of the stage on the trace's clock.
+        placeholders: the calls before the stage, with their outputs.
         ends: the calls after the stage.
-        changed_before_sending: the outputs that are sent as returned, although later code changes them in place.
+        changed_before_sending: the outputs that must be sent as returned, before later code changes them in place.
     """
 
     trace: ForwardTrace
@@ -136,9 +136,9 @@ class TracedBounds:
         return bool(module_calls) and self.start <= max(module_calls, key=lambda v: len(v.name)).enter < self.stop
 
     def placeholder_output(self, key: CallKey, received: tuple[Tensor, ...], device: torch.device) -> Any:
-        """Output of a call before the stage.
+        """Return the output of a call before the stage.
 
-        Tensors that were received are in it, others are zeros of the right shapes.
+        The output contains received tensors; all others are zeros of the right shapes.
         """
         module_call = self.placeholders[key]
         leaves = list(module_call.leaves)
@@ -154,13 +154,16 @@ class TracedBounds:
         return module_call.output(leaves)
 
     def attributes(self, name: str) -> Iterator[tuple[Attribute, int]]:
-        """Attributes in which modules within `name` keep received tensors, with the tensors' indices."""
+        """Return attributes of modules in `name` that hold received tensors, with their indices."""
         for attribute in self.trace.attributes:
             if is_in(attribute.module, name) and attribute.node in self._received_nodes:
                 yield attribute, self._received_nodes[attribute.node]
 
     def sources(self) -> list[tuple[str, int, int] | int]:
-        """Source of each sent tensor: (module, call index, leaf) of this stage, or a received tensor's index."""
+        """Return the source of each sent tensor.
+
+        A source is (module, call index, leaf) in this stage, or the index of a received tensor.
+        """
         return [
             next((self._given[s] for s in value.sources if s in self._given), value.sources[-1])
             for value in self._leaving
@@ -170,7 +173,7 @@ class TracedBounds:
 class _End(BaseException):
     """Raised at the end of the stage's part of the forward pass.
 
-    It is not an `Exception`, so that the model's code does not catch it.
+    It derives from `BaseException`, so that the model's code does not catch it.
     """
 
 
@@ -185,7 +188,7 @@ class _Pass:
 class TracedStage(Stage):
     """A stage that runs the model's code, with placeholders for other stages' modules.
 
-    Hooks, counters, activation checkpoints and blocks that are sharded or compiled stay as they are.
+    Hooks, counters, activation checkpoints, and sharded or compiled blocks keep working unchanged.
     """
 
     def __init__(
@@ -226,7 +229,7 @@ class TracedStage(Stage):
 
     @contextmanager
     def _the_model(self) -> Iterator[None]:
-        """Context in which the stage's module behaves as the model, with its author's hooks."""
+        """Context in which the stage's module behaves as the model, with the model's hooks."""
         root = self.module.__dict__
         stage = {key: root[key] for key in self._as_model}
         root.update(self._as_model)
@@ -239,17 +242,17 @@ class TracedStage(Stage):
         modules = dict(self.module.named_modules())
         calls = Counter(module_call.name for module_call in bounds.trace.module_calls)
         away = bounds.placeholders.keys() | bounds.ends
-        # never computed on this stage
+        # modules that this stage never computes
         never = {n for n in {n for n, _ in away} if sum(n == name for name, _ in away) == calls[n]}
         _forget([modules[n] for n in never], self.module, self._device)
         for name in {name for name, _ in away}:
             modules[name].__dict__["forward"] = partial(self._run_or_replace, name, modules[name].forward)
         for name in {s[0] for s in bounds.sources() if not isinstance(s, int)}:
             module, keep = modules[name], partial(self._keep, name, name in {n for n, _ in away})
-            # called past all hooks
+            # called without any hooks
             if name in self._observed.direct:
                 module.__dict__["forward"] = partial(_then, module.forward, partial(keep, module, ()))
-            # backward hooks are put on the output after all forward hooks
+            # torch registers backward hooks on the output after all forward hooks
             elif module._backward_hooks or module._backward_pre_hooks:
                 module.__dict__["_call_impl"] = partial(_then, module._call_impl, partial(keep, module, ()))
             else:
@@ -284,11 +287,11 @@ class TracedStage(Stage):
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of the tree of modules that shares parameters, buffers and other attributes.
+    """Copy the tree of modules, but share parameters, buffers and other attributes.
 
-    Attributes set on the copy do not show in the model. Functions that a module keeps as attributes or hooks, and that
-    are bound to a module or have captured one, get its copy instead; so do lists, tuples and dictionaries that hold
-    modules.
+    Attributes set on the copy do not affect the model. Functions that a module keeps as attributes or hooks may be
+    bound to a module or have captured one; they then refer to the copy of that module. The same applies to lists,
+    tuples and dictionaries of modules.
     """
     copies: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -310,9 +313,9 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace parameters of a model's copy that are not `own` by zeros.
+    """Replace the parameters of a model's copy that are not in `own` by zeros.
 
-    The zeros are not parameters. Code of the model may still read their dtype or device, or compute unused values with
+    The zeros are not parameters. The model's code may still read their dtype or device, or compute unused values from
     them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
@@ -324,7 +327,7 @@ def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: t
 
 
 def drop_buffers(copy_: nn.Module, others: set[str], device: torch.device) -> None:
-    """Make buffers that another stage changes plain attributes, so that no stale value is saved."""
+    """Turn buffers that another stage changes into plain attributes, to save no stale value."""
     for name, module in copy_.named_modules():
         for key, buffer in list(module._buffers.items()):
             if f"{name}.{key}".lstrip(".") in others and buffer is not None:
@@ -362,9 +365,9 @@ def _bound_function(function: FunctionType, copies: Mapping[int, nn.Module]) -> 
 
 
 def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
-    """Remove buffers and hooks from placeholder modules, and from submodules that only they use.
+    """Remove buffers and hooks from placeholder modules and their exclusive submodules.
 
-    A placeholder's own forward hooks stay, as they may pass on its output; so do users' pre-forward hooks.
+    A placeholder keeps its forward hooks, because they may pass on the output. It also keeps users' pre-forward hooks.
     """
     others = reachable([root], without=away)
     for module in away:
@@ -383,7 +386,7 @@ def _forget(away: Sequence[nn.Module], root: nn.Module, device: torch.device) ->
 
 
 def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
-    """Make a buffer a plain attribute, of zeros if it has no values yet."""
+    """Turn a buffer into a plain attribute, with zeros if it has no values yet."""
     buffer = module._buffers.pop(name)
     module._non_persistent_buffers_set.discard(name)
     if buffer is not None and buffer.is_meta:
@@ -392,7 +395,10 @@ def _no_buffer(module: nn.Module, name: str, device: torch.device) -> None:
 
 
 def _is_a_librarys(hook: Any) -> bool:
-    """True for a library's pre-forward hook: `torch.nn.utils` makes weights, tensor parallelism divides inputs."""
+    """True if a pre-forward hook belongs to a library.
+
+    `torch.nn.utils` computes weights in such a hook, and tensor parallelism divides inputs.
+    """
     made_by = hook.func if isinstance(hook, partial) else hook
     where = str(getattr(made_by, "__module__", None) or type(made_by).__module__)
     return where.startswith(("torch.nn.utils", "paceline."))
@@ -417,5 +423,5 @@ def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
 
 
 def identity(output: Any) -> Any:
-    """The output of a stage, unchanged."""
+    """Return the output of a stage unchanged."""
     return output

@@ -1,9 +1,9 @@
-"""Layers and collectives of tensor parallelism: Megatron-LM's conjugate pairs as autograd functions.
+"""Layers and collectives of tensor parallelism, after Megatron-LM.
 
-The pairs are copy and reduce, gather and take, gather and reduce-scatter along the tokens (Shoeybi et al., 2019,
-arXiv:1909.08053; Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile traces, they are functional
-collectives, which inductor can overlap with the matrix products (asynchronous TP, on GPUs); otherwise they call the
-group directly.
+Conjugate pairs are implemented as autograd functions: copy and reduce, gather and take, gather and reduce-scatter along
+the tokens (Shoeybi et al., 2019, arXiv:1909.08053; Korthikanti et al., 2022, arXiv:2205.05198). While torch.compile
+traces, they are functional collectives, which inductor can overlap with the matrix products (asynchronous TP, on GPUs).
+Otherwise they call the group directly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS = 1
 
 @dataclass
 class HeadSwitch:
-    """Switch of a divided output head: gather its logits, or keep them divided.
+    """Setting of a divided output head: gather its logits, or keep them divided.
 
     If `gather` is False, each rank keeps the columns `start` to `stop` of the vocabulary.
     """
@@ -48,22 +48,22 @@ class HeadSwitch:
 
 
 def copy(x: Tensor, group: Group, fresh: bool = False) -> Tensor:
-    """`x` unchanged; its gradients, partial sums on each rank, are all-reduced.
+    """Return `x` unchanged, and all-reduce its gradients, which are partial sums.
 
-    This happens in place if they are `fresh`, that is, read by nobody else.
+    If the gradients are `fresh`, that is, not read elsewhere, they are reduced in place.
     """
     result: Tensor = _Copy.apply(x, group, fresh)
     return result
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """All-reduced sum of `x`, written into `x`; its gradient is the same on every rank."""
+    """All-reduce `x` in place. The gradient is the same on every rank."""
     result: Tensor = _Reduce.apply(x, group)
     return result
 
 
 def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """All-gather of `x` along `dim`; the gradient is this rank's slice.
+    """All-gather `x` along `dim`. The gradient is this rank's slice.
 
     Every rank must use the result in the same way.
     """
@@ -71,20 +71,20 @@ def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 
 
 def take(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """This rank's shard of a replicated `x`; the gradients of the shards are all-gathered."""
+    """Take this rank's shard of a replicated `x`, and all-gather the shards' gradients."""
     return _applied("take", x, group, dim)
 
 
 def gather_partial(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """All-gather of `x` whose gradients are partial sums: they are reduce-scattered.
+    """All-gather `x`, and reduce-scatter its gradients, which are partial sums.
 
-    Each rank uses the result in another way.
+    Each rank may use the result differently.
     """
     return _applied("gather_partial", x, group, dim)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = TOKENS) -> Tensor:
-    """Reduce-scattered sum of `x`; the gradients of the shards are all-gathered."""
+    """Reduce-scatter `x`, and all-gather the gradients of the shards."""
     return _applied("reduce_scatter", x, group, dim)
 
 
@@ -96,7 +96,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # for gradients of gradients, every backward pass is one of these functions again
+        # to support gradients of gradients, every backward pass is again one of these functions
         if torch.is_grad_enabled():
             return reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group), None, None
         own = grad.contiguous() if ctx.fresh else grad.clone(memory_format=torch.contiguous_format)
@@ -118,7 +118,10 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective of `_CONJUGATES`. Its conjugate is the backward pass, so double gradients are exact."""
+    """A collective of `_CONJUGATES`.
+
+    The backward pass is the conjugate collective, so double gradients are exact.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, name: str) -> Tensor:
@@ -136,7 +139,10 @@ def _applied(name: str, x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _only_traced(x: Tensor, group: Group) -> bool:
-    """True in a trace of shapes, where nothing is sent. A dry run sends its shapes, to ranks that do not exist."""
+    """True in a trace of shapes, which sends nothing.
+
+    A dry run, in contrast, sends shapes to simulated ranks.
+    """
     return without_values(x) and not group.is_fake
 
 
@@ -156,7 +162,7 @@ def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
     if torch.compiler.is_compiling():
         whole: Tensor = functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, _torch_group(group)))
         return whole
-    # gloo supports this shape only
+    # gloo supports only this shape
     shards = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather(shards, x.contiguous(), group=group.backend)
     return shards.view(group.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
@@ -176,7 +182,7 @@ def _scattered(x: Tensor, group: Group, dim: int) -> Tensor:
     return own
 
 
-# the older names warn from torch 2.13 on
+# the older names warn since torch 2.13
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -188,7 +194,7 @@ def _own(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, group.rank * size, size).contiguous()
 
 
-# collective of the forward pass, and the name of the one of its backward pass
+# the collective of the forward pass, and the name of the collective of the backward pass
 _CONJUGATES: dict[str, tuple[Callable[[Tensor, Group, int], Tensor], str]] = {
     "gather": (_gathered, "take"),
     "take": (_own, "gather"),
@@ -206,26 +212,29 @@ Forward = Callable[..., Tensor]
 
 
 def row_forward(module: nn.Module, join: Callable[[Tensor], Tensor]) -> Forward:
-    """Forward of a linear layer with sharded inputs. It joins the partial sums with `join`, then adds the bias once."""
+    """Run a linear layer with sharded inputs.
+
+    `join` combines the partial sums; the bias is added once afterwards.
+    """
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
         joined = join(F.linear(input, weight.T if transposed else weight))
-        # in its own precision, also under autocast
+        # in the bias's own precision, even under autocast
         return joined if bias is None else joined.add_(bias)
 
     return forward
 
 
 def column_forward(module: nn.Module) -> Forward:
-    """Forward of a `Conv1D` with sharded outputs; its own code uses the full width."""
+    """Run a `Conv1D` with sharded outputs, whose own code would use the full width."""
     layer = weighted(module)
     return lambda input: F.linear(input, layer.weight.T, layer.bias)
 
 
 def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | None) -> Forward:
-    """Forward of a linear layer that uses the kept rows of its weight and bias."""
+    """Run a linear layer with the kept rows of its weight and bias."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -237,7 +246,7 @@ def part_forward(module: nn.Module, weight: ShardLayout, bias: ShardLayout | Non
 
 
 def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None) -> Forward:
-    """Forward of a linear layer with sharded outputs, gathered unless `switch` keeps them sharded."""
+    """Run a linear layer with sharded outputs, and gather them unless `switch` is off."""
     layer, transposed = weighted(module), is_transposed(module)
 
     def forward(input: Tensor) -> Tensor:
@@ -249,9 +258,9 @@ def gathered_forward(module: nn.Module, group: Group, switch: HeadSwitch | None)
 
 
 def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
-    """Forward of an embedding that holds `rows` rows, from `rows` times its rank on.
+    """Run an embedding of `rows` rows per rank, in rank order.
 
-    One rank looks each token up; the others add zeros.
+    One rank looks up each token; the other ranks add zeros.
     """
     assert isinstance(module, nn.Embedding)
     start, padding = group.rank * rows, module.padding_idx
@@ -269,25 +278,25 @@ def vocabulary_forward(module: nn.Module, group: Group, rows: int) -> Forward:
 def parallel_cross_entropy(
     logits: Tensor, target: Tensor, tp: Group, *, label_smoothing: float = 0.0, weight: Tensor | None = None
 ) -> Tensor:
-    """Mean cross-entropy over all classes, like `F.cross_entropy`, the same on every rank.
+    """Compute the mean cross-entropy over all classes, like `F.cross_entropy`.
 
-    It is 0 if every label is ignored. The gradient of the logits is this rank's own, complete without communication.
+    Every rank returns the same loss, which is 0 if every label is ignored. Each rank computes the gradient of its own
+    logits without communication.
 
     Args:
-        logits: (..., classes / ranks), from class rank * classes / ranks on. Types below 32 bits are computed in 32
-            bits.
-        target: (...), whole numbers below the number of classes, or -100.
-        tp: the ranks that divide the classes. Sends two numbers for each label and one more, whatever the number of
-            classes.
-        label_smoothing: the part of a label that is spread over all classes.
-        weight: (classes,), one for each class; the mean is then over the weights of the labels.
+        logits: (..., classes / ranks), beginning with class rank * classes / ranks. Types below 32 bits are computed in
+            32 bits.
+        target: (...), integers below the number of classes, or -100 for ignored labels.
+        tp: the ranks that divide the classes. Each sends two numbers per label and one more, for any number of classes.
+        label_smoothing: the fraction of a label that is spread over all classes.
+        weight: (classes,), the weight of each class. If given, the mean is weighted by the labels' weights.
     """
     loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target.flatten(), tp, label_smoothing, weight)
     return loss
 
 
 class ClassLoss(Protocol):
-    """A loss over classes whose logits may stay divided; its class sets `divides_classes = True`."""
+    """A loss whose logits may stay divided over classes; it sets `divides_classes = True`."""
 
     label_smoothing: float
     weight: Tensor | None
@@ -295,11 +304,11 @@ class ClassLoss(Protocol):
     def __call__(self, output: Any, target: Any) -> Tensor: ...
 
     def items(self, target: Tensor) -> Tensor:
-        """Number of items that the mean is over."""
+        """Return the number of items in the mean."""
 
 
 def divides_classes(loss: object) -> TypeGuard[ClassLoss]:
-    """True if a loss can be computed from logits that stay divided over the classes."""
+    """True if a loss can be computed from logits that are divided over the classes."""
     return bool(vars(type(loss)).get("divides_classes", False))
 
 
@@ -310,10 +319,10 @@ class ParallelLoss:
         self.loss, self.tp = loss, tp
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
-        """The loss as a 0-dimensional tensor, of logits (n, classes / ranks) or (n, t, classes / ranks).
+        """Compute the loss of logits (n, classes / ranks) or (n, t, classes / ranks).
 
         Raises:
-            DataError: labels that are not whole numbers, not of the output's shape, or (checked on the CPU only) out of
+            DataError: labels are not integers, do not have the output's shape, or (checked on the CPU only) are out of
                 range.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
@@ -324,7 +333,7 @@ class ParallelLoss:
                 "the model returned {found}; there should be one label per sample or token",
                 found=sizes,
             )
-        # on a GPU this would wait; `check` has looked before
+        # on a GPU this would synchronize; `check` has already checked the labels
         if labels.device.type == "cpu":
             check_labels(labels, self._classes(logits), "in a batch")
         smoothing, weight = self.loss.label_smoothing, self.loss.weight
@@ -332,11 +341,11 @@ class ParallelLoss:
         return parallel_cross_entropy(logits, labels, self.tp, label_smoothing=smoothing, weight=weight)
 
     def items(self, target: Tensor) -> Tensor:
-        """Number of items that the mean is over, as in the undivided loss."""
+        """Return the number of items in the mean, as in the undivided loss."""
         return self.loss.items(target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Check the labels with `check_labels`, for the classes of all ranks."""
+        """Check the labels against the classes of all ranks (`check_labels`)."""
         logits = logits_of(output)
         if logits.dim() > 1:
             check_labels(target, self._classes(logits), where, samples)
@@ -348,10 +357,10 @@ class ParallelLoss:
 class _CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of rows of logits (m, c) and labels (m,).
 
-    The backward pass recomputes the probabilities from the logits, since they would be another copy, of 32 bits.
+    The backward pass recomputes the probabilities from the logits, because keeping them would take another 32-bit copy.
 
-    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, a label y costs (1 - e) w_y (Z - x_y) + e
-    / C sum_c w_c (Z - x_c), and the mean divides the sum of that by the sum of w_y, as torch does.
+    With weights w, smoothing e over C classes and the log-sum-exp Z of a row, the loss of a label y is (1 - e) w_y (Z -
+    x_y) + e / C sum_c w_c (Z - x_c). As in torch, the mean is the sum of these losses divided by the sum of w_y.
     """
 
     @staticmethod
@@ -360,7 +369,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = rows.shape[1]
-        # each label as an index of this rank's classes
+        # each label as an index into this rank's classes
         own = target - tp.rank * part
         counted = (target != IGNORED).to(rows.dtype)
         here = counted * ((own >= 0) & (own < part))
@@ -403,14 +412,16 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.mul_(scale).to(logits.dtype), None, None, None, None
 
 
-# the common stream of a device, for the active modules that draw for themselves
+# the shared random stream of a device, saved while modules use their own streams
 _common: list[tuple[torch.device, Tensor]] = []
 
 
 def separate_random_streams(model: nn.Module, graph: Graph, labels: Mapping[int, Label], rank: int) -> set[str]:
-    """Give modules that draw for sharded tensors other random numbers on each rank. Returns their paths.
+    """Make modules that draw for sharded tensors draw differently on each rank.
 
-    A module whose own code draws for both sharded and replicated tensors goes on drawing the same on all ranks.
+    The result lists the paths of these modules.
+
+    A module whose code draws for both sharded and replicated tensors draws the same numbers on all ranks, as before.
     """
     divided, whole = set[str](), set[str]()
     for node in graph.nodes:

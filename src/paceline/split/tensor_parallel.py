@@ -1,14 +1,14 @@
-"""Tensor parallelism for any module: matrices sharded over ranks that compute on the same samples.
+"""Tensor parallelism for any module: ranks with the same samples share its matrices.
 
-Regions to divide are found in a trace of the model, not in a list of architectures (`planning/model/tensor`), and
-verified: the divided model is traced again, and must run the same operations on exactly the shapes of a rank's shard.
-Where that fails, layers stay replicated, or gather their outputs if they are large. So results are right for every
-model; only speed and memory differ.
+A trace of the model, rather than a list of architectures, determines the regions to divide (`planning/model/tensor`).
+To verify a division, the divided model is traced again, and must run the same operations on exactly the shapes of a
+rank's shard. Layers that fail this check stay replicated, or gather their outputs if they are large. Results are
+therefore correct for every model; only speed and memory differ.
 
-Dropout inside a divided region draws other masks on each rank, elsewhere the same ones (`dropout`).
+Dropout draws different masks on each rank inside a divided region, and the same masks elsewhere (`dropout`).
 
-On GPUs only the process group differs. Asynchronous TP (matrix products that overlap with the collectives) is left to
-inductor, from the functional collectives of a compiled graph, and has not been run.
+On GPUs only the process group differs. inductor can derive asynchronous TP (matrix products that overlap with
+collectives) from the functional collectives of a compiled graph; this has not been tested.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ Convert = Callable[[Tensor], Tensor]
 
 @dataclass
 class TensorReport:
-    """Result of `shard_tensors` for every layer with a matrix.
+    """Result of `shard_tensors`: the division of every layer with a matrix.
 
     Attributes:
-        done: path of a module -> `column`, `row`, `vocabulary` or `gathered`, as a phrase.
-        whole: path of a linear layer or embedding that every rank holds in full -> reason.
-        notes: sentences about the model as a whole.
-        vocabulary_head: the switch of the output head, if its output is the model's own and is divided over the
-            vocabulary.
+        done: path of each divided module -> a phrase with `column`, `row`, `vocabulary` or `gathered`.
+        whole: path of each linear layer or embedding that every rank holds in full -> the reason.
+        notes: notes about the model as a whole.
+        vocabulary_head: the switch of the output head, if the head's output is the model's output and is divided over
+            the vocabulary.
     """
 
     done: dict[str, str] = field(default_factory=dict)
@@ -108,18 +108,18 @@ def shard_tensors(
 ) -> TensorReport:
     """Divide the matrices of a model over the ranks of `tp`, in place.
 
-    Every rank calls this; nothing is communicated yet.
+    Every rank calls this. The call does not communicate.
 
     Args:
-        parts: the part that the rank holds of each parameter so far; updated.
-        example: a batch as the engine gives it to `call`, of real or meta tensors.
-        call: runs the model on a batch, as the engine does.
-        sequence: also divide the activations between the matrices along the tokens, within the repeated blocks.
+        parts: the rank's part of each parameter so far; updated.
+        example: a batch in the engine's format, of real or meta tensors.
+        call: runs the model on a batch, like the engine.
+        sequence: also divide the activations between matrices along the tokens, within the repeated blocks.
         vocabulary: also divide embeddings and the output head, along the vocabulary.
 
     Raises:
-        PlanError: heads that cannot be divided, with degrees that can; `sequence` without such blocks, or tokens that
-            cannot be divided.
+        PlanError: heads cannot be divided, in which case the message lists possible degrees; or `sequence` is set and
+            the model has no repeated blocks, or tokens that cannot be divided.
     """
     if tp.size == 1:
         return TensorReport()
@@ -151,7 +151,7 @@ def shard_tensors(
 def _divide_regions(
     model: nn.Module, parts: Parts, tp: Group, proof: Proof, sequence: SequenceRegion | None, report: TensorReport
 ) -> None:
-    """Shard every parameter of the regions, and rewrite the code that uses full sizes."""
+    """Shard every parameter of the regions, and rewrite code that uses full sizes."""
     if proof.graph is None:
         return
     owners = owners_of(model)
@@ -176,9 +176,9 @@ def _divide_regions(
 def _use_rows_of_heads(
     model: nn.Module, parts: Parts, owners: Owners, tp: Group, proof: Proof, report: TensorReport
 ) -> None:
-    """Let projections to heads that several ranks share compute the rows of this rank's heads.
+    """Make projections to shared heads compute only the rows of this rank's heads.
 
-    Every rank holds the whole projection, so that its gradient is a sum over ranks.
+    Every rank holds the whole projection, so its gradient is a partial sum.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     rows: dict[str, dict[str, ShardLayout]] = {}
@@ -196,7 +196,7 @@ def _use_rows_of_heads(
 
 
 def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceRegion | None) -> None:
-    """Install copies where replicated tensors enter regions, and sums behind row-parallel layers."""
+    """Install copies of replicated tensors that enter regions, and sums after row-parallel layers."""
     if proof.graph is None:
         return
     for entry, value in proof.boundaries.copies:
@@ -218,7 +218,7 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
 
 
 def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
-    """True if only matrix products inside the call read the value. Its gradients are then theirs alone."""
+    """True if only matrix products in the call read the value, so no other code reads its gradients."""
     inside = [graph.nodes[n] for n, _ in graph.values[value].uses if entry.start <= n < entry.stop]
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)
 
@@ -226,7 +226,7 @@ def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
 def _divide_unpaired(
     model: nn.Module, parts: Parts, tp: Group, found: Unpaired, report: TensorReport
 ) -> dict[str, str]:
-    """Divide the weights of unpaired layers in place. Returns the divisions by path."""
+    """Divide the weights of unpaired layers in place, and return the divisions by path."""
     owners, done = owners_of(model), dict[str, str]()
     for name, paths in found.divided.items():
         layers = [model.get_submodule(path) for path in paths]
@@ -260,7 +260,10 @@ def shard(parts: Parts, owners: Owners, name: str, tp: Group, dim: int, sections
 
 @dataclass
 class BlockSpan:
-    """Consecutive blocks. Value `enters` is cut before the first one, `leaves` gathered after the last one."""
+    """Consecutive blocks.
+
+    Value `enters` is split before the first block, and `leaves` is gathered after the last block.
+    """
 
     first: Entry
     last: Entry
@@ -270,9 +273,9 @@ class BlockSpan:
 
 @dataclass
 class FullSequenceModule:
-    """Module inside a block that needs all tokens, and computes the same on every rank.
+    """A module inside a block that needs all tokens, and computes the same on every rank.
 
-    `enters` are gathered, `leaves` is cut.
+    Values `enters` are gathered, and `leaves` is split.
     """
 
     entry: Entry
@@ -282,17 +285,17 @@ class FullSequenceModule:
 
 @dataclass
 class SequenceRegion:
-    """Sequence-parallel region: everything that is divided along the tokens.
+    """Sequence-parallel region: all values and modules that are divided along the tokens.
 
     Attributes:
         graph: the trace with the collectives as operations.
         labels: all divisions, of matrices and of tokens.
-        gathers: (module, value) of copies that become gathers, since the entering value is divided.
-        scatters: row-parallel layers whose sum is scattered.
-        inside: replicated layers that work on a rank's tokens.
+        gathers: (module, value) of copies that become gathers, because the entering value is divided.
+        scatters: row-parallel layers whose sum is reduce-scattered.
+        inside: replicated layers that process the rank's tokens only.
         parameters: names of replicated parameters whose gradients are partial sums.
         more_copies: (call, value) of replicated tensors that enter the region.
-        results: row-parallel layers whose joined output is read by divided operations only.
+        results: row-parallel layers whose summed output is read by divided operations only.
     """
 
     graph: Graph
@@ -310,7 +313,7 @@ class SequenceRegion:
         return " and ".join(f"{span.first.path} to {span.last.path}" for span in self.spans)
 
     def exchange(self, model: nn.Module, gather: Convert, cut: Convert) -> list[Any]:
-        """Gather and cut the tokens around spans and the modules that need all of them. Returns the hooks."""
+        """Install hooks that gather and split tokens around spans and full-sequence modules."""
         hooks = []
         for full in self.full_modules:
             hooks += [convert_arguments(model, full.entry, value, gather) for value in full.enters]
@@ -322,11 +325,11 @@ class SequenceRegion:
 
 
 def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, call: Call) -> SequenceRegion:
-    """Divide the tokens as well, verified as the matrices are; changes the proof's rewrites.
+    """Also divide the tokens, with the same verification; update the proof's rewrites.
 
     Raises:
-        PlanError: there are no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs whole
-            sequences.
+        PlanError: the model has no repeated blocks, the tokens cannot be divided, or an operation in the blocks needs
+            whole sequences.
     """
     advice = "Use tp without sequence, or cp for long sequences"
     if proof.graph is None or not proof.regions:
@@ -357,7 +360,7 @@ def find_sequence_region(
     """Divide the tokens in every span of a model's blocks.
 
     Raises:
-        Unfollowable: there is none, or the tokens cannot be divided.
+        Unfollowable: the model has no blocks, or the tokens cannot be divided.
     """
     blocks = find_blocks(model)
     spans = _spans(blocks, graph)
@@ -365,7 +368,7 @@ def find_sequence_region(
         tokens = graph.values[span.enters].shape[TOKENS]
         if reason := undivided_tokens(tokens, "tp", ranks):
             raise Unfollowable(f"it {reason.predicate}")
-    # modules in the blocks, by their names there, that need all tokens
+    # names, within a block, of the modules that need all tokens
     whole: set[str] = set()
     while True:
         try:
@@ -459,7 +462,10 @@ def _activations(graph: Graph, values: Iterable[int]) -> list[int]:
 
 @dataclass
 class _Placed:
-    """A collective in a graph. Nodes from `start` to `stop` read its result instead of `value`."""
+    """A collective in a graph.
+
+    Nodes from `start` to `stop` read the result of the collective instead of `value`.
+    """
 
     value: int
     start: int
@@ -470,9 +476,9 @@ class _Placed:
 def _write_exchanges(
     graph: Graph, spans: list[BlockSpan], full_modules: list[FullSequenceModule], boundaries: Boundaries
 ) -> list[_Placed]:
-    """Add the collectives behind a graph's other operations, and redirect the inner operations to them.
+    """Append collectives to a graph, and redirect the inner operations to their results.
 
-    The copies come first.
+    Copies come first.
     """
     placed: list[_Placed] = []
 
@@ -505,7 +511,7 @@ def _collected(graph: Graph, span: BlockSpan) -> int:
 
 
 def _exchange(graph: Graph, op: str, value: int, path: str, inside: range) -> Node:
-    """Add an operation on a value, whose result the operations `inside` read instead."""
+    """Add an operation on a value. The operations `inside` then read its result."""
     made, number = len(graph.values), len(graph.nodes)
     graph.values.append(replace(graph.values[value], kind="result", name="", producer=number, uses=[]))
     for node in graph.nodes[inside.start : inside.stop]:
@@ -566,7 +572,7 @@ def _spread(region: SequenceRegion, seeds: list[int], regions: dict[int, Label])
 
 @contextmanager
 def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[None]:
-    """Context in which traces of the model see the shapes after the collectives."""
+    """Context in which traces of the model use the shapes after the collectives."""
     hooks = []
 
     def scaled(times: int, of: int) -> Convert:
@@ -590,14 +596,14 @@ def simulated(model: nn.Module, region: SequenceRegion, ranks: int) -> Iterator[
 
 
 def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Convert) -> Any:
-    """Convert a value wherever a call takes it as argument. Returns the hook."""
+    """Convert a value in all arguments of a call that contain it. Return the hook."""
     module = model.get_submodule(entry.path)
     places = [place for place, v in entry.arguments.items() if v == value]
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
             given = args[places[0]] if isinstance(places[0], int) else kwargs[places[0]]
-        # going on would lose the sum of its gradients
+        # continuing would lose the sum of its gradients
         except (IndexError, KeyError):
             raise PlanError(
                 "plan.call_changed",
@@ -616,7 +622,7 @@ def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Conve
 
 
 def convert_result(module: nn.Module, convert: Convert) -> Any:
-    """Convert the tensor that `module` returns, alone or first in a tuple. Returns the hook."""
+    """Convert the tensor that `module` returns, alone or first in a tuple; return the hook."""
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
         if isinstance(result, Tensor):
@@ -627,5 +633,5 @@ def convert_result(module: nn.Module, convert: Convert) -> Any:
             )
         return type(result)((convert(result[0]), *result[1:]))
 
-    # the model's own hooks see the converted result
+    # the model's own hooks receive the converted result
     return module.register_forward_hook(after, prepend=True)
