@@ -217,7 +217,7 @@ class Split:
 
     @property
     def all_must_compute(self) -> bool:
-        """True if a rank without samples must run its passes, too, because others wait in collectives."""
+        """True if a rank without samples must run its passes, too. Others wait in collectives."""
         return self.mesh.size("fsdp", "ep") > 1
 
     def begin_microbatch(self, *, last: bool) -> None:

@@ -129,7 +129,7 @@ class OperationLog:
                 memory.free(storage)
 
     def value(self, view: View) -> Tensor | None:
-        """Return the value of a tensor at the end of the log, or None if it is random."""
+        """Return a tensor's value at the end of the log, or None if random."""
         memory = _Memory(self.storages)
         for step, action in zip(self.steps, self._actions({view.storage}, draw=False), strict=True):
             if action == "run":
@@ -139,7 +139,7 @@ class OperationLog:
         return memory.tensor(view)
 
     def _actions(self, live: set[int], *, draw: bool = True) -> list[Action]:
-        """Choose the action of each step, given the storages `live` that are needed at the end.
+        """Choose the action of each step, if the storages `live` are needed at the end.
 
         The steps are examined backwards. An unneeded step is skipped. If it draws, only its random numbers are drawn;
         if their number may depend on the tensors that the step reads, the step runs with its inputs.
@@ -208,7 +208,7 @@ class _Memory:
         del self._held[storage]
 
     def _as_recorded(self, result: Tensor, view: View, theirs: Iterable[int]) -> torch.UntypedStorage:
-        """Return the storage of a result with the layout of the log, shared with no input.
+        """Return a result's unshared storage, with the layout of the log.
 
         The layout of a real operation's result may differ from the layout on shapes.
         """
@@ -371,7 +371,7 @@ class ConstructionRecorder:
         return func(*args, **kwargs)
 
     def _read(self, func: Any, tensor: Tensor) -> Any:
-        """Return the number in a tensor, such as a mask's flag, which must not be random."""
+        """Return the number in a tensor, such as a mask's flag. It must not be random."""
         with torch.no_grad():
             value = self.log.value(self.view(tensor))
         if value is None:

@@ -397,7 +397,7 @@ def _unfit_call(call: AttentionCall, tokens: int) -> str | None:
 
 
 def _unfit_loss(graph: Graph, model: nn.Module, labels: int) -> list[str]:
-    """List reasons why the ranks' partial losses do not add up to the model's own loss.
+    """List reasons why the ranks' partial losses do not add up to the model's loss.
 
     The losses of causal models of transformers, which accept shifted labels, do add up.
     """

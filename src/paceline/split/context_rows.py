@@ -85,7 +85,7 @@ def other_meetings(graph: Graph, tokens: int) -> list[str]:
 
 
 def _meeting(call: PythonCall, shape: tuple[int, ...], tokens: int) -> str | None:
-    """Describe how a call on a tensor of `shape` mixes tokens; None if it does not."""
+    """Describe how a call on a tensor of `shape` mixes tokens, if it does."""
     if call.name in _OTHER_ATTENTION:
         return f"{call.name}, where only attention by scaled_dot_product_attention can be divided,"
     if call.name in _RECURRENCES:
@@ -240,7 +240,7 @@ def tokenwise_modules(graph: Graph, model: nn.Module) -> list[str]:
 
 
 def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
-    """True if a module's operations on each token do not depend on the number of tokens."""
+    """True if a module's operations per token do not depend on the number of tokens."""
     ((place, given),) = entry.arguments.items()
     n, tokens, size = graph.values[given].shape
 
@@ -261,7 +261,7 @@ def _asks_for_no_length(graph: Graph, module: nn.Module, entry: Entry) -> bool:
 
 
 def _treats_tokens_alone(graph: Graph, entry: Entry) -> bool:
-    """True if each operation of a call is of a kind that acts on every token separately."""
+    """True if each operation of a call is of a kind that treats tokens separately."""
     values = graph.values
     if len(entry.arguments) != 1 or len(entry.results) != 1:
         return False

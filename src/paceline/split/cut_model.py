@@ -102,7 +102,7 @@ class CutModel:
         return TracedStage(self.model, stage_bounds[i], lambda b: bounds_of(b)[i], self.call, self._device, own)
 
     def segments(self, example: Batch) -> tuple[list[str], list[float]]:
-        """List the modules that could begin a stage, and the seconds of the segments around them.
+        """List the modules that could begin a stage, and the seconds of segments around them.
 
         All ranks call this. Both lists are empty if `torch.export` traces the model, or if too little memory is left.
         """
@@ -156,7 +156,10 @@ class CutModel:
         return False, [cut.before for cut in self._balanced(trace, cuts, example)]
 
     def _why_not_exported(self, example: Batch, names: Sequence[str]) -> str | None:
-        """Return why `torch.export` cannot be used, "" if due to the model's code, None if it can."""
+        """Return why `torch.export` cannot be used.
+
+        The result is "" if the model's code is the reason, and None if export works.
+        """
         if not names or not can_be_exported(self.model, self._observed):
             return ""
         try:

@@ -191,7 +191,7 @@ def _compute_attributes(model: nn.Module, recorder: ConstructionRecorder) -> Non
 
 
 def _tensors(holder: Any, key: Any, value: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """List the tensors in an attribute, a list or a dict, each with its container and key."""
+    """List tensors in an attribute, a list or a dict, with container and key."""
     if isinstance(value, Tensor):
         yield holder, key, value
     elif isinstance(value, (list, dict)):

@@ -297,7 +297,7 @@ class ForwardTrace:
     end: int = 0
 
     def cut(self, before: str) -> Cut | str:
-        """Return the cut before the first call of a module, or a reason why there is none."""
+        """Return the cut before a module's first call, or a reason why there is none."""
         first = next((v for v in self.module_calls if v.name == before), None)
         if first is None:
             return f"{before} is not called in the forward pass"

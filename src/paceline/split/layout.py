@@ -225,7 +225,7 @@ def shard_parameter(
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return the local tensor of a parameter or gradient: a DTensor's shard, or the tensor itself."""
+    """Return the local tensor of a parameter or gradient, such as a DTensor's shard."""
     # If no DTensor exists, importing the class would take most of a short run's time.
     tensors = sys.modules.get("torch.distributed.tensor")
     return parameter.to_local() if tensors is not None and isinstance(parameter, tensors.DTensor) else parameter

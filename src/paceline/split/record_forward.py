@@ -313,7 +313,7 @@ class _Recorder:
 
 
 def values_or_zeros(t: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor on the device, or zeros if only the shape is known."""
+    """Copy a tensor to the device; zeros if only the shape is known."""
     return torch.zeros(t.shape, dtype=t.dtype, device=device) if t.is_meta else t.detach().to(device, copy=True)
 
 

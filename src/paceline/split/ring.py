@@ -199,7 +199,7 @@ class _Seen:
 
 
 def _seen(tokens: int, rank: int, owner: int, causal: bool) -> _Seen | None:
-    """Select the keys of `owner` that the queries of `rank` attend to; None if there are none.
+    """Select the keys of `owner` that the queries of `rank` attend to, if any.
 
     An even number of `tokens` forms two chunks, one early and one late (see `held`). Every late chunk follows all early
     chunks. If rank < owner, the rank's early chunk precedes the owner's early chunk, and its late chunk follows the

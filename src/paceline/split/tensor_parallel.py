@@ -218,7 +218,10 @@ def _join_regions(model: nn.Module, tp: Group, proof: Proof, sequence: SequenceR
 
 
 def _fresh(graph: Graph, entry: Entry, value: int) -> bool:
-    """True if only matrix products in the call read the value, so no other code reads its gradients."""
+    """True if only matrix products in the call read the value.
+
+    Then no other code reads its gradients.
+    """
     inside = [graph.nodes[n] for n, _ in graph.values[value].uses if entry.start <= n < entry.stop]
     return all(node.name == "linear" and isinstance(node.op, str) for node in inside)
 
@@ -273,7 +276,7 @@ class BlockSpan:
 
 @dataclass
 class FullSequenceModule:
-    """A module inside a block that needs all tokens, and computes the same on every rank.
+    """A module inside a block that needs all tokens. Every rank computes the same.
 
     Values `enters` are gathered, and `leaves` is split.
     """
