@@ -1,6 +1,6 @@
-"""The objects that a caller names: job, plan and cluster.
+"""Conversion of arguments to job, plan and cluster.
 
-The functions of `paceline` and its commands take the same forms, so that each means the same everywhere.
+The functions and commands of `paceline` accept the same forms, so each form means the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def job_of(job: AnyJob) -> Job:
     """Return the job, or read it from its file or URL.
 
     Raises:
-        JobError: it is none of these, or the file is wrong.
+        JobError: the argument is not a job, file or URL, or the file is wrong.
         StorageError: the URL cannot be read.
     """
     if isinstance(job, Job):
@@ -34,13 +34,13 @@ def job_of(job: AnyJob) -> Job:
 
 
 def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
-    """Return the plan, or read it from its text.
+    """Return the plan, or parse it from its text.
 
     Args:
-        job: the job whose `gradient_accumulation_steps` count where the plan says nothing of `microbatches`.
+        job: the job whose `gradient_accumulation_steps` are used if the plan does not set `microbatches`.
 
     Raises:
-        PlanError: it is neither, the text is no plan, or it is `auto`, which stands for a choice among plans.
+        PlanError: the argument is neither a plan nor its text, or is `auto`, which stands for a choice among plans.
     """
     if isinstance(plan, Plan):
         return plan if job is None else plan.for_job(job)
@@ -66,7 +66,7 @@ def cluster_of(cluster: AnyCluster | None) -> Cluster:
     """Return the cluster, or read it from its file or name; None is this machine.
 
     Raises:
-        ClusterError: it is none of these; the file or the name is wrong; or this machine's GPUs do not work.
+        ClusterError: the argument is none of these, the file or the name is wrong, or this machine's GPUs do not work.
     """
     if cluster is None:
         return discover()
@@ -83,7 +83,7 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
     """Return the cluster as `cluster_of` does, if ranks can run on it.
 
     Raises:
-        ClusterError: as `cluster_of`; or it is a name from the catalogue of hardware, without machines behind it.
+        ClusterError: as `cluster_of`, or the cluster is only a name from the hardware catalogue, without real machines.
     """
     found = cluster_of(cluster)
     if found.only_planned:
@@ -97,7 +97,7 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
 
 
 def _kind(given: Any) -> str:
-    """Kind of a wrong argument, with the order of arguments if two were exchanged."""
+    """Name the kind of a wrong argument; if two arguments were exchanged, name their order."""
     nouns = {Job: "a Job", Plan: "a Plan", Cluster: "a Cluster"}
     noun = next((noun for kind, noun in nouns.items() if isinstance(given, kind)), None)
     order = ". The order is (job, plan, *, cluster)" if noun else ""

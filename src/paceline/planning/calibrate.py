@@ -1,8 +1,8 @@
-"""Calibration: times and memory of a job measured on this machine, and their cache.
+"""Calibration: measured times and memory of a job on this machine, and their cache.
 
-A calibration has the inputs that a cost model for CPUs cannot derive from shapes: the time of each part of the model at
-several sizes of a microbatch, alone and while other ranks keep the other cores and the memory busy; the overhead of
-each kind of split; the time of each collective over each transport; and the memory of a rank's process without a model.
+A calibration has the inputs that a cost model for CPUs cannot derive from shapes. These are the time of each part of
+the model at several microbatch sizes (alone, and while other ranks use the other cores and the memory), the overhead of
+each kind of split, the time of each collective over each transport, and the memory of a rank's process without a model.
 Measuring takes a few seconds.
 """
 
@@ -31,7 +31,7 @@ AXES: tuple[Axis, ...] = ("none", "dp", "fsdp", "tp", "pp")
 # version of the file's format
 FORMAT = 2
 OLDEST_S = 30 * 86400.0
-# largest relative change of the machine's speed since it was measured
+# largest relative change of the machine's speed since the measurement
 MOST_CHANGE = 0.2
 _REFERENCE_S, _REFERENCE_BYTES = 0.2, 2**20
 _WORK = ("model", "freeze", "data", "loss", "optimizer", "global_batch", "clip_norm", "batch_norm", "nonfinite")
@@ -39,10 +39,12 @@ _WORK = ("model", "freeze", "data", "loss", "optimizer", "global_batch", "clip_n
 
 @dataclass(frozen=True)
 class PassTiming:
-    """Times of one forward and backward pass of the undivided model on a rank. They are medians of several runs.
+    """Times of one forward and backward pass of the undivided model on a rank.
+
+    They are medians of several runs.
 
     Attributes:
-        ranks: number of ranks that computed the same at once, each with `threads`.
+        ranks: number of ranks that computed the same pass at once, each with `threads`.
         samples: samples of the microbatch.
         forward_s, backward_s: seconds by segment; the loss belongs to the last one.
         peak_bytes: peak memory of the passes beyond parameters: gradients, activations, kernels' workspaces.
@@ -65,17 +67,19 @@ class PassTiming:
 
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """Calibration point: steps of the engine with the model divided along one axis.
+    """Steps of the engine with the model divided along one axis.
 
     The ranks communicate by shared memory. Times are medians of a step's parts, in seconds.
 
     Attributes:
-        axis: `none`: one rank alone has all cores.
+        axis: the divided axis; with `none`, one rank alone has all cores.
         ranks: ranks along the axis.
-        samples: samples of a microbatch; `microbatches` of them make a data-parallel rank's part of the batch.
-        compute_s: mean over the ranks, with the collectives inside of its passes.
-        comm_s: the remainder of the step, waiting for slower ranks included.
-        peak_bytes: peak memory of a rank's process, of the rank with the least, since it had done the least before.
+        samples: samples of a microbatch.
+        microbatches: microbatches in a data-parallel rank's part of the batch.
+        compute_s: mean over the ranks, including the collectives inside the passes.
+        comm_s: the remaining time of the step, including the wait for slower ranks.
+        peak_bytes: peak memory of a rank's process, of the rank with the smallest peak, since that rank had the least
+            previous work.
     """
 
     axis: Axis
@@ -104,7 +108,7 @@ class Collective:
 
     Attributes:
         name: `all_reduce`, `all_gather`, `reduce_scatter` or `send_receive` (one way).
-        cpu_s: CPU time of a rank's threads in such a call.
+        cpu_s: CPU time of a rank's threads in one call.
     """
 
     transport: str
@@ -115,11 +119,11 @@ class Collective:
     cpu_s: tuple[float, ...]
 
     def time_s(self, size_bytes: float) -> float:
-        """Seconds of a call of any size."""
+        """Return the seconds of a call of any size."""
         return interpolated(self.sizes, self.times_s, size_bytes)
 
     def busy_s(self, size_bytes: float) -> float:
-        """CPU seconds of a call of any size."""
+        """Return the CPU seconds of a call of any size."""
         return interpolated(self.sizes, self.cpu_s, size_bytes)
 
 
@@ -129,12 +133,11 @@ class Measurements:
 
     Attributes:
         parameters: number of the model's parameters.
-        segments: names of the modules with which the parts of the model begin, in the order of a forward pass; the
-            first is "".
-        optimizer_s: an update of the whole model on one rank while the others do the same: `plain`, and `fused` if
-            there is one.
+        segments: names of the first modules of the parts of the model, in the order of a forward pass; the first is "".
+        optimizer_s: time to update the whole model on one rank while the others do the same: `plain`, and `fused` if
+            available.
         baseline_bytes: memory of a rank's process with torch and the data, before it has a model.
-        notes: sentences about measurements that failed.
+        notes: sentences about failed measurements.
     """
 
     parameters: int
@@ -153,9 +156,9 @@ class Calibration(Measurements):
 
     Attributes:
         key: key of the job's work and the machine's shape (`key_of`).
-        machine: `cpu`, `cores`, `torch`, `paceline`, none of which may have changed.
+        machine: `cpu`, `cores`, `torch` and `paceline`; a change of any of them invalidates the calibration.
         created: seconds since 1970.
-        reference_s: time of a small fixed computation, which shows whether the machine is as fast as it was.
+        reference_s: time of a small fixed computation, which shows whether the machine is as fast as before.
         cores, ranks: cores of the machine; ranks that were measured together.
     """
 
@@ -172,7 +175,7 @@ class Calibration(Measurements):
         return hash((self.key, self.created))
 
     def to_json(self) -> str:
-        """JSON text, which `from_json` reads back to an equal calibration."""
+        """Return JSON text, which `from_json` reads back to an equal calibration."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
@@ -196,7 +199,7 @@ class Calibration(Measurements):
         return tuple(dict.fromkeys(timing.precision for timing in self.timings))
 
     def nearest_precision(self, precision: str) -> str:
-        """`precision` if it was measured, else the first measured one."""
+        """Return `precision` if it was measured, else the first measured one."""
         return precision if precision in self.precisions else self.precisions[0]
 
     @cached_property
@@ -207,27 +210,27 @@ class Calibration(Measurements):
         return found
 
     def timings_of(self, ranks: int, precision: str, remat: str = "none") -> list[PassTiming]:
-        """Pass timings by ascending samples, measured with the nearest number of ranks."""
+        """Return pass timings by ascending samples, measured with the nearest number of ranks."""
         measured = sorted(
             {n for n, p, r in self._by_kind if p == precision and r == remat}, key=lambda n: (abs(n - ranks), -n)
         )
         return self._by_kind[measured[0], precision, remat] if measured else []
 
     def points_of(self, axis: str, precision: str) -> list[CalibrationPoint]:
-        """Calibration points of an axis in this precision, else in any."""
+        """Return calibration points of an axis in this precision, else in any."""
         found = [point for point in self.points if point.axis == axis]
         return [point for point in found if point.precision == precision] or found
 
     def collective(self, transport: str, name: str) -> Collective | None:
-        """Measured times of a collective, or None."""
+        """Return the measured times of a collective, or None."""
         return next((c for c in self.collectives if c.transport == transport and c.name == name), None)
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear interpolation of points, `xs` ascending.
+    """Interpolate points linearly, `xs` ascending.
 
-    Beyond the last point its line continues, but never falls below it; before the first one, values are at least half
-    of it.
+    Beyond the last point its line continues, but never falls below the last value. Before the first point, values are
+    at least half of the first value.
     """
     if len(xs) == 1:
         return ys[0] * x / xs[0] if x > xs[0] else ys[0]
@@ -241,7 +244,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def key_of(job: Job, host: Host) -> str:
-    """Cache key: the job fields and machine shape that affect timing.
+    """Return the cache key: the job fields and machine shape that affect timing.
 
     Age, versions and speed are checked when a file is read (`why_stale`).
     """
@@ -250,30 +253,30 @@ def key_of(job: Job, host: Host) -> str:
 
 
 def transport_note(transport: str, error: str) -> str:
-    """The note of a calibration in which a package's transport failed."""
+    """Return the note of a calibration in which a package's transport failed."""
     return f"transport={transport}: {error}"
 
 
 def failed_transport(note: str) -> str | None:
-    """The transport that a note of a calibration is about; None for another note."""
+    """Return the transport that a note of a calibration is about; None for other notes."""
     start, _, rest = note.partition("=")
     return rest.partition(":")[0] if start == "transport" else None
 
 
 def cache_file(key: str) -> Path:
-    """File of the calibration with this key."""
+    """Return the file of the calibration with this key."""
     return cache_folder() / "calibration" / f"{key}.json"
 
 
 def machine_of(host: Host) -> dict[str, str]:
-    """Facts that must not change for a calibration to stay valid."""
+    """Return facts that must not change for a calibration to stay valid."""
     return {"cpu": host.cpu, "cores": str(host.cores), "torch": version("torch"), "paceline": version("paceline")}
 
 
 def reference_time_s() -> float:
-    """Shortest time of a small fixed computation, in seconds.
+    """Measure the shortest time of a small fixed computation, in seconds.
 
-    It is repeated for a fifth of a second; other work only ever adds to it.
+    It is repeated for a fifth of a second. Other load only ever increases the time.
     """
     data, best, until = bytes(_REFERENCE_BYTES), float("inf"), time.perf_counter() + _REFERENCE_S
     while (started := time.perf_counter()) < until:
@@ -283,7 +286,7 @@ def reference_time_s() -> float:
 
 
 def why_stale(found: Calibration, host: Host, *, reference_s: float, now: float | None = None) -> str | None:
-    """Reason why a calibration is out of date, or None."""
+    """Return the reason why a calibration is out of date, or None."""
     for name, value in machine_of(host).items():
         before = found.machine.get(name)
         if before != value:
@@ -299,7 +302,7 @@ def why_stale(found: Calibration, host: Host, *, reference_s: float, now: float 
 
 
 def kept(key: str, host: Host, *, reference_s: float) -> tuple[Calibration | None, str | None]:
-    """The cached calibration and None, or None and why a cached one is invalid."""
+    """Return the cached calibration and None, or None and why a cached one is invalid."""
     file = cache_file(key)
     if not file.is_file():
         return None, None

@@ -1,7 +1,7 @@
-"""History: predicted and measured step times of this hardware, which correct later predictions.
+"""Predicted and measured step times of this hardware, which correct later predictions.
 
-There is one file for each kind of hardware, in the user's cache, with a pair on each line. Measuring appends; nothing
-rewrites.
+There is one file for each kind of hardware in the user's cache, with one pair per line. Measuring appends lines; no
+line is ever rewritten.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from paceline.units import count, percent
 
 # number of newest pairs that count
 NEWEST = 40
-# Weights of the priors, in pairs: of a factor of 1 for all plans, and of all plans' factor for one kind of plan.
+# Weights of the priors, in pairs: for a factor of 1 over all plans, and for the factor of all plans in one kind of
+# plan.
 DOUBT, DOUBT_OF_KIND = 0.5, 4.0
-# weight of a pair of the same job, relative to another one's
+# weight of a pair of the same job, relative to another job's pair
 OWN_WEIGHT = 4.0
-# end of the file that is read: some hundred pairs
+# the last part of the file, which is read: some hundred pairs
 _TAIL_BYTES = 2**18
-# Largest ratio of measured to predicted time, either way; beyond it, something else was measured.
+# Largest ratio of measured to predicted time, either way; beyond it, the measurement is not comparable.
 _MOST = 30.0
 _MARK = "corrected by what was measured before"
 
@@ -46,11 +47,11 @@ class Pair:
     """A prediction and the measurement of the same plan.
 
     Attributes:
-        plan: its text.
-        predicted_s, measured_s: step times; predicted without correction.
+        plan: text of the plan.
+        predicted_s, measured_s: step times; the prediction is uncorrected.
         work: hash of the trained work (`work_of`).
         calibrated: True if the prediction used measurements of the machines.
-        job: its name, for people.
+        job: name of the job, for people.
         hardware: a phrase, for people.
         created: seconds since 1970.
     """
@@ -68,7 +69,7 @@ class Pair:
     def of(
         cls, job: Job, cluster: Cluster, plan: Plan, *, predicted_s: float, measured_s: float, calibrated: bool
     ) -> Pair:
-        """Pair of a plan that was just measured."""
+        """Return the pair of a plan that was just measured."""
         return cls(
             str(plan),
             predicted_s,
@@ -82,7 +83,7 @@ class Pair:
 
     @property
     def usable(self) -> bool:
-        """True if both are times, and not absurdly far apart."""
+        """True if both values are times, and their ratio is plausible."""
         times = (self.predicted_s, self.measured_s)
         if not isinstance(self.plan, str) or not all(
             isinstance(t, (int, float)) and math.isfinite(t) and t > 0 for t in times
@@ -109,12 +110,12 @@ class Correction:
 def corrected(
     prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False
 ) -> Prediction:
-    """Correct a prediction by earlier errors on this hardware, and note that.
+    """Correct a prediction by earlier errors on this hardware, and add a note.
 
-    The prediction is returned unchanged if nothing is known.
+    The prediction is returned unchanged if there are no earlier errors.
 
     Args:
-        calibrated: True if the prediction used measurements of the machines; others have other errors.
+        calibrated: True if the prediction used measurements of the machines; other predictions have different errors.
     """
     if any(_MARK in note for note in prediction.notes):
         return prediction
@@ -130,12 +131,12 @@ def corrected(
 
 
 def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = False) -> Correction:
-    """Correction from the newest pairs on this hardware.
+    """Compute the correction from the newest pairs on this hardware.
 
-    It is the geometric mean of measured / predicted, over all plans and then over those of this kind. With few pairs,
-    the mean of the kind is drawn towards that of all, so that a machine that is slower than predicted does not favour
-    plans that were never measured; that of all is drawn towards 1. Pairs of the same job count more. Plans are of one
-    kind if the same degrees exceed 1 and remat is the same.
+    It is the geometric mean of measured / predicted, first over all plans and then over the plans of this kind. With
+    few pairs, the mean of the kind is shrunk towards the mean of all, so that a machine that is slower than predicted
+    does not favour plans that were never measured. The mean of all is shrunk towards 1. Pairs of the same job have a
+    larger weight. Plans are of one kind if the same degrees exceed 1 and remat is the same.
     """
     kind, work = kind_of(plan), work_of(job)
     known = [pair for pair in pairs(cluster) if pair.calibrated == calibrated]
@@ -147,14 +148,14 @@ def correction(job: Job, cluster: Cluster, plan: Plan, *, calibrated: bool = Fal
 
 
 def _mean(of: Sequence[Pair], work: str, *, towards: float, doubt: float) -> float:
-    """Mean logarithm of measured / predicted, with `doubt` further pairs at `towards`."""
+    """Return the mean logarithm of measured / predicted, with `doubt` additional pairs at `towards`."""
     weights = [OWN_WEIGHT if pair.work == work else 1.0 for pair in of]
     logs = [math.log(pair.measured_s / pair.predicted_s) for pair in of]
     return (sum(w * r for w, r in zip(weights, logs, strict=True)) + doubt * towards) / (sum(weights) + doubt)
 
 
 def remember(pair: Pair, cluster: Cluster) -> bool:
-    """Append a pair; False if it is unusable or the cache cannot be written.
+    """Append a pair; return False if it is unusable or the cache cannot be written.
 
     Concurrent writers do not harm each other.
     """
@@ -166,7 +167,7 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
         made_cache_folder("history")
         descriptor = open_to_append(file)
         try:
-            # one call: O_APPEND puts it behind all other lines
+            # a single call: O_APPEND puts the line after all other lines
             return os.write(descriptor, line) == len(line)
         finally:
             os.close(descriptor)
@@ -175,7 +176,7 @@ def remember(pair: Pair, cluster: Cluster) -> bool:
 
 
 def pairs(cluster: Cluster) -> tuple[Pair, ...]:
-    """Newest usable pairs of the hardware, oldest first; other lines are skipped."""
+    """Return the newest usable pairs of the hardware, oldest first; other lines are skipped."""
     file = file_of(cluster)
     try:
         about = file.stat()
@@ -190,32 +191,41 @@ def pairs(cluster: Cluster) -> tuple[Pair, ...]:
 
 
 def kind_of(plan: Plan) -> str:
-    """Kind of a plan: its degrees above 1 and its remat. Examples are `dp tp`, `fsdp block`, and `one rank`."""
+    """Return the kind of a plan: its degrees above 1 and its remat.
+
+    Examples are `dp tp`, `fsdp block`, and `one rank`.
+    """
     degrees = [axis for axis in DEGREES if getattr(plan, axis) > 1] or ["one rank"]
     return " ".join([*degrees, *([plan.remat] if plan.remat != "none" else [])])
 
 
 def work_of(job: Job) -> str:
-    """Short hash of the work that affects step time: model, data, loss, optimizer, batch, precision."""
+    """Return a short hash of the work that affects step time.
+
+    The work is the model, data, loss, optimizer, batch and precision.
+    """
     return short_hash(
         work_facts(job, ("model", "freeze", "data", "loss", "optimizer", "global_batch", "precision"))["job"]
     )
 
 
 def hardware_of(cluster: Cluster) -> list[object]:
-    """Facts about hosts that affect step time, as plain values. They are cores, GPUs and emulation."""
+    """Return facts about hosts that affect step time, as plain values.
+
+    They are cores, GPUs and emulation.
+    """
     hosts = [
         [h.cpu, h.cores, h.physical_cores, [[gpu.name, gpu.memory_bytes] for gpu in h.gpus]] for h in cluster.hosts
     ]
     return [hosts, cluster.emulate.model_dump(mode="json") if cluster.emulate else None]
 
 
-# by file: (mtime, size, inode) when it was read, and its pairs
+# by file: its (mtime, size, inode) at the last read, and its pairs
 _read: dict[Path, tuple[tuple[int, int, int] | None, tuple[Pair, ...]]] = {}
 
 
 def file_of(cluster: Cluster) -> Path:
-    """The file that keeps the history of this hardware."""
+    """Return the file with the history of this hardware."""
     return cache_folder() / "history" / f"{short_hash(hardware_of(cluster))}.jsonl"
 
 
@@ -225,7 +235,7 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
             pair = Pair(**json.loads(line))
             usable = pair.usable and bool(_kind_of_text(pair.plan))
         except (ValueError, TypeError):
-            # cut off by a crash or by the start of the tail, or of another version
+            # truncated by a crash or by the start of the tail, or written by another version
             continue
         if usable:
             yield pair
@@ -233,14 +243,14 @@ def _pairs(lines: bytes) -> Iterator[Pair]:
 
 @cache
 def _kind_of_text(text: str) -> str:
-    """Kind of the plan in a text; "" if the text is no valid plan."""
+    """Return the kind of the plan in a text. "" if the text is not a valid plan."""
     try:
         return kind_of(Plan.parse(text))
-    except PlanError:  # of another version
+    except PlanError:  # written by another version
         return ""
 
 
-# keys of a job that decide what a step computes
+# keys of a job that determine what a step computes
 WORK = (
     "model",
     "freeze",
@@ -255,22 +265,23 @@ WORK = (
     "precision",
     "partition",
 )
-# share of the cores: what was measured while other processes used more is not kept
+# share of the cores; measurements while other processes used more are not saved
 MOST_OTHER_WORK = 0.25
-# seconds for measuring other work on the cores
+# seconds for measuring other processes' use of the cores
 _LOOK_S = 0.2
 
 
 def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:
-    """Write a file of the cache, atomically; returns a phrase that tells where.
+    """Write a file of the cache atomically; return a phrase with its location.
 
     Args:
-        busy: share of the cores that other processes used meanwhile; beyond `MOST_OTHER_WORK` nothing is written.
-        hint: what the phrase ends with.
+        busy: share of the cores that other processes used during the measurement; above `MOST_OTHER_WORK` nothing is
+            written.
+        hint: the end of the phrase.
     """
     if busy > MOST_OTHER_WORK:
         return f"not kept, as other work took {percent(busy, 0)} of the cores"
-    # a home that cannot be written: the next start begins anew
+    # the home directory is not writable: the next start measures again
     with suppress(OSError):
         write_whole(made_cache_folder(file.parent.name) / file.name, text)
         return f"kept in {file}{hint}"
@@ -278,14 +289,14 @@ def keep(file: Path, text: str, *, busy: float = 0.0, hint: str = "") -> str:
 
 
 def other_work() -> float:
-    """Share of the cores that other processes use, before the ranks start."""
+    """Measure the share of the cores that other processes use, before the ranks start."""
     return psutil.cpu_percent(_LOOK_S) / 100
 
 
 def work_facts(job: Job, keys: Iterable[str]) -> dict[str, Any]:
-    """Facts about a job's work, which name a file of the cache.
+    """Return facts about a job's work, which determine the name of a cache file.
 
-    They are these keys, and the code that they name. The learning rate changes no time, and is left out.
+    They are these keys, and the code that they name. The learning rate does not affect time, and is left out.
     """
     values = job.model_dump(mode="json", include=set(keys))
     values["optimizer"].pop("lr", None)
@@ -293,7 +304,10 @@ def work_facts(job: Job, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def digests(values: Any) -> Iterator[str]:
-    """SHA-256 of the Python and JSON files that the job names. An edited model is another one."""
+    """Return SHA-256 digests of the Python and JSON files that the job names.
+
+    So an edited model counts as another model.
+    """
     if isinstance(values, dict):
         for value in values.values():
             yield from digests(value)
@@ -304,5 +318,5 @@ def digests(values: Any) -> Iterator[str]:
 
 
 def short_hash(facts: object) -> str:
-    """Hash of plain values, for the name of a file."""
+    """Hash plain values, for the name of a file."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]

@@ -1,8 +1,8 @@
-"""Limits of plans: rules by which plans are refused, on numbers and names alone.
+"""Limits of plans: rules by which plans are refused, using only numbers and names.
 
-The check before the start applies them to what is known of a model without a forward pass, the split at run time to the
-traced model. Each rule returns a problem of the part of the plan that it knows, such as `tp=3`, with the values that
-would work, or None if the plan passes. `PlanProblem.about` names the whole plan.
+The check before the start applies them to what is known about a model without a forward pass. The split at run time
+applies them to the traced model. Each rule returns a problem of the part of the plan that it knows, such as `tp=3`,
+with the values that would work, or None if the plan passes. `PlanProblem.about` names the whole plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def no_attention(cp: int) -> PlanProblem:
-    """Reason against context parallelism of a model without attention."""
+    """Return the reason against context parallelism of a model without attention."""
     return PlanProblem(
         "plan.no_attention",
         "plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1.",
@@ -32,7 +32,7 @@ def no_attention(cp: int) -> PlanProblem:
 
 
 def no_blocks_to_recompute(remat: str) -> PlanProblem:
-    """Reason against recomputing the activations of a model without repeated blocks."""
+    """Return the reason against recomputing activations of a model without repeated blocks."""
     return PlanProblem(
         "plan.no_blocks_to_recompute",
         "plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: "
@@ -42,7 +42,7 @@ def no_blocks_to_recompute(remat: str) -> PlanProblem:
 
 
 def other_world(plan: Plan, world: int) -> PlanProblem | None:
-    """Reason why a plan cannot run on the number of ranks that were started."""
+    """Return the reason why a plan cannot run on the ranks that were started."""
     if plan.ranks == world:
         return None
     others = plan.ranks // plan.dp
@@ -60,11 +60,11 @@ def other_world(plan: Plan, world: int) -> PlanProblem | None:
 def undivided_heads(
     heads: Mapping[str, Sequence[int]], tp: int, shared: Mapping[str, Sequence[int]] | None = None
 ) -> PlanProblem | None:
-    """Reason why heads cannot be divided over `tp` ranks.
+    """Return the reason why heads cannot be divided over `tp` ranks.
 
     Args:
-        heads: the model's numbers of heads, by what they are, such as `attention heads`.
-        shared: numbers of heads of keys and values, of which one may be on several ranks.
+        heads: the model's numbers of heads by kind, such as `attention heads`.
+        shared: numbers of heads of keys and values, which several ranks may share.
     """
     keys = shared or {}
     wrong = [f"{what} ({_numbers(found)})" for what, found in heads.items() if any(n % tp for n in found)]
@@ -86,16 +86,16 @@ def undivided_heads(
 
 
 def shares_heads(heads: Sequence[int], tp: int) -> bool:
-    """True if each rank has whole heads of keys and values, or several share one."""
+    """True if ranks have whole heads of keys and values, or several share one."""
     return all(n % tp == 0 or tp % n == 0 for n in heads)
 
 
 def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanProblem | None:
-    """Reason why mixtures of experts cannot be divided over `ep` ranks.
+    """Return the reason why mixtures of experts cannot be divided over `ep` ranks.
 
     Args:
         experts: the mixtures' numbers of experts.
-        where: the name of one that cannot be divided.
+        where: the name of a mixture that cannot be divided.
     """
     if not experts:
         return PlanProblem(
@@ -121,17 +121,17 @@ def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanP
 
 
 def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> PlanProblem | None:
-    """Reason why `degree` ranks along an axis cannot divide sequences of `tokens`.
+    """Return the reason why `degree` ranks along an axis cannot divide sequences of `tokens`.
 
     Args:
         key: `cp`, or `tp` for sequence parallelism.
-        others: the number of ranks of another axis that divides them as well.
+        others: the number of ranks of another axis that also divides them.
     """
     parts = degree * others
     if tokens % parts == 0:
         return None
     choices = [n for n in range(1, tokens + 1) if tokens % (n * others) == 0]
-    # with causal attention, ranks of cp have equal work if each holds two equal parts
+    # with causal attention, cp ranks have equal work if each holds two equal parts
     step = 2 * parts if key == "cp" else parts
     lengths = [n for n in (tokens // step * step, -(-tokens // step) * step) if n]
     return PlanProblem(
@@ -151,11 +151,11 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> Pla
 
 
 def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> PlanProblem | None:
-    """Reason why a plan's cuts do not name the stages of a model.
+    """Return the reason why a plan's cuts do not name the stages of a model.
 
     Args:
         modules: the names of all its modules.
-        blocks: those of its repeated blocks.
+        blocks: the names of its repeated blocks.
     """
     cuts, stages = plan.cut.split(","), plan.stages
     unknown = [name for name in cuts if name not in modules]
@@ -184,17 +184,17 @@ def wrong_cuts(plan: Plan, modules: Sequence[str], blocks: Sequence[str]) -> Pla
 
 
 def even_cuts(blocks: Sequence[str], stages: int) -> list[str]:
-    """Names of the blocks that begin even stages; [] if there are too few."""
+    """Return the names of the blocks that begin even stages; [] if there are too few."""
     return [blocks[start] for start in starts(contiguous([1] * len(blocks), stages))] if len(blocks) >= stages else []
 
 
 def too_many_stages(plan: Plan, places: int, have: str, *, or_cuts: bool = False) -> PlanProblem | None:
-    """Reason why a model has too few parts for a pipeline.
+    """Return the reason why a model has too few parts for a pipeline.
 
     Args:
-        places: the number of stages that the model could be cut into.
+        places: the largest number of stages that the model could be cut into.
         have: why there are no more, such as `the model has 4 repeated blocks`.
-        or_cuts: True if cuts by name might make as many stages.
+        or_cuts: True if cuts by name might make enough stages.
     """
     if places >= plan.stages:
         return None
@@ -221,7 +221,7 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
     """
     if schedule == "1f1b":
         return microbatches >= pp
-    # in rounds of equal size, at least one microbatch of each rank
+    # in rounds of equal size, with at least one microbatch of each rank
     if schedule == "interleaved":
         return microbatches >= pp and microbatches % (microbatches // pp) == 0
     if schedule == "dualpipe":
@@ -230,7 +230,7 @@ def microbatches_fit(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem | None:
-    """Reason why a schedule cannot run a number of microbatches."""
+    """Return the reason why a schedule cannot run a number of microbatches."""
     if microbatches_fit(schedule, pp, microbatches):
         return None
     fitting = [n for n in range(1, 2 * microbatches + pp) if microbatches_fit(schedule, pp, n)]
@@ -251,17 +251,17 @@ def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem
 
 
 def fitting_microbatches(shares: Sequence[int], wanted: int) -> int:
-    """The largest number of microbatches up to `wanted` that divides every rank's share.
+    """Return the largest number of microbatches up to `wanted` that divides every share.
 
-    Shares are those of the data-parallel ranks.
+    These are the shares of the data-parallel ranks.
     """
     return next(m for m in range(wanted, 0, -1) if not any(n % m for n in shares))
 
 
 def sharded_twice(weight: str, schedule: str) -> PlanProblem:
-    """Reason why FSDP2 cannot shard a weight that two stages of a rank share.
+    """Return the reason why FSDP2 cannot shard a weight that two stages share.
 
-    Each stage is sharded by itself.
+    The two stages are on one rank, and each stage is sharded by itself.
     """
     return PlanProblem(
         "plan.sharded_twice",
@@ -273,7 +273,7 @@ def sharded_twice(weight: str, schedule: str) -> PlanProblem:
 
 
 def no_graphs(where: str) -> PlanProblem:
-    """Reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
+    """Return the reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
     return PlanProblem(
         "plan.no_graphs",
         "plan {plan} replays graphs of kernels, and {where} has no GPU that can: compile=on.",
@@ -283,7 +283,7 @@ def no_graphs(where: str) -> PlanProblem:
 
 
 def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
-    """Reason against microbatches with a loss that compares the samples of a batch."""
+    """Return the reason against microbatches with a loss that compares a batch's samples."""
     return PlanProblem(
         "plan.whole_batch_in_parts",
         "plan {plan} computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each "
@@ -295,7 +295,7 @@ def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
 
 
 def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
-    """Reason why the replicas' shares of a batch cannot follow their speeds.
+    """Return the reason why the replicas' shares of a batch cannot follow their speeds.
 
     Args:
         kind: kind of the job's partition.
@@ -332,7 +332,7 @@ def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
 
 
 def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
-    """Reason why `balance=auto` leaves the replicas' shares as they are, without its subject.
+    """Return the reason why `balance=auto` leaves the replicas' shares unchanged, as a predicate.
 
     Args:
         kind: kind of the job's partition; `weighted`: whether it has weights.
@@ -346,12 +346,12 @@ def no_automatic_balance(plan: Plan, kind: str, weighted: bool) -> str | None:
 
 
 def degrees(plan: Plan) -> str:
-    """The degrees that multiply to the plan's ranks, such as `dp=2 · tp=3`."""
+    """Return the degrees whose product is the plan's number of ranks, such as `dp=2 · tp=3`."""
     return " · ".join(f"{key}={getattr(plan, key)}" for key in DEGREES if getattr(plan, key) > 1) or "dp=1"
 
 
 def multiplied(plan: Plan) -> str:
-    """The plan's degrees in parentheses, after a space; empty if only one is above 1."""
+    """Return the plan's degrees in parentheses, after a space. "" if at most one is above 1."""
     return f" ({degrees(plan)})" if " · " in degrees(plan) else ""
 
 

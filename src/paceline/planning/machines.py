@@ -1,4 +1,4 @@
-"""A cluster as the cost model sees it: equal hosts with two levels of links."""
+"""The cost model's view of a cluster: equal hosts with two levels of links."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 # latency of a small message between CPUs of two hosts
 _TCP_S = 5e-5
 _ARM = ("neoverse", "graviton", "cortex", "ampere", "apple", "arm")
-# processors whose every generation on sale has AVX-512
+# processors whose models on sale all have AVX-512
 _WIDE = ("xeon", "epyc 9", "epyc-genoa", "epyc-turin", "avx512")
 
 
 def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
-    """The cost model's view of a cluster. Devices come from the catalogue by name, links from their rates.
+    """Convert a cluster to the cost model's view.
 
-    The slowest device stands for all; `speeds` tell how much faster hosts are. A device of a cluster of CPUs is one
-    core. A host's link is shared by its devices. Hosts that are joined to a domain, as those of an NVL72, are one. A
-    calibration is passed on, and takes precedence; so are the factors of measured runs.
+    Devices come from the catalogue by name, links from their rates. The slowest device stands for all; `speeds` has the
+    relative speeds of faster hosts. A device of a cluster of CPUs is one core. A host's link is shared by its devices.
+    Hosts that are joined to a domain, such as an NVL72, count as one. A calibration is passed on, and takes precedence;
+    the factors of measured runs are passed on as well.
 
     Raises:
-        ClusterError: a GPU is not in the catalogue; with the nearest names.
+        ClusterError: a GPU is not in the catalogue; the error suggests the closest names.
     """
     hosts = list(cluster.hosts_in_use)
     alike = {_likeness(host): host for host in hosts}
@@ -71,9 +72,9 @@ def machines(cluster: Cluster, calibration: Basis | None = None) -> Machines:
 
 
 def resized(machines: Machines, count: int) -> Machines:
-    """Copy with another number of machines of one operating system.
+    """Return a copy with another number of machines of one operating system.
 
-    A cluster grows by these.
+    Clusters grow in this unit.
     """
     each = _of_a_machine(machines)
     hosts, per_host = domains(machines.device, count, each)
@@ -81,19 +82,23 @@ def resized(machines: Machines, count: int) -> Machines:
 
 
 def machine_count(machines: Machines) -> int:
-    """Number of machines of one operating system: hosts, unless these are joined to domains."""
+    """Return the number of machines of one operating system.
+
+    These are the hosts, unless they are joined to domains.
+    """
     return machines.devices // _of_a_machine(machines)
 
 
 def shape(machines: Machines) -> str:
-    """Name of the cluster without its links, as `--cluster` takes it: `8x8xH100-SXM`."""
+    """Return the cluster's name without links, as accepted by `--cluster`: `8x8xH100-SXM`."""
     return f"{machine_count(machines)}x{_of_a_machine(machines)}x{machines.device.name}"
 
 
 def on_other_devices(machines: Machines, device: Accelerator) -> Machines:
-    """Copy with as many devices of another kind, with all of its memory.
+    """Return a copy with the same number of devices of another kind.
 
-    Where the old ones are of a domain, in machines as large as the new kind's usual ones.
+    The copy has all of the new devices' memory. If the old devices form domains, the new machines have the usual size
+    of the new kind.
     """
     changed = replace(machines, device=device, memory_bytes=None)
     if not machines.device.machine:
@@ -114,7 +119,7 @@ def _of_domains(speeds: list[float], count: int) -> tuple[float, ...]:
 
 
 def _oversubscription(hosts: list[Host]) -> tuple[float, int]:
-    """Oversubscription of the host with the most, and the hosts beyond which it holds."""
+    """Return the largest oversubscription of any host, and the hosts beyond which it applies."""
     found = [
         (link.oversubscription, link.oversubscribed_beyond)
         for host in hosts
@@ -185,7 +190,7 @@ def _quotas(cluster: Cluster, hosts: list[Host]) -> list[float]:
 
 
 def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSpec:
-    """A device's share of the slowest host's link, else the catalogue's link."""
+    """Return a device's share of the slowest host's link, else the catalogue's link."""
     latency_s = _TCP_S if device.is_core else device.network.latency_s
     delay_s = (cluster.emulate.delay_ms or 0.0) / 1000 if cluster.emulate else 0.0
     shares = []
@@ -199,39 +204,39 @@ def _between(cluster: Cluster, hosts: list[Host], device: Accelerator) -> LinkSp
     return LinkSpec(f"network, {gbps:g} Gbit/s a host", share, latency_s + delay_s)
 
 
-# what was measured before a prediction: parts of a job on the machines, or whole runs of any job
+# measurements made before a prediction: parts of a job on the machines, or whole runs of any job
 Basis: TypeAlias = "Calibration | Adjustment"
 
-# Standard deviations that are assumed of logarithms: of the factor of all runs, of a framework and of a device beside
-# that, and of a run around its factor, of which one in some is far off (Student's t of so many degrees of freedom)
+# Assumed standard deviations of logarithms: of the factor of all runs, of a framework and of a device relative to it,
+# and of a run around its factor. Runs may be outliers (Student's t with this number of degrees of freedom)
 FACTOR_SPREADS, RUN_SPREAD, DEGREES = (0.12, 0.08, 0.05, 0.05), 0.14, 4.0
-# Standard deviations of log(measured / predicted) that are assumed before any is seen, and for how many runs they
-# count: with a factor, and without one (`benchmarks/published.py`, rows that no constant was fitted on)
+# Prior standard deviations of log(measured / predicted), and the number of runs that the prior counts for: with a
+# factor, and without one (`benchmarks/published.py`, rows that were not used in fitting)
 SPREAD, COLD_SPREAD, SPREAD_RUNS = 0.075, 0.145, 3.0
-# The same on CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
+# The same for CPU cores that were not measured. The catalogue does not know their overhead per step, and steps of small
 # models took up to 5.3 times as long as predicted. The 80 % interval reaches to 5 times the prediction.
 CORES_SPREAD = 1.0
-# The same where parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
+# The same if parts of the job were measured on the machine: nine in ten of 53 plans on two cores were less than
 # 16.2 % off (`benchmarks/planner_local.py`, docs/results/planner.md), which is 1.645 such deviations
 MEASURED_SPREAD = 0.1
-# The same of the ratio of two plans of one job on the same machines: most of an error is common to them
+# The same for the ratio of two plans of one job on the same machines: most of an error is common to them
 RATIO_SPREAD = 0.04
-COVERED = 0.8  # of measured times, inside of an interval
+COVERED = 0.8  # share of measured times inside of an interval
 
 _ROUNDS = 5
-_KINDS = 3  # what tells software, hardware and precision apart: the length of the longest keys
+_KINDS = 3  # length of the longest keys, which distinguish software, hardware and precision
 
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Factors found on measured runs; without any, predictions stay as they are.
+    """Correction factors from measured runs; without any, predictions stay unchanged.
 
     Attributes:
         logs: logarithm of measured / predicted, by kind: `()` for all runs, a framework, a framework on a device.
-        errors: logarithms that are left after these.
-        near: what runs that are like another say of it beside the factor of its kind; None: nothing.
+        errors: logarithms that remain after these factors.
+        near: further correction from similar runs, beside the factor of its kind; None for no correction.
     """
 
     logs: dict[Key, float] = field(default_factory=dict)
@@ -239,21 +244,21 @@ class Adjustment:
     near: Alike | None = None
 
     def factor(self, layout: Layout) -> float:
-        """Factor that a predicted step time is multiplied with."""
+        """Return the factor by which a predicted step time is multiplied."""
         return self.factor_of_kind(layout) * math.exp(self.near.log(layout) if self.near else 0.0)
 
     def factor_of_kind(self, layout: Layout) -> float:
-        """Factor of a layout's software, hardware and precision alone."""
+        """Return the factor of a layout's software, hardware and precision alone."""
         return math.exp(_log_of_kind(layout, self.logs))
 
     def interval(self, layout: Layout, step_time_s: float) -> Interval:
-        """Interval of a corrected step time."""
+        """Return the interval of a corrected step time."""
         found = len(self.errors)
         wide = student_quantile((1 + COVERED) / 2, SPREAD_RUNS + found) * self._spread_of(layout)
         return _around(step_time_s, wide, self._rests_on(layout) if found else "the cost model alone")
 
     def _spread_of(self, layout: Layout) -> float:
-        """Standard deviation of a prediction; larger the fewer runs of the layout's kind are known."""
+        """Return the standard deviation of a prediction. It grows the fewer runs of the layout's kind are known."""
         if not self.errors:
             return CORES_SPREAD if layout.machines.device.is_core else self.spread
         unseen = [FACTOR_SPREADS[len(key)] for key in _keys(layout) if key not in self.logs]
@@ -268,22 +273,22 @@ class Adjustment:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithms of what is left, with what is assumed of them."""
+        """Standard deviation of the remaining logarithms, combined with its prior."""
         assumed = SPREAD if self.errors else COLD_SPREAD
         squares = SPREAD_RUNS * assumed**2 + sum(error**2 for error in self.errors)
         return math.sqrt(squares / (SPREAD_RUNS + len(self.errors)))
 
 
 def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, rounds: int = _ROUNDS) -> Adjustment:
-    """Factors of measured runs, and what those that are alike have in common beside.
+    """Fit factors of measured runs, and the correlated errors of similar runs.
 
-    A software and hardware with few runs stays near to what all runs say.
+    Software and hardware with few runs stay close to the factor of all runs.
 
     Args:
-        rounds: times that factors, and what runs have in common beside them, are each found with the other as it was;
-            0: factors alone.
+        rounds: number of alternations between fitting the factors and fitting the correlated errors; 0 fits only the
+            factors.
     """
-    from paceline.planning.shortlist import alike  # numpy takes a while
+    from paceline.planning.shortlist import alike  # delay the import of numpy, which takes a while
 
     pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
     if not pairs:
@@ -297,9 +302,10 @@ def adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float], *, r
 
 
 def own_adjustment(runs: Iterable[Row], predicted_s: Callable[[Layout], float]) -> Adjustment:
-    """Factor of runs of one job on one machine, for more of such machines.
+    """Fit the factor of one job's runs on one machine, for more such machines.
 
-    The median of what they are off, however far that is: nothing draws it towards other software or hardware.
+    It is the median ratio of measured to predicted times, without a prior: it is not shrunk towards other software or
+    hardware.
     """
     pairs = [(row.layout, math.log(row.seconds / predicted_s(row.layout))) for row in runs if row.seconds]
     if not pairs:
@@ -325,9 +331,9 @@ def _factors(pairs: Sequence[tuple[Layout, float]]) -> dict[Key, float]:
 
 
 def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
-    """The prediction times the factor of measured runs, with its interval.
+    """Multiply the prediction by the factor of measured runs, and add its interval.
 
-    It rests on them, on what was measured of the job on the machine, or on the cost model alone.
+    The interval is based on these runs, on measurements of the job on the machine, or on the cost model alone.
     """
     found, seconds = layout.machines.adjustment or Adjustment(), prediction.step_time_s
     if calibration_of(layout) is not None:
@@ -342,20 +348,21 @@ def adjusted(prediction: Prediction, layout: Layout) -> Prediction:
 
 
 def factor_of(layout: Layout) -> float:
-    """Factor of measured runs that a layout's predictions are multiplied with; 1 without."""
+    """Return the factor of measured runs for a layout's predictions; 1 without measured runs."""
     found = layout.machines.adjustment
     return 1.0 if found is None else found.factor(layout)
 
 
 def equal_ratio() -> float:
-    """Largest ratio of two plans' times whose 80 % interval includes 1."""
+    """Return the largest ratio of two plans' times whose 80 % interval includes 1."""
     return math.exp(NormalDist().inv_cdf((1 + COVERED) / 2) * RATIO_SPREAD)
 
 
 def student_quantile(probability: float, degrees: float) -> float:
-    """Quantile of Student's t, by the expansion of Cornish and Fisher (Abramowitz and Stegun, 26.7.5).
+    """Compute a quantile of Student's t with the Cornish-Fisher expansion.
 
-    It is off by less than 0.1 % for probabilities up to 0.9 and 3 degrees of freedom or more.
+    Source: Abramowitz and Stegun, 26.7.5. The error is less than 0.1 % for probabilities up to 0.9 and 3 degrees of
+    freedom or more.
     """
     z = NormalDist().inv_cdf(probability)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
@@ -367,7 +374,10 @@ def _around(seconds: float, wide: float, rests_on: str) -> Interval:
 
 
 def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
-    """Most likely logarithm of a factor, given `logs` and the prior `around`; robust to outliers."""
+    """Return the most likely logarithm of a factor, given `logs` and the prior `around`.
+
+    The estimate is robust to outliers.
+    """
 
     def unlikely(value: float) -> float:
         far = sum(math.log1p(((log - value) / RUN_SPREAD) ** 2 / DEGREES) for log in logs)
@@ -384,7 +394,7 @@ def _likeliest(logs: Sequence[float], around: float, spread: float) -> float:
 
 
 def _left(pairs: Sequence[tuple[Layout, float]], logs: Sequence[float]) -> Iterable[float]:
-    """Logarithms that are left, larger by what each run itself moved its factor."""
+    """Return the remaining logarithms, enlarged by each run's influence on its own factor."""
     counts: dict[Key, int] = defaultdict(int)
     for layout, _ in pairs:
         counts[_keys(layout)[-1]] += 1
@@ -398,6 +408,9 @@ def _log_of_kind(layout: Layout, logs: dict[Key, float]) -> float:
 
 
 def _keys(layout: Layout) -> list[Key]:
-    """Kinds of a run, from all runs to those of its software, hardware and precision."""
+    """Return the kinds of a run, from the most general to the most specific.
+
+    They range from all runs to the runs of its software, hardware and precision.
+    """
     framework, device = layout.framework.name, layout.machines.device.name
     return [(), (framework,), (framework, device), (framework, device, layout.products or layout.precision)]

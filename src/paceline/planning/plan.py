@@ -1,7 +1,7 @@
 """A plan: *how* a job runs on a cluster.
 
-Every parallel choice, explicit, in one line of text: `dp=2 microbatches=4 precision=bf16`. The axes of the device mesh
-come first.
+A plan states every parallel choice explicitly in one line of text: `dp=2 microbatches=4 precision=bf16`. The axes of
+the device mesh come first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Axis(NamedTuple):
 
     Attributes:
         name: the plan's key and the name of the mesh dimension.
-        term: the field's word for it.
-        reads_data: True if ranks along it read different samples, so that they multiply to the data-parallel ranks.
+        term: the usual term for it.
+        reads_data: True if ranks along it read different samples; the product of these degrees is the number of
+            data-parallel ranks.
     """
 
     name: str
@@ -44,9 +45,9 @@ MESH_AXES = (
 )
 AXES = tuple(axis.name for axis in MESH_AXES)
 DATA_AXES = tuple(axis.name for axis in MESH_AXES if axis.reads_data)
-# The axes inside a replica, all but the first.
+# The axes inside a replica: all but the first.
 REPLICA = AXES[1:]
-# In the order in which a plan writes them, and in which changes to it are tried.
+# In the order in which a plan writes the keys, and in which changes to them are tried.
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 assert set(DEGREES) == set(AXES)
 # keys that have no effect while a degree is 1
@@ -61,15 +62,16 @@ Balance = Literal["auto", "on", "off"]
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 REMATS: tuple[Remat, ...] = get_args(Remat)
-# Schedules whose stages go down through all ranks and up again: two on each rank, the first and the last on rank 0.
+# Schedules whose stages go down through all ranks and up again: each rank has two stages, rank 0 the first and the
+# last.
 V_SCHEDULES = ("zero-bubble", "dualpipe")
 
 
 def stages_per_rank(schedule: str, virtual: int = 2) -> int:
-    """Number of stages on each rank of a pipeline.
+    """Return the number of stages on each rank of a pipeline.
 
     Args:
-        virtual: that of interleaved stages, which is the plan's to choose.
+        virtual: number of interleaved stages per rank, which the plan chooses.
     """
     return virtual if schedule == "interleaved" else 2 if schedule in V_SCHEDULES else 1
 
@@ -81,7 +83,7 @@ class _Kind(NamedTuple):
     """Kind of a plan key's values.
 
     Attributes:
-        read: parses a text; returns the text itself if it is not such a value.
+        read: parses a text; returns the text itself if it is not a value of this kind.
         problem: takes a key and a value; returns what is wrong with the value, or None.
         example: a value other than the default.
     """
@@ -103,7 +105,7 @@ def _kind(words: str, valid: Callable[[Any], bool], example: str, read: Callable
 
 
 def _named(reason: Callable[[str, Any], str | None], example: str) -> _Kind:
-    """Kind of values that name something of `sync_info`, which says what is wrong with one."""
+    """Return a kind whose values name something in `sync_info`, which also describes wrong values."""
 
     def problem(key: str, value: Any) -> PlanProblem | None:
         if (found := reason(key, value)) is None:
@@ -156,9 +158,9 @@ _KINDS = {
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The parallel choices that say how to run a job.
+    """The parallel choices that determine how a job runs.
 
-    The text form leaves defaults out, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
+    The text form omits defaults, takes keys in any order, and round-trips: `Plan.parse(str(p)) == p`.
 
     Raises:
         PlanError: a field has a wrong value.
@@ -169,13 +171,13 @@ class Plan:
     """
 
     dp: int = 1  # replicas, each with a share of the global batch
-    # ranks that shard a replica's parameters, gradients and optimizer state, each with a share of its batch (FSDP2)
+    # ranks that shard a replica's parameters, gradients and optimizer state, each with a part of its batch (FSDP2)
     fsdp: int = 1
     tp: int = 1  # tensor-parallel ranks, which shard the matrices of every layer
     pp: int = 1  # pipeline stages
     cp: int = 1  # context-parallel ranks, which shard the tokens of every sequence
     ep: int = 1  # expert-parallel ranks, which shard the experts of every mixture, each with a share of the batch
-    zero: int = 3  # fsdp: what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters
+    zero: int = 3  # fsdp: what is sharded: 1 optimizer state, 2 gradients as well, 3 parameters as well
     offload: bool = False  # fsdp: keep the shards in host memory
     sequence: bool = False  # tp: shard the tokens between the matrices as well (sequence parallel)
     schedule: Schedule = "1f1b"  # pp: the order in which microbatches pass the stages
@@ -186,16 +188,16 @@ class Plan:
     microbatches: int = 1  # parts of a data-parallel rank's share, computed one after the other
     precision: Precision | None = None  # compute dtype; None: the job's
     memory_format: MemoryFormat = "contiguous"  # layout of images and convolutions
-    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode that replays graphs of kernels
+    compile: Compile = "off"  # torch.compile; `reduce-overhead` is its mode that replays CUDA graphs
     threads: int = 0  # per rank; 0: the host's physical cores, divided evenly
-    pin: bool = False  # bind each rank to cores of its own
+    pin: bool = False  # bind each rank to its own cores
     fused: bool = False  # torch's fused optimizer step
-    onednn: bool = False  # float32 matrix products on CPUs by oneDNN instead of MKL
-    num_workers: int = 0  # loader processes per rank, which read ahead; 0: as many as the job says
-    # the rule that synchronises replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD,…, or one's own
+    onednn: bool = False  # compute float32 matrix products on CPUs with oneDNN instead of MKL
+    num_workers: int = 0  # loader processes per rank for prefetching; 0: the job's number
+    # sync rule of the replicas: allreduce:ALGORITHM, local:PERIOD, diloco:PERIOD, …, or a custom rule
     sync: str = "allreduce"
     balance: Balance = "auto"  # whether the replicas' shares of the batch follow their measured speeds
-    # codec of what the rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
+    # codec for the data that the sync rule sends: none, auto, fp16, bf16, int8, int4, 1bit, topk:SHARE, powersgd:RANK
     compress: str = "none"
     transport: str = "auto"  # between ranks on CPUs; auto: shared memory within a host. GPUs use NCCL
 
@@ -206,10 +208,10 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            PlanError: every wrong key and value, with the nearest or the valid ones, one per line of the message.
+            PlanError: lists every wrong key and value, with the closest or the valid ones, one per line.
         """
         values: dict[str, Any] = {}
         problems = []
@@ -244,14 +246,14 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the plan needs: one per device, where there are enough."""
+        """Number of ranks that the plan needs: one per device, if there are enough."""
         return self.dp * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks, each with its own share of the batch: dp × fsdp × ep.
 
-        Along the other axes ranks read the same samples.
+        Ranks along the other axes read the same samples.
         """
         return self.dp * self.fsdp * self.ep
 
@@ -267,7 +269,7 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """True if a replica takes more than one rank or recomputes activations (remat)."""
+        """True if a replica has more than one rank or recomputes activations (remat)."""
         return self.ranks > self.dp or self.remat != "none"
 
     @property
@@ -281,20 +283,20 @@ class Plan:
         return " ".join(word for word in (local, coded) if word)
 
     def precision_for(self, job: Job) -> Precision:
-        """The precision that the job is computed in under this plan."""
+        """Return the precision in which the job is computed under this plan."""
         return self.precision or job.precision
 
     def for_job(self, job: Job) -> Plan:
-        """Return the plan with the job's `gradient_accumulation_steps`, unless it says more than one microbatch."""
+        """Return the plan with the job's `gradient_accumulation_steps`, unless it sets more than one microbatch."""
         return replace(self, microbatches=job.gradient_accumulation_steps) if self.microbatches == 1 else self
 
     def threads_for(self, host: Host, local_ranks: int) -> int:
-        """Compute threads of each of `local_ranks` ranks on `host`, at least 1."""
+        """Return the compute threads of each of `local_ranks` ranks on `host`, at least 1."""
         return self.threads or max(1, host.physical_cores // local_ranks)
 
 
 def threads_on(cluster: Cluster, plan: Plan) -> int:
-    """Threads of each rank's torch operations, the same on all hosts."""
+    """Return the threads of each rank's torch operations, the same on all hosts."""
     if cluster.emulate is not None:  # all hosts share this machine's cores
         return plan.threads_for(cluster.hosts[0], plan.ranks)
     counts = zip(cluster.hosts, cluster.ranks_per_host(plan.ranks), strict=True)
@@ -302,11 +304,11 @@ def threads_on(cluster: Cluster, plan: Plan) -> int:
 
 
 def cores_of(local_rank: int, local_ranks: int, host: Host) -> list[int]:
-    """Ids of the cores that a rank is pinned to, physical ones first.
+    """Return the ids of the cores that a rank is pinned to, physical ones first.
 
-    They are a contiguous part of the cores this process may use. No two ranks share a core, nor a physical core while
-    there is one for each; with more ranks than cores, they take turns. Where control groups allow less time than there
-    are cores, the ranks still spread over all of them.
+    They are a contiguous part of the cores this process may use. No two ranks share a core, nor a physical core as long
+    as there is one for each; with more ranks than cores, they take turns. If control groups allow less time than there
+    are cores, the ranks are still distributed over all cores.
     """
     physical = host.affinity or tuple((core,) for core in range(host.cores))
     if local_ranks <= len(physical):
@@ -357,7 +359,7 @@ def on_devices(base: Plan, devices: int, cluster: Cluster) -> Plan:
     threads = base.threads if cluster.has_accelerators else 1
     if devices % (base.ranks // base.dp) == 0:
         return replace(base, dp=devices // (base.ranks // base.dp), threads=threads)
-    parts = 1 if base.pp > 1 else base.microbatches  # those of a pipeline keep its stages busy
+    parts = 1 if base.pp > 1 else base.microbatches  # the microbatches of a pipeline keep its stages busy
     whole = {key: getattr(Plan, key) for key in (*DEGREES, *MEANT_FOR)}
     return replace(base, **(whole | {"dp": devices, "threads": threads, "microbatches": parts}))
 

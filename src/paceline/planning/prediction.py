@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def estimate(
     job: AnyJob, plan: AnyPlan, *, cluster: AnyCluster | None = None, calibration: Basis | None = None
 ) -> Prediction:
-    """Predict step time, memory, throughput and cost of a plan; nothing is run.
+    """Predict step time, memory, throughput and cost of a plan, without running it.
 
-    Known errors of such predictions on this hardware correct it; the notes say so.
+    Known errors of such predictions on this hardware correct the prediction; its notes mention the correction.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plan: a `Plan` or its text; `auto` is refused, as `paceline.plan` chooses one.
+        plan: a `Plan` or its text; `auto` is refused, since `paceline.plan` chooses a plan.
         cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
         calibration: measurements of the machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
             the catalogue's figures.
@@ -58,18 +58,24 @@ def estimate(
 
 
 def modelled(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Prediction:
-    """Prediction of the cost model alone, without corrections from earlier runs. Raises as `estimate` does."""
+    """Predict with the cost model alone, without corrections from earlier runs.
+
+    Raises the errors of `estimate`.
+    """
     layout = layout_of(job, cluster, plan, calibration)
     return priced(predict_layout(layout), job, cluster, plan, layout)
 
 
 def layout_of(job: Job, cluster: Cluster, plan: Plan, calibration: Basis | None = None) -> Layout:
-    """The plan as numbers for the cost model. Raises as `estimate` does."""
+    """Return the plan as numbers for the cost model. Raises the errors of `estimate`."""
     return Layouts(job, machines(cluster, calibration)).of(plan, _threads(plan, cluster))
 
 
 class Layouts:
-    """Layouts of many plans of one job on the same machines. Common parts are computed once."""
+    """Layouts of many plans of one job on the same machines.
+
+    Common parts are computed once.
+    """
 
     def __init__(self, job: Job, on: Machines) -> None:
         self.job, self.machines = job, on
@@ -78,9 +84,9 @@ class Layouts:
         self._places = {name: i for i, name in enumerate(self.trace.names) if name}
 
     def trace_at(self, precision: str, tp: int = 1) -> ModelTrace:
-        """The trace in a precision, as `tp` ranks divide it.
+        """Return the trace in a precision, as `tp` ranks divide it.
 
-        That of one rank is divided as the smallest degree would.
+        For one rank, the trace is divided as with the smallest degree.
         """
         if (precision, tp) not in self._traces:
             usual = self.trace_at(precision) if tp > 1 else None
@@ -89,7 +95,7 @@ class Layouts:
         return self._traces[precision, tp]
 
     def of(self, plan: Plan, threads: int = 1) -> Layout:
-        """Layout of a plan. On CPUs its ranks compute with `threads` threads each."""
+        """Return the layout of a plan. On CPUs its ranks compute with `threads` threads each."""
         blocks = len(self.trace.blocks)
         if plan.stages > max(blocks, 1):
             apart = f"no more than {count(blocks, 'block')} of the model can be predicted apart"
@@ -101,7 +107,7 @@ class Layouts:
                 reason=apart,
             )
         precision, sync = plan.precision_for(self.job), SyncSpec.parse(plan.sync)
-        # bf16 and fp16 are autocast's: parameters, gradients and moments stay fp32
+        # bf16 and fp16 use autocast: parameters, gradients and moments stay fp32
         number = float(BYTES["fp64" if precision == "fp64" else "fp32"])
         return Layout(
             trace=self.trace_at(precision, plan.tp),
@@ -132,10 +138,10 @@ class Layouts:
 
 
 def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layout: Layout) -> Prediction:
-    """Prediction with its interval, the step's real samples, and the cost of the whole run.
+    """Add the interval, the step's actual samples, and the cost of the whole run.
 
-    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule names no
-    steps.
+    The global batch may not divide evenly. The cost is None if the cluster has no price or the job's stop rule has no
+    number of steps.
     """
     even = job.global_batch / (_fullest_share(job, plan) * plan.data_ranks)
     mfu = prediction.mfu and prediction.mfu * even
@@ -147,7 +153,7 @@ def priced(prediction: Prediction, job: Job, cluster: Cluster, plan: Plan, layou
 
 
 def _fullest_share(job: Job, plan: Plan) -> int:
-    """Samples of the data-parallel rank that has the most; the others wait for it."""
+    """Return the samples of the fullest data-parallel rank; the others wait for it."""
     return ceil(job.global_batch / plan.data_ranks)
 
 
@@ -157,7 +163,7 @@ def _threads(plan: Plan, cluster: Cluster) -> int:
 
 
 def _cut(plan: Plan, of: ModelTrace, places: dict[str, int]) -> tuple[int, ...]:
-    """Blocks of each virtual stage by the plan's cuts; () if they are unknown."""
+    """Return the blocks of each virtual stage by the plan's cuts; () if they are unknown."""
     starts = [places.get(name) for name in plan.cut.split(",")] if plan.cut else []
     known = [start for start in starts if start is not None]
     if not starts or len(known) < len(starts):

@@ -1,8 +1,8 @@
 """Plans and settings that are worth measuring.
 
-The search among changes is greedy: one change after the other is applied to the best plan so far, and stays if it
-helps. That costs one comparison per change instead of one per combination; it can miss settings that help only
-together. Needs no torch.
+The search among changes is greedy: one change after another is applied to the best plan so far, and is kept if it
+helps. That costs one comparison per change instead of one per combination. It can miss settings that only help
+together. It does not need torch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from paceline.planning.plan import DEGREES, Plan, threads_on
 from paceline.stats import LEAST_REPEATS, Interval, median_interval
 from paceline.units import seconds
 
-# number of plans to measure, with the one to begin with
+# number of plans to measure, including the first
 MOST_PLANS = 4
 # seconds until the ranks of a trial have started and measured the first plan
 START_S = 4.0
-# seconds of a run, or of the runs so far, below which measuring does not repay
+# seconds of a run, or of the runs so far, below which measuring does not pay off
 WORTH_S = 60.0
-# relative error of a prediction against another one of the same job
+# relative error of a prediction compared with another prediction for the same job
 DOUBT, DOUBT_UNCALIBRATED = 0.15, 0.5
-# how much slower than the best a plan may be predicted to be measured all the same
+# how much slower than the best a plan's prediction may be for the plan to be measured
 _NEAR = 0.5
-# number of pairs of predicted and measured times that are worth a calibration
+# number of pairs of predicted and measured times that are equivalent to a calibration
 _PAIRS = 3
-# one rank on one core, which no other thread keeps waiting
+# one rank on one core, without other threads that wait
 ONE_CORE = Plan(threads=1)
-# of a step of one rank, what all cores must save for it to use more than one: threads that meet wait for other work
+# share of a single rank's step that all cores must save to be used: synchronizing threads wait for other processes
 _THREADS_SAVE = 0.2
 # images in scikit-learn's data set
 _DIGITS = 1797
@@ -56,11 +56,12 @@ class Forecast:
     """A plan and its predicted step time.
 
     Attributes:
-        plan: its text.
-        raw_s: the cost model's step time; `step_s` is corrected by earlier measurements on this hardware.
+        plan: text of the plan.
+        raw_s: the cost model's step time.
+        step_s: the step time corrected by earlier measurements on this hardware.
         calibrated: True if the cost model used measurements of the machines.
-        fits: True if there is memory for it.
-        pairs: number of measurements of such plans behind the correction.
+        fits: True if there is enough memory.
+        pairs: number of measurements of similar plans behind the correction.
     """
 
     plan: str
@@ -72,12 +73,12 @@ class Forecast:
 
     @property
     def doubt(self) -> float:
-        """Relative error that the prediction may have."""
+        """Expected relative error of the prediction."""
         return DOUBT if self.calibrated or self.pairs >= _PAIRS else DOUBT_UNCALIBRATED
 
 
 def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> list[Forecast]:
-    """The forecasts, corrected by the current history of this hardware."""
+    """Return the forecasts, corrected by the current history of this hardware."""
     found = []
     for forecast in forecasts:
         known = correction(job, cluster, Plan.parse(forecast.plan), calibrated=forecast.calibrated)
@@ -86,11 +87,11 @@ def recorrected(forecasts: Iterable[Forecast], job: Job, cluster: Cluster) -> li
 
 
 def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """The few plans to measure, starting with the default unless it does not fit.
+    """Choose the few plans to measure, starting with the default unless it does not fit.
 
-    The best by prediction follow. Of plans with the same degrees only the best is taken, and none that is slower than
-    the best by more than predictions err; one rank alone goes before others, on one core if further ones hardly help.
-    All keep the precision and the result of a step.
+    The best plans by prediction follow. Among plans with the same degrees only the best is taken. No plan is taken
+    whose predicted time exceeds the best by more than the error of predictions. A single rank comes before others, on
+    one core if further cores hardly help. All plans keep the precision and the result of a step.
     """
     order = sorted(
         (f for f in forecasts if f.fits and keeps_the_result(Plan.parse(f.plan), job)), key=lambda f: f.step_s
@@ -111,7 +112,7 @@ def shortlist(job: Job, cluster: Cluster, default: Plan, forecasts: Sequence[For
 
 
 def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """Forecasts that keep one rank alone either on one core or on all."""
+    """Keep the forecast for a single rank either on one core or on all cores."""
     times = {forecast.plan: forecast.step_s for forecast in forecasts}
     one, all_of_them = str(ONE_CORE), str(Plan())
     if not {one, all_of_them} <= set(times):
@@ -121,17 +122,17 @@ def _on_one_core_or_all(forecasts: Sequence[Forecast]) -> list[Forecast]:
 
 
 def keeps_the_result(plan: Plan, job: Job) -> bool:
-    """True if the plan computes the job's result but for rounding.
+    """True if the plan computes the job's result up to rounding.
 
-    It keeps the precision, every step has the whole batch, and nothing is dropped.
+    It keeps the precision, uses the whole batch in every step, and drops nothing.
     """
     return not plan.inexact and plan.precision_for(job) == job.precision
 
 
 def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
-    """Number of ranks of a trial, and the plans that they can run.
+    """Return the number of ranks of a trial, and the plans that they can run.
 
-    A plan that divides the model takes all ranks or one.
+    A plan that divides the model uses all ranks or one.
     """
     plans = {forecast.plan: Plan.parse(forecast.plan) for forecast in listed}
     ranks = max(plan.ranks for plan in plans.values())
@@ -139,7 +140,7 @@ def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
 
 
 def steps_per_epoch(job: Job) -> int:
-    """Steps per epoch if the job itself tells the number of samples; else 0."""
+    """Return the steps per epoch if the job itself states the number of samples. Else 0."""
     data = job.data
     samples = data.samples if isinstance(data, Synthetic) else _DIGITS if isinstance(data, Digits) else 0
     if data.limit is not None:
@@ -149,21 +150,21 @@ def steps_per_epoch(job: Job) -> int:
 
 
 def saved_share(listed: Sequence[Forecast]) -> float:
-    """Predicted relative saving of the best plan's step over the first one's."""
+    """Return the predicted relative saving of the best plan's step over the first plan's."""
     return 1 - min(f.step_s for f in listed) / listed[0].step_s if listed else 0.0
 
 
 def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: float) -> str | None:
-    """Reason why measuring would cost more than it saves, or None if it may repay.
+    """Return the reason why measuring does not pay off, or None if it may.
 
     Args:
         run_s: longest possible duration of the run; None if unknown.
-        before_s: that of earlier, unmeasured runs of the job: measuring repays in a job that is started again and
-            again.
+        before_s: duration of earlier, unmeasured runs of the job: measuring pays off for a job that is started
+            repeatedly.
     """
     if run_s is None or run_s + before_s >= WORTH_S:
         return None
-    # for the first plan; others are measured if there is time
+    # for the first plan; others are measured if there is time left
     cost_s = START_S + PLAN_S
     saved_s = (saved_share(listed) - listed[0].doubt / 2) * run_s
     if saved_s > cost_s:
@@ -173,9 +174,9 @@ def why_not_measured(listed: Sequence[Forecast], run_s: float | None, before_s: 
 
 
 def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: float) -> float:
-    """Fraction of a run that measuring may take.
+    """Return the fraction of a run that measuring may take.
 
-    It is half of the predicted saving, or a tenth of the run and of the other runs that profit from it.
+    It is half of the predicted saving, or a tenth of the run and of the other runs that benefit.
     """
     if run_s is None or not run_s:
         return SHARE_OF_RUN
@@ -183,7 +184,7 @@ def share_to_spend(listed: Sequence[Forecast], run_s: float | None, others_s: fl
 
 
 def certain(listed: Sequence[Forecast]) -> Forecast | None:
-    """The plan to take unmeasured: the first, or one that is predicted clearly faster."""
+    """Return the plan to use without measuring: the first, or a clearly faster one."""
     if not listed:
         return None
     best = min(listed, key=lambda f: f.step_s)
@@ -196,24 +197,25 @@ def _shape(plan: Plan) -> tuple[object, ...]:
 
 Floats = NDArray[np.float64]
 
-# Standard deviations of logarithms: of what runs that are alike have in common beside their factor, and of each around
-# that, of which one in some is far off (Student's t of so many degrees of freedom)
+# Standard deviations of logarithms: of the error that similar runs share beyond their factor, and of each run around
+# it. Runs may be outliers (Student's t with this number of degrees of freedom)
 COMMON, OWN, FREEDOM = 0.10, 0.05, 4.0
-# Doublings by which two runs differ to have e^-½ of it in common: of a microbatch's tokens and of ranks of tp, which
-# make the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks. Round values near those with
-# which set-aside rows, each left out in turn, are predicted best by the others of their table
+# Correlation lengths in doublings (at this distance, the correlation is e^-½): of a microbatch's tokens and of tp
+# ranks,
+# which set the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks. Rounded from values
+# that best predict held-out rows from the other rows of their table (leave-one-out)
 SHAPES, WORK, OTHERS = 0.6, 1.0, 4.0
 _ROUNDS = 15
 
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """Errors of measured runs, to be asked for those of others.
+    """Errors of measured runs, from which errors of other runs are predicted.
 
     Attributes:
-        places: of the runs, `_place` of each.
-        frameworks: of the runs.
-        left: of each run, the logarithm that the other runs do not explain.
+        places: `_place` of each run.
+        frameworks: framework of each run.
+        left: for each run, the logarithm that the other runs do not explain.
     """
 
     places: Floats
@@ -222,15 +224,16 @@ class Alike:
     left: tuple[float, ...]
 
     def log(self, layout: Layout) -> float:
-        """Logarithm of measured / predicted that is expected of a run beside its factor."""
+        """Return the expected logarithm of measured / predicted of a run, beyond its factor."""
         return float(_common([_place(layout)], [layout.framework.name], self.places, self.frameworks)[0] @ self.weights)
 
 
 def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
-    """Errors of measured runs, as those that are like them share these.
+    """Model the errors that similar runs share (a Gaussian process).
 
     Args:
-        logs: logarithms of measured / predicted that factors leave. Only differences between runs of a framework count.
+        logs: logarithms of measured / predicted that remain after the factors. Only differences between runs of a
+            framework count.
     """
     places, frameworks = np.array([_place(one) for one in layouts]), tuple(one.framework.name for one in layouts)
     by_framework: dict[str, list[float]] = defaultdict(list)
@@ -242,19 +245,19 @@ def alike(layouts: Sequence[Layout], logs: Sequence[float]) -> Alike:
         inverse = np.linalg.inv(common + np.diag(OWN**2 / trust))
         weights = inverse @ errors
         trust = (FREEDOM + 1) / (FREEDOM + ((errors - common @ weights) / OWN) ** 2)
-    left = weights / np.diag(inverse)  # of each run, predicted by the others (the book's section 5.4.2)
+    left = weights / np.diag(inverse)  # leave-one-out error of each run (section 5.4.2 of the book)
     return Alike(places, frameworks, weights, tuple(left.tolist()))
 
 
 def _common(places: ArrayLike, names: Sequence[str], others: ArrayLike, other_names: Sequence[str]) -> Floats:
-    """Covariances of each of some runs with each of others."""
+    """Return the covariance of each run of one set with each run of another."""
     apart = (np.asarray(places)[:, None] - np.asarray(others)) ** 2
     same = np.asarray(names)[:, None] == np.asarray(other_names)
     return np.asarray(COMMON**2 * np.exp(-0.5 * apart.sum(axis=-1)) * same)
 
 
 def _place(layout: Layout) -> tuple[float, ...]:
-    """Properties of a run, in lengths over which errors change."""
+    """Return the properties of a run, in units of correlation lengths."""
     shapes = log2(layout.samples * max(layout.trace.tokens, 1)), log2(layout.tp)
     others = log2(layout.pp), log2(layout.microbatches), log2(layout.ranks)
     return (
@@ -264,21 +267,21 @@ def _place(layout: Layout) -> tuple[float, ...]:
     )
 
 
-# the plan keys that change how a rank computes, not its result
+# the plan keys that change how a rank computes, but not its result
 KNOBS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
 # seconds for measuring knobs, if steps are short
 BUDGET_S = 8.0
-# further seconds for each other plan; two thirds of them are spent on dividing the model anew
+# further seconds for each additional plan; two thirds of them are spent on dividing the model again
 PLAN_S = 3.0
 # largest fraction of the longest possible run
 SHARE_OF_RUN = 0.1
 # rounds of a comparison; each of two plans runs once per round
 LEAST_ROUNDS, MOST_ROUNDS = 6, 20
-# steps of a comparison, about
+# approximate number of steps in a comparison
 _COMPARED_STEPS = 40
-# steps of a run, of which only a part may be spent
+# minimum number of steps of a run, of which only a part may be spent
 LEAST_STEPS = 400
-# of a run, what comparing everything may take
+# share of a run that comparing everything may take
 _SHARE_FOR_ALL = 0.05
 # steps of three comparisons, if steps are long
 _LONG_STEPS = 60
@@ -286,10 +289,10 @@ _LONG_STEPS = 60
 LEAST_RUN_S = 30.0
 # prefix of the verdict of a setting that was left out; the reason follows
 NOT_TRIED = "not tried: "
-# torch.compile's time before the first step, on CPUs and GPUs alike
+# time of torch.compile before the first step, on CPUs and GPUs alike
 _COMPILE_S = 45.0
 _HOPELESS = 3.0  # times the best step
-# smallest relative gain of a step that is worth a word in the plan
+# smallest relative gain of a step that justifies another word in the plan
 _LEAST_GAIN = 0.01
 
 
@@ -299,14 +302,13 @@ class Knob:
 
     Attributes:
         changes: plan keys, each with its new value.
-        untried: reason why it cannot help here; None if it is to be tried.
-        cost_s: seconds before its first step, beyond any other plan's; it is tried only in a run that is long enough
-            for it.
-        hint: reason why it is not taken even if it is faster. It is then measured last, and only reported.
+        untried: reason why it cannot help here; None if it should be tried.
+        cost_s: additional seconds before its first step; it is tried only in a sufficiently long run.
+        hint: reason why it is not applied even if it is faster. It is then measured last, and only reported.
         whole: True if it is another plan rather than a change of the best so far.
         predicted_s: the step time of that plan, by the cost model.
-        of_update: True if nothing but the update of a step is another. The rest then counts alike on both sides, as its
-            noise may be larger than an update.
+        of_update: True if only the update of a step differs. Then both sides use the same time for the other parts,
+            since their noise may exceed the duration of an update.
     """
 
     changes: dict[str, Any]
@@ -319,7 +321,7 @@ class Knob:
 
     @classmethod
     def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
-        """The change to another plan."""
+        """Return the change to another plan."""
         return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
 
     def __str__(self) -> str:
@@ -328,7 +330,7 @@ class Knob:
         return " ".join(f"{key}={'on' if value is True else value}" for key, value in self.changes.items())
 
     def on(self, plan: Plan) -> Plan:
-        """The plan with this change."""
+        """Return the plan with this change."""
         return replace(plan, **self.changes)
 
 
@@ -337,12 +339,12 @@ class Trial:
     """Result of trying one setting.
 
     Attributes:
-        knob: its text; for the plan that the search begins with, that plan's.
-        verdict: for people: `kept`, `not kept: slower`, `not tried: …`.
+        knob: text of the knob; for the plan that the search begins with, text of the plan.
+        verdict: text for people: `kept`, `not kept: slower`, `not tried: …`.
         step_s: step time of the plan with the knob; None if it was not measured.
-        ratio: `step_s` over the step time of the best plan before it, in the same rounds; None if there is none.
-        predicted_s: the cost model's step time of a whole plan; None if it was not asked.
-        best_s: the step time of that best plan in the same rounds, which the machine may have run slower or faster than
+        ratio: `step_s` over the step time of the previous best plan, in the same rounds; None if there is none.
+        predicted_s: the cost model's step time of a whole plan; None if there is no prediction.
+        best_s: the step time of that best plan in the same rounds, in which the machine may be slower or faster than in
             others.
     """
 
@@ -359,7 +361,7 @@ class Trial:
         return not self.verdict.startswith(NOT_TRIED)
 
     def line(self) -> str:
-        """One row of the table."""
+        """Return one row of the table."""
         ratio = f"{self.ratio.middle:5.2f}" if self.ratio else ""
         if self.ratio and self.ratio.low < self.ratio.high:
             ratio += f" ({self.ratio.low:.2f} to {self.ratio.high:.2f})"
@@ -376,12 +378,12 @@ HEADING = (
 
 
 def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Knobs that may make `plan` faster, in the order of trying.
+    """Return knobs that may make `plan` faster, in the order of trying.
 
-    All of them keep the job's precision, but for those that are hints.
+    All of them keep the job's precision, except hints.
     """
     onednn = Knob({"onednn": True}, untried=_why_no_onednn(job))
-    # torch's own products leave AVX-512 of AMD's processors unused
+    # torch's own products do not use AVX-512 on AMD's processors
     gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
     found = [
         *idle_cores(cluster, plan),
@@ -406,7 +408,7 @@ def _why_no_onednn(job: Job) -> str | None:
 
 
 def _reading_ahead(cluster: Cluster, plan: Plan) -> dict[str, Any]:
-    """A loader process, with a core of its own where ranks have several."""
+    """Return a loader process, with its own core if ranks have several."""
     threads = threads_on(cluster, plan) - 1
     freed = {} if cluster.has_accelerators or threads < 1 else {"threads": threads}
     return freed | {"num_workers": 1}
@@ -417,7 +419,10 @@ def _why_no_workers(job: Job) -> str | None:
 
 
 def steps_are_too_few(job: Job) -> str | None:
-    """Reason why the job is too short for measuring, or None. The stop rule is judged without the data."""
+    """Return the reason why the job is too short for measuring, or None.
+
+    The stop rule is judged without the data.
+    """
     stop = job.stop
     if stop.steps is not None and stop.steps < LEAST_STEPS:
         return f"{stop.steps} steps are over before measuring settings would pay (from {LEAST_STEPS} steps)"
@@ -427,7 +432,7 @@ def steps_are_too_few(job: Job) -> str | None:
 
 
 def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None:
-    """Longest possible duration of the run in seconds, or None if unbounded."""
+    """Return the longest possible duration of the run in seconds, or None if unbounded."""
     steps = job.stop.total_steps(steps_per_epoch)
     bounds = [b for b in (steps and steps * step_s, job.stop.seconds) if b]
     return min(bounds) if bounds else None
@@ -436,9 +441,10 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
 def budget_s(
     step_s: float, run_s: float | None, *, plans: int = 0, knobs: int = 0, share: float = SHARE_OF_RUN
 ) -> float:
-    """Seconds that measuring may take.
+    """Return the seconds that measuring may take.
 
-    With long steps, enough for three comparisons, in a long run for all; in a short run, a fraction of it.
+    With long steps, the budget is enough for three comparisons, or in a long run for all. In a short run, it is a
+    fraction of the run.
 
     Args:
         plans: number of other plans to measure.
@@ -452,7 +458,7 @@ def budget_s(
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
-    """Reason why a setting is not tried now, such as lack of time; or None."""
+    """Return the reason why a setting is not tried now, such as lack of time. Or None."""
     if knob.untried:
         return knob.untried
     if knob.cost_s and run_s is None:
@@ -478,14 +484,15 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Ratio of challenger to best in each round."""
+        """Return the ratio of challenger to best in each round."""
         return [c / b for c, b in zip(self.challenger, self.best, strict=True)]
 
     @property
     def decided(self) -> bool:
         """True if further rounds would not change the verdict.
 
-        Enough rounds agree, there are many, or the challenger is hopeless.
+        This is the case if enough rounds have consistent results, if there are many rounds, or if the challenger is
+        hopeless.
         """
         ratios = self.ratios
         agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
@@ -498,9 +505,9 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """Share of the time left that the comparison may take.
+        """Return the share of the remaining time that the comparison may take.
 
-        It is more where the challenger may win.
+        It is larger if the challenger may win.
         """
         return 2 / 3 if median(self.ratios) < 1 - _LEAST_GAIN else 1 / 3
 
@@ -510,7 +517,7 @@ class Comparison:
         return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
 
     def tried(self, knob: Knob) -> Trial:
-        """Verdict on the challenger's knob."""
+        """Return the verdict on the challenger's knob."""
         ratio = median_interval(self.ratios)
         if knob.hint:
             verdict = f"not taken: {knob.hint}" if self.wins else "not taken: no faster"
@@ -523,14 +530,17 @@ class Comparison:
         else:
             verdict = "not kept: no difference"
         step, best = median_interval(self.challenger), median_interval(self.best)
-        # medians alone, as so few rounds give no useful interval
+        # compare medians alone, since few rounds give no useful interval
         if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
         return Trial(str(knob), verdict, step, ratio, knob.predicted_s, best)
 
 
 def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Knobs of fewer ranks with more threads each, on CPUs only. Fewer ranks wait less for one another."""
+    """Return knobs with fewer ranks and more threads each, on CPUs only.
+
+    Fewer ranks spend less time waiting for one another.
+    """
     if cluster.has_accelerators or plan.splits:
         return []
     return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
@@ -541,7 +551,7 @@ def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
 
 
 def idle_cores(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """All cores for one rank alone that has fewer; tried before plans of several ranks."""
+    """Return the knob that gives all cores to a single rank. Tried before plans of several ranks."""
     spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
     return [Knob({"threads": 0})] if spare else []
 
@@ -555,7 +565,7 @@ def _hints(job: Job, cluster: Cluster) -> list[Knob]:
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
-    """First reason against the changed plan, without the plan's text and the advice; or None."""
+    """Return the first reason against the changed plan, without the plan's text and the advice. Or None."""
     known = reasons_against(plan, job, cluster)
     problems = [problem for problem in reasons_against(changed, job, cluster) if problem not in known]
     return problems[0].predicate.rpartition(": ")[0] if problems else None

@@ -1,6 +1,6 @@
 """Descriptions of sync rules, codecs and transports: the values of `sync=`, `compress=` and `transport=`.
 
-No rule and no transport is imported.
+Importing this module imports no rule and no transport.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Argument:
     """One argument that a rule or codec takes.
 
     Attributes:
-        convert: makes the value of its text; raises ValueError for text that is none.
-        default: its value where it is not given; None: it must be given.
-        what: what it is, for error texts: "a whole number, at least 1".
+        convert: converts the text of a value; raises ValueError if the text is invalid.
+        default: its default value; None if it is required.
+        what: description for error texts: "a whole number, at least 1".
     """
 
     convert: Callable[[str], Any]
@@ -32,7 +32,7 @@ class Argument:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Converter to a whole number of at least `least`."""
+    """Return a converter to a whole number of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isascii() or not text.isdecimal() or int(text) < least:
@@ -43,7 +43,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def between(least: float, most: float, *, open_below: bool = False) -> Callable[[str], float]:
-    """Converter to a number from `least` (excluded with `open_below`) to `most`."""
+    """Return a converter to a number from `least` (excluded with `open_below`) to `most`."""
 
     def convert(text: str) -> float:
         value = float(text)
@@ -55,12 +55,12 @@ def between(least: float, most: float, *, open_below: bool = False) -> Callable[
 
 
 def whole_or_inf(text: str) -> float:
-    """A whole number of at least 0, or infinity for `inf`."""
+    """Convert to a whole number of at least 0, or to infinity for `inf`."""
     return math.inf if text == "inf" else float(whole(0)(text))
 
 
 def one_of(choices: Iterable[str]) -> Callable[[str], str]:
-    """Converter to one of some words."""
+    """Return a converter to one of some words."""
 
     def convert(text: str) -> str:
         if text not in choices:
@@ -76,7 +76,7 @@ def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
     The value after the colon is under "", unless it has a key.
 
     Raises:
-        PlanError: it has another form.
+        PlanError: the text has another form.
     """
     head, *options = text.split(",")
     name, colon, value = head.partition(":")
@@ -101,13 +101,13 @@ def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
 
 
 def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mapping[str, str]) -> dict[str, Any]:
-    """Values of all arguments in `takes`, from their text or by default.
+    """Convert all arguments in `takes` from their text, or use their defaults.
 
     Args:
         where: the text of the plan that is read, for errors: `sync=local:8`.
 
     Raises:
-        PlanError: an argument that `name` does not take, or a value that is none.
+        PlanError: `name` does not take an argument, or a value is invalid.
     """
     for word in given:
         if word not in takes:
@@ -161,15 +161,16 @@ class CodecInfo:
     """Description of a codec, readable without torch.
 
     Attributes:
-        codec: import path of what makes it: a class or function that takes a `paceline.sync.compress.Coding`.
-        sent_bytes: bytes sent for one number of a tensor, from a `Sending`; the planner's prediction.
-        arguments: the value after the colon, under "".
-        codes_numbers: True if it codes each number by itself, so that it may follow a codec that keeps some:
+        codec: import path of its constructor: a class or function that takes a `paceline.sync.compress.Coding`.
+        sent_bytes: returns the bytes sent for one number of a tensor, from a `Sending`; used by the planner's
+            prediction.
+        arguments: arguments by name; the value after the colon is under "".
+        codes_numbers: True if it codes each number by itself, so that it may follow a codec that keeps some numbers:
             `topk:0.01+bf16`.
         keeps_numbers: True if it keeps numbers that a second codec may code.
-        of_sums: True if it codes a sum over ranks, and not the numbers of one.
-        tried_by_auto: the text with which `compress=auto` tries it; None: it does not.
-        order: of those that `auto` tries, the smaller one loses less of the gradients.
+        of_sums: True if it codes a sum over ranks, rather than the numbers of one rank.
+        tried_by_auto: the text with which `compress=auto` tries it; None if `auto` does not try it.
+        order: order in which `auto` tries codecs; smaller values lose less of the gradients.
     """
 
     codec: str
@@ -184,10 +185,10 @@ class CodecInfo:
 
 @dataclass(frozen=True)
 class Sending:
-    """Numbers that a codec is to send, for the prediction of its bytes.
+    """Numbers that a codec will send, for the prediction of its bytes.
 
     Attributes:
-        value: after the colon, e.g. the kept share; None where the codec takes none.
+        value: value after the colon, e.g. the kept share; None if the codec takes none.
         number_bytes: bytes of one number that it keeps, after the second codec if there is one.
         plain_bytes: bytes of one number that is not coded.
         matrices: rows, columns and count of the model's weight matrices.
@@ -200,12 +201,12 @@ class Sending:
 
 
 def _topk_bytes(sending: Sending) -> float:
-    """Bytes of a sparse tensor: kept numbers, each with a 4-byte index."""
+    """Return the bytes of a sparse tensor: kept numbers, each with a 4-byte index."""
     return float(sending.value) * (sending.number_bytes + 4)
 
 
 def _powersgd_bytes(sending: Sending) -> float:
-    """Bytes of two thin factors for each matrix, per number of the matrix."""
+    """Return the bytes of two thin factors for each matrix, per number of the matrix."""
     whole_size = sum(rows * columns * times for rows, columns, times in sending.matrices)
     thin = sum(sending.value * (rows + columns) * times for rows, columns, times in sending.matrices)
     return sending.number_bytes * min(1.0, thin / whole_size) if whole_size else sending.plain_bytes
@@ -218,7 +219,7 @@ def _share(text: str) -> float:
 _MODULES = "paceline.sync.compress"
 _SHARE = Argument(_share, 0.01, "the share of the numbers that is kept, above 0 and at most 1")
 _RANK = Argument(whole(1), 4, "the rank of the factors, a whole number, at least 1")
-# Scales take less than a hundredth of what is sent, and are left out of the prediction.
+# Scales take less than a hundredth of the sent bytes, and are left out of the prediction.
 CODECS = ExtensionPoint(
     "codec",
     "paceline.codecs",
@@ -253,17 +254,17 @@ class CompressSpec:
     The second one codes the numbers that the first one keeps.
 
     Attributes:
-        codecs: name and value of each.
+        codecs: name and value of each codec.
     """
 
     codecs: tuple[tuple[str, Any], ...]
 
     @classmethod
     def parse(cls, text: str) -> CompressSpec:
-        """Read the value of `compress=`, but for `none` and `auto`.
+        """Parse the value of `compress=`, except `none` and `auto`.
 
         Raises:
-            PlanError: an unknown codec, a value that it does not take, or two that do not go together.
+            PlanError: a codec is unknown, a codec does not take the value, or two codecs cannot be combined.
         """
         found: list[tuple[str, Any]] = []
         infos: list[CodecInfo] = []
@@ -292,7 +293,7 @@ class CompressSpec:
         return CODECS[self.codecs[0][0]]
 
     def sent_bytes(self, plain_bytes: float, matrices: Sequence[tuple[float, float, float]]) -> float:
-        """Predicted bytes sent for one number of the gradients, which takes `plain_bytes` as it is."""
+        """Predict the bytes sent for one number of the gradients, which takes `plain_bytes` uncoded."""
         kept = plain_bytes
         for name, value in reversed(self.codecs):
             kept = CODECS[name].sent_bytes(Sending(value, kept, plain_bytes, matrices))
@@ -300,9 +301,9 @@ class CompressSpec:
 
 
 def auto_candidates() -> tuple[tuple[str, ...], list[str]]:
-    """Codecs that `compress=auto` tries, from the one that loses least.
+    """Return the codecs that `compress=auto` tries, least lossy first.
 
-    Those of packages that cannot be loaded are left out; the second value has their errors.
+    Codecs of packages that cannot be loaded are left out; the second value has their errors.
     """
     known, errors = CODECS.loadable()
     tried = sorted((info for info in known.values() if info.tried_by_auto), key=lambda info: info.order)
@@ -313,12 +314,12 @@ def _those(ability: str) -> list[str]:
     return [name for name, info in CODECS.built_in.items() if getattr(info, ability)]
 
 
-# of an all-reduce, see `paceline.comm.allreduce`; `auto` takes one of them
+# algorithms of an all-reduce, see `paceline.comm.allreduce`; `auto` chooses one of them
 ALGORITHMS = ("flat", "ring", "hierarchical")
 
 
 class ServerProcesses(NamedTuple):
-    """Servers that share the sums or the parameters.
+    """Number of servers and processes that sum gradients or own parameters.
 
     Attributes:
         parts: number of servers, each with a part of the numbers.
@@ -350,27 +351,28 @@ class ServerProcesses(NamedTuple):
 class SyncInfo:
     """Description of a sync rule, readable without torch.
 
-    Planner, checks and engine ask it, never for the rule's name.
+    Planner, checks and engine use this description, never the rule's name.
 
     Attributes:
         rule: import path of the class, which is called with its arguments.
-        exact: True if every update uses the mean of all replicas' gradients, up to rounding, where nothing is
-            compressed.
+        exact: True if every update uses the mean of all replicas' gradients, up to rounding, without compression.
         every_step: True if it acts in every step, after which all replicas hold the same parameters.
-        sends: gradients; parameters; or deltas, which is how far parameters moved.
+        sends: gradients; parameters; or deltas, which are the changes of parameters.
         arguments: name to type, default and limits. The value after the colon is under "", and comes first.
-        check: problem with the arguments together, or None.
-        period: the argument that is the number of steps between two agreements; None where it agrees in every step.
+        check: returns a problem with the combination of arguments, or None.
+        period: the argument with the number of steps between two synchronizations; None if it synchronizes in every
+            step.
         compresses: True if it codes what it sends by the plan's `compress=`, which is then an argument.
         codes_alone: True if each rank's numbers are coded by themselves, which codecs of sums cannot do.
-        several_optimizers: True if it heeds `replica.backward.only`, for models that several optimizers train.
-        needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which costs a process group.
+        several_optimizers: True if it supports `replica.backward.only`, for models that several optimizers train.
+        needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which requires another process
+            group.
         takes_rows: True if it takes sparse gradients: only the rows that a batch looked up (see `sync/rows.py`).
-        served: True if servers own the parameters: workers take microbatches of the global batches as they can, and no
-            collective joins them between step boundaries.
+        served: True if servers own the parameters. Workers then take microbatches of the global batches at their own
+            speed, and no collective joins them between step boundaries.
         run_rank: import path of the function that each rank of a served run calls.
-        servers: returns the servers for the rule's arguments; None if replicas sum without servers.
-        varies: what of this description is otherwise for some arguments, by field; asked with all of them.
+        servers: returns the servers for the rule's arguments; None if replicas reduce without servers.
+        varies: returns fields of this description that differ for some arguments; called with all arguments.
     """
 
     rule: str
@@ -392,12 +394,12 @@ class SyncInfo:
 
     @property
     def local_steps(self) -> bool:
-        """True if replicas step by their own gradients, and so differ between agreements."""
+        """True if replicas step by their own gradients, and so differ between synchronizations."""
         return not self.every_step or self.sends != "gradients"
 
 
 def _check_diloco(arguments: Mapping[str, Any]) -> str | None:
-    """Check that a fragment is sent once a period and arrives before the next time."""
+    """Check that a fragment is sent once per period and arrives before its next turn."""
     period, fragments, overlap = arguments[""], arguments["fragments"], arguments["overlap"]
     if fragments > 1 and fragments > period:
         return f"{fragments} fragments are sent at different steps of a period of {period}: fragments={period} at most"
@@ -474,12 +476,14 @@ RULES = ExtensionPoint(
 
 @dataclass(frozen=True)
 class SyncSpec:
-    """`NAME[:VALUE][,KEY=VALUE…]`, e.g. `allreduce:ring`, `local:8`, `diloco:30,fragments=4,overlap=5`.
+    """Parsed value of `sync=`, such as `allreduce:ring`, `local:8` or `diloco:30,fragments=4,overlap=5`.
+
+    The form is `NAME[:VALUE][,KEY=VALUE…]`.
 
     Attributes:
-        name: of a built-in rule, or of one that an installed package registers under the entry point
+        name: name of a built-in rule, or of one that an installed package registers under the entry point
             `paceline.sync_rules`.
-        arguments: the rule's own, converted and with their defaults; the value after the colon is under "".
+        arguments: the rule's arguments, converted and with their defaults; the value after the colon is under "".
     """
 
     name: str
@@ -487,10 +491,11 @@ class SyncSpec:
 
     @classmethod
     def parse(cls, text: str) -> SyncSpec:
-        """Read the value of `sync=`.
+        """Parse the value of `sync=`.
 
         Raises:
-            PlanError: an unknown rule or argument (with the nearest), or a value that it does not take.
+            PlanError: a rule or argument is unknown (the error suggests the closest), or an argument does not take the
+                value.
         """
         name, given = pieces("sync", text)
         try:
@@ -516,18 +521,21 @@ class SyncSpec:
 
     @property
     def period(self) -> int:
-        """Steps from one agreement to the next; 1 where replicas agree in every step."""
+        """Steps between two synchronizations; 1 if replicas synchronize in every step."""
         period = self.info.period
         return 1 if period is None else int(self.arguments[period])
 
 
 def sync_info(text: str) -> SyncInfo:
-    """Description of the rule that a plan's `sync=` names. Raises as `SyncSpec.parse` does."""
+    """Return the description of the rule that a plan's `sync=` names.
+
+    Raises the errors of `SyncSpec.parse`.
+    """
     return SyncSpec.parse(text).info
 
 
 def problem_with(key: str, value: object) -> str | None:
-    """The problem with a value of `sync` or `compress`; None if it is valid."""
+    """Return the problem with a value of `sync` or `compress`; None if it is valid."""
     if not isinstance(value, str) or not value:
         return f'{key} is text, e.g. {key}={"allreduce:ring" if key == "sync" else "int8"}, not "{value}"'
     if key == "compress" and value in ("none", "auto"):
@@ -539,7 +547,7 @@ def problem_with(key: str, value: object) -> str | None:
     return None
 
 
-# of gradients on slow links: sending begins early, and a message is still long against its latency
+# for gradients on slow links: sending begins early, but a message still takes long compared to its latency
 BUCKET_BYTES_BETWEEN_HOSTS = 4 * 2**20
 _LEAST_BUCKET_BYTES = 2**20
 
@@ -549,14 +557,15 @@ class TransportInfo:
     """Description of a transport, readable without torch.
 
     Attributes:
-        backend: import path of a function that makes a backend or process group for torch, called with
-            `torch.distributed`'s options (store, group_rank, group_size, timeout, …) and None; None: torch has it.
+        backend: import path of a function that creates a backend or process group for torch. It is called with
+            `torch.distributed`'s options (store, group_rank, group_size, timeout, …). None if torch itself has the
+            backend.
         one_host: True if all ranks must be on one host.
-        within_hosts: False if its groups on one host are another transport's under its name.
-        shares_memory: True if tensors of a group lie in memory that its ranks share, as
-            `paceline.comm.process_group.Transport` says; sums then cost in a step what they cost alone.
+        within_hosts: False if its groups on one host use another transport under its name.
+        shares_memory: True if tensors of a group lie in memory that its ranks share, as described in
+            `paceline.comm.process_group.Transport`. Reductions in a step then take the same time as alone.
         obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
-            have a group, that returns why they cannot use it, or None.
+            have a group. It returns the reason why they cannot use the transport, or None.
     """
 
     backend: str | None
@@ -585,14 +594,14 @@ TRANSPORTS = ExtensionPoint(
 )
 
 
-# what `auto` takes: within a host, between hosts, and within a host that allows no shared memory
+# choices of `auto`: within a host, between hosts, and within a host that allows no shared memory
 WITHIN_HOST, BETWEEN_HOSTS, WITHOUT_SHARED_MEMORY = "shm", "tcp", "gloo"
 
 
 def carriers(*, several_hosts: bool) -> tuple[str, ...]:
-    """Names of the transports that carry messages within a host, or between several.
+    """Return the names of the transports that work within a host, or between several.
 
-    Packages' own are among them; one whose description cannot be loaded is left out.
+    Transports of packages are included; a transport whose description cannot be loaded is left out.
     """
     found = []
     for name in TRANSPORTS.names:
@@ -604,7 +613,7 @@ def carriers(*, several_hosts: bool) -> tuple[str, ...]:
 
 
 def problem_with_transport(name: object) -> str | None:
-    """The problem with a value of `transport`; None if it is valid."""
+    """Return the problem with a value of `transport`; None if it is valid."""
     if name == "auto" or name in TRANSPORTS.built_in:
         return None
     if name in ("nccl", "rccl", "xccl"):
@@ -623,7 +632,7 @@ def problem_with_transport(name: object) -> str | None:
 
 def devices_of_ranks() -> str:
     """Describe the devices that ranks use on this machine, for messages."""
-    from paceline.cluster.machine import find_gpus  # slow, only for a message
+    from paceline.cluster.machine import find_gpus  # slow import, needed only for a message
 
     try:
         found = find_gpus().devices
@@ -635,8 +644,8 @@ def devices_of_ranks() -> str:
 
 
 def bucket_bytes_between_hosts(gradient_bytes: float) -> float:
-    """Size of buckets of gradients; a small model's are smaller.
+    """Return the size of buckets of gradients, which is smaller for small models.
 
-    The last one is sent when the backward pass is over.
+    The last bucket is sent when the backward pass is over.
     """
     return min(BUCKET_BYTES_BETWEEN_HOSTS, max(_LEAST_BUCKET_BYTES, gradient_bytes / 8))

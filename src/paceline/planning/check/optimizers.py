@@ -1,4 +1,4 @@
-"""Check of a job's optimizer and schedule, whatever the plan."""
+"""Check of a job's optimizer and schedule, independent of the plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def check_optimizer(job: Job) -> None:
     """Refuse an optimizer, groups, frozen parameters or a schedule that do not fit the model.
 
     Raises:
-        JobError: one does not; names what to change.
+        JobError: one of them does not fit; the error names what to change.
     """
     optimizer, schedule = job.optimizer, job.schedule
-    if job.model.transformer is not None:  # its parameters have no names
+    if job.model.transformer is not None:  # a model given by dimensions has no parameter names
         optimizer = optimizer.model_copy(update={"groups": (), "no_decay": ()})
     by_name = bool(job.freeze or optimizer.groups or optimizer.no_decay)
     if optimizer.has_short_name and not optimizer.args and not by_name and not schedule.by_class:
@@ -53,5 +53,5 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     parameters = {shape.name: torch.nn.Parameter(torch.empty((1,) * len(shape.sizes))) for shape in trained}
     made = optimizer.build(parameters, names=info.names)
     if schedule.by_class:
-        # a run of epochs has a number of steps that only its data tells
+        # if the run is given in epochs, only its data determines the number of steps
         schedule.build(made, steps or 100)

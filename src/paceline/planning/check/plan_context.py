@@ -1,4 +1,4 @@
-"""The context that every check of a plan gets, and the description of a check."""
+"""Context that every check of a plan receives, and the description of a check."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def loss_is_tried(job: Job, plan: Plan) -> bool:
-    """True if the plan computes batches in parts with a loss that must be tried.
+    """True if the plan computes batches in parts with a loss that must be tested.
 
-    Only trying tells whether such a loss is a mean over samples.
+    Only a test shows whether such a loss is a mean over samples.
     """
     in_parts = plan.cp == 1 and plan.data_ranks * plan.microbatches > 1
     return in_parts and (job.loss.name == "model" or ":" in job.loss.name)
@@ -33,9 +33,10 @@ class PlanContext:
     """A plan with the job and the cluster that it is checked against.
 
     Attributes:
-        world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
-        weighed: True if the state is compared with the memory even if no rank divides the model; the model is then
-            built.
+        world: the number of ranks that were started already, for example by torchrun; None if the plan says how many to
+            start.
+        weighed: True if the state is compared with the memory even if the plan does not divide the model. The model is
+            then built.
         per_host: number of ranks that fit on each host; taken from the cluster.
     """
 
@@ -70,7 +71,7 @@ class PlanContext:
 
     @property
     def tokens(self) -> int | None:
-        """Length of the job's sequences, or None if data and dimensions do not tell."""
+        """The length of the job's sequences; None if neither data nor dimensions determine it."""
         data = self.job.data
         if isinstance(data, Text):
             return data.context
@@ -85,7 +86,7 @@ class PlanContext:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Distinct numbers of samples of a full global batch that data-parallel ranks get.
+        """Distinct sample counts of data-parallel ranks in a full global batch.
 
         They follow the job's weights if there is one per data-parallel rank.
         """
@@ -134,9 +135,12 @@ def registering(checks: list[Check]) -> Callable[..., Callable[[Rule], Rule]]:
 
 
 def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
-    """Least bytes that a rank keeps on its compute device between and in steps."""
+    """Return the minimum number of bytes that a rank keeps on its compute device.
+
+    The minimum covers the time during and between steps.
+    """
     whole, trained, largest_block = _held(plan, model)
-    # bf16 is autocast's: the parameters stay fp32
+    # bf16 uses autocast: the parameters stay fp32
     size = 8 if plan.precision_for(job) == "fp64" else 4
     if plan.offload:
         # one block at a time is on the device, with its gradients
@@ -148,14 +152,14 @@ def state_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
 
 
 def offloaded_bytes(plan: Plan, job: Job, model: ModelInfo) -> int:
-    """Bytes that a rank of a plan with offload keeps in host memory."""
+    """Return the bytes that a rank of a plan with offload keeps in host memory."""
     whole, trained, _ = _held(plan, model)
     size = 8 if plan.precision_for(job) == "fp64" else 4
     return int(size * (whole + trained + job.state_tensors * trained) / plan.fsdp)
 
 
 def memory_shortage(context: PlanContext) -> str | None:
-    """Shortage of memory as text, such as `30 GiB on a GPU that has 16 GiB`; None if the state fits."""
+    """Describe a memory shortage, such as `30 GiB on a GPU that has 16 GiB`; None if the state fits."""
     plan, job, cluster = context.plan, context.job, context.cluster
     on_device = state_bytes(plan, job, context.model_info)
     in_host = offloaded_bytes(plan, job, context.model_info) if plan.offload else 0
@@ -163,7 +167,7 @@ def memory_shortage(context: PlanContext) -> str | None:
         in_host = max(on_device, in_host)
     elif on_device > (memory := min(gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus)):
         return f"{size(on_device)} on a GPU that has {size(memory)}"
-    # ranks that were started elsewhere are on unknown hosts
+    # the hosts of ranks that were started elsewhere are unknown
     if not in_host or context.world is not None:
         return None
     for host, ranks in zip(cluster.hosts, context.ranks_per_host, strict=True):
@@ -173,7 +177,7 @@ def memory_shortage(context: PlanContext) -> str | None:
 
 
 def _held(plan: Plan, model: ModelInfo) -> tuple[float, float, float]:
-    """Parameters of a rank before fsdp: all, trained, and of its largest block."""
+    """Count a rank's parameters before fsdp: all, trained, and in its largest block."""
     whole, trained = (_part(plan, sizes) / plan.pp for sizes in (model.total, model.trained))
     return whole, trained, max((_part(plan, sizes) for sizes in model.kinds_of_blocks), default=0.0)
 

@@ -28,14 +28,15 @@ def plan_errors(
     """Find every reason why a plan cannot run a job on a cluster.
 
     Each reason names the value that would work. If the plan divides the model, the model is built, without memory for
-    its weights if its code allows that. Problems that only the data and a forward pass show are not found: activations,
-    the last batch of an epoch, a loss of the user's own.
+    its weights if its code allows that. Some problems appear only with the data and a forward pass, and are not found:
+    memory of activations, the last batch of an epoch, a custom loss.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
         plan: a `Plan` or its text.
         cluster: a `Cluster`, its file, or a name such as `2x8xH100-SXM`; None is this machine.
-        world: the number of ranks that were started already, as by torchrun; None if the plan says how many to start.
+        world: the number of ranks that were started already, for example by torchrun; None if the plan says how many to
+            start.
 
     Returns:
         The problems, in a list whose attribute `nearest` is the plan that works and differs least.
@@ -91,7 +92,7 @@ def _problems(job: Job, plan: Plan, cluster: Cluster, world: int | None) -> Plan
     return PlanProblems(problems, nearest_plan(plan, job, cluster, world) if problems else None)
 
 
-# number of changed keys that are compared with each other
+# maximum number of changed keys in the plans that are compared
 _MOST_CHANGES = 4
 # combinations tried for each number of changes, nearest first
 _MOST_DEGREES_TRIED = 2000
@@ -122,8 +123,8 @@ def nearest_plan(
 
     It differs in the fewest keys; among such plans, its degrees differ least. A degree of 1 in `plan` stays 1, except
     `dp` and, if the state exceeds the memory, `fsdp`. The plan needs no more ranks than `plan`, and no more than there
-    are devices. If no split is left, `dp` is the number of ranks of `plan`, if that passes every check.
-    Equal arguments give equal results.
+    are devices. If no split is left, `dp` is the number of ranks of `plan`, if that passes every check. Equal arguments
+    give equal results.
 
     Args:
         world: the number of ranks that were started already; the plan then needs exactly these.
@@ -133,7 +134,7 @@ def nearest_plan(
         None if none was found; `plan` itself if it works.
 
     Raises:
-        JobError: a plan divides the model, and that cannot be built.
+        JobError: a plan divides the model, and the model cannot be built.
     """
     checks = (*CHECKS, *further)
     asked = PlanContext(plan, job, cluster, world)
@@ -164,7 +165,7 @@ def _nearest(asked: PlanContext, checks: tuple[Check, ...]) -> Plan | None:
             for context in _with_other_degrees(asked, values, in_degrees, ranks, exact):
                 if (found := _others_repaired(context, changes - in_degrees, checks)) is not None:
                     return found
-    # far off: change as many other keys as needed, with the first value of each that helps
+    # no near plan found: change as many other keys as needed, with the first value of each that helps
     for in_degrees in range(len(varied) + 1):
         for context in _with_other_degrees(asked, values, in_degrees, ranks, exact):
             if (found := _others_repaired(context, None, checks)) is not None:
@@ -182,7 +183,7 @@ def _with_other_degrees(
 def _degrees(
     plan: Plan, values: dict[str, list[int]], changes: int, ranks: int, *, exact: bool
 ) -> Iterator[dict[str, Any]]:
-    """Values for exactly `changes` degrees, nearest first, for at most (or exactly) `ranks` ranks."""
+    """Yield values for exactly `changes` degrees, nearest first, for at most (or exactly) `ranks` ranks."""
     found = []
     for keys in combinations(values, changes):
         kept = plan.ranks // prod(getattr(plan, key) for key in keys)
@@ -204,7 +205,10 @@ def _within(most: int, choices: list[list[int]]) -> Iterator[tuple[int, ...]]:
 
 
 def _values(context: PlanContext, key: str, most: int) -> list[int]:
-    """Other values of a degree that pass its own checks: small ones, powers, divisors, suggestions."""
+    """Yield other values of a degree that pass its own checks.
+
+    These are small values, powers, divisors and suggestions.
+    """
     own, weights, data_ranks = getattr(context.plan, key), context.job.partition.weights or (), context.plan.data_ranks
     powers = [2**n for n in range(max(1, most).bit_length())]
     nearby = [own - 1, own + 1, *(n for n in range(1, min(own, 4096)) if own % n == 0)]
@@ -249,24 +253,25 @@ def _other_values(context: PlanContext, key: str) -> list[Any]:
 
 
 def _intended_cut(context: PlanContext) -> str:
-    """Cut names replaced by the most similar known ones, in the model's order."""
+    """Replace cut names by the most similar known ones, in the model's order."""
     known = context.model_info.modules
     meant = {cut if cut in known else closest(cut, known) for cut in context.plan.cut.split(",")}
     return ",".join(sorted((cut for cut in meant if cut), key=known.index))
 
 
-# Further cores become threads of ranks: communication grows with the ranks, and cores of one host share memory.
+# Further cores become threads of the ranks: communication grows with the number of ranks, and cores of one host share
+# memory.
 _MOST_CPU_RANKS = 8
 
 
 def auto_plan(job: Job, cluster: Cluster) -> Plan:
-    """Default plan: one rank per GPU, or on CPUs one per core up to 8.
+    """Return the default plan: one rank per GPU, or up to 8 single-core CPU ranks.
 
     Remaining cores become threads of the ranks. Measuring begins with this plan. There are never more replicas than
-    devices or samples in the global batch, and exactly as many as the job's partition has weights.
+    devices or samples in the global batch. If the job's partition has weights, there is one replica for each weight.
 
     Raises:
-        PlanError: the weights ask for more replicas than there are devices or samples.
+        PlanError: the weights require more replicas than there are devices or samples.
     """
     most = cluster.devices if cluster.has_accelerators else min(cluster.devices, _MOST_CPU_RANKS)
     weights = job.partition.weights
@@ -294,7 +299,7 @@ _ZOO_WITHOUT_BATCH_NORM = ("mlp", "cifar_cnn", "bert", "gpt", "moe")
 
 
 def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
-    """Warnings about a plan that runs, each with a value that avoids it."""
+    """Return warnings about a plan that runs, each with a value that avoids the problem."""
     context = PlanContext(plan, job, cluster)
     found = [
         *_more_ranks_than_cores(context),
@@ -313,7 +318,7 @@ def warnings_about(plan: Plan, job: Job, cluster: Cluster) -> list[str]:
         *_nobody_to_agree_with(plan),
         *_ends_between_agreements(context),
     ]
-    # once if hosts are alike
+    # only one if all hosts give the same warning
     return list(dict.fromkeys(found))
 
 
@@ -359,7 +364,7 @@ def _slow_bf16(context: PlanContext) -> Iterator[str]:
 
 
 def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
-    """Warning about tensor-parallel groups that are divided by the end of a host or domain."""
+    """Warn about tensor-parallel groups that span hosts or domains."""
     plan = context.plan
     joined = devices_of_a_domain(context.cluster) if plan.tp > 1 else None
     ends = list(range(joined, context.devices, joined)) if joined else list(accumulate(context.ranks_per_host))[:-1]
@@ -370,7 +375,7 @@ def _matrices_across_hosts(context: PlanContext) -> Iterator[str]:
 
 
 def _parameters_gathered_often(plan: Plan) -> Iterator[str]:
-    # a pipeline gathers once a step
+    # a pipeline gathers only once per step
     if plan.fsdp > 1 and plan.zero == 3 and plan.microbatches > 1 and plan.pp == 1:
         yield (
             f"plan {plan} gathers the parameters anew for each of {plan.microbatches} microbatches; "
@@ -379,14 +384,14 @@ def _parameters_gathered_often(plan: Plan) -> Iterator[str]:
 
 
 def _idle_stages(plan: Plan) -> Iterator[str]:
-    """Warning about a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
+    """Warn about a bubble of (pp - 1) / microbatches (Huang et al., 2019, arXiv:1811.06965)."""
     if 1 <= plan.microbatches < plan.pp:
         waiting = "has fewer microbatches than pipeline ranks, so some always wait"
         yield f"plan {plan} {waiting}; microbatches={4 * plan.pp} keeps them busy."
 
 
 def _fewer_microbatches(context: PlanContext) -> Iterator[str]:
-    """Warning that fewer microbatches will be used. A pipeline's stages need equal ones."""
+    """Warn that fewer microbatches will be used. Pipeline stages need equal ones."""
     plan, shares = context.plan, context.shares
     fitting = fitting_microbatches(shares, plan.microbatches)
     if plan.pp > 1 and fitting != plan.microbatches:
@@ -454,7 +459,7 @@ def _statistics_of_microbatches(context: PlanContext) -> Iterator[str]:
 
 
 def _nobody_to_agree_with(plan: Plan) -> Iterator[str]:
-    # The text form leaves defaults out.
+    # The text form omits defaults.
     said = " ".join(word for word in str(plan).split() if word.startswith(("sync=", "compress=")))
     if plan.dp == 1 and said:
         alone = "has one replica and nothing to synchronize"
@@ -462,7 +467,7 @@ def _nobody_to_agree_with(plan: Plan) -> Iterator[str]:
 
 
 def _ends_between_agreements(context: PlanContext) -> Iterator[str]:
-    """Warning about a run that ends before its replicas agree once."""
+    """Warn about a run that ends before its replicas synchronize once."""
     plan, steps = context.plan, context.job.stop.steps
     period = SyncSpec.parse(plan.sync).period
     if plan.dp > 1 and steps is not None and steps < period:

@@ -25,21 +25,21 @@ from paceline.planning.sync_info import RULES, TRANSPORTS, CompressSpec, SyncSpe
 from paceline.units import count, size
 
 _ZOO_WITHOUT_IMAGES = ("mlp", "bert", "gpt", "moe")
-# memory of a rank that has loaded torch, but no model yet
+# memory of a rank that has loaded torch, but not yet a model
 _RANK_BYTES = 2**28
 
 
 def reasons_against(plan: Plan, job: Job, cluster: Cluster, world: int | None = None) -> list[PlanProblem]:
-    """Every reason why the plan cannot run the job on the cluster.
+    """List every reason why the plan cannot run the job on the cluster.
 
-    Each reason names a value that would work. `world` is the number of ranks that were started already, if they were;
-    then the number of devices is not checked.
+    Each reason names a value that would work. `world` is the number of ranks if they were already started; then the
+    number of devices is not checked.
     """
     return reasons_of(PlanContext(plan, job, cluster, world))
 
 
 def reasons_of(context: PlanContext) -> list[PlanProblem]:
-    """Reasons against the plan of a context."""
+    """List the reasons against the plan of a context."""
     return [problem.about(context.plan) for check in CHECKS if (problem := check.reason(context))]
 
 
@@ -227,7 +227,7 @@ def _no_onednn(context: PlanContext) -> PlanProblem | None:
 
 @_check("memory_format")
 def _no_images(context: PlanContext) -> PlanProblem | None:
-    """Reason against channels_last for models without images; models by import path pass."""
+    """Return the reason against channels_last for models without images; models by import path pass."""
     plan, model = context.plan, context.job.model
     takes_images = model.zoo not in _ZOO_WITHOUT_IMAGES and model.task in (None, "image_classification")
     if plan.memory_format != "channels_last" or takes_images:
@@ -364,7 +364,7 @@ def _not_by_servers(context: PlanContext) -> PlanProblem | None:
 
 @_check("compress", "sync")
 def _nothing_to_compress(context: PlanContext) -> PlanProblem | None:
-    """Refuse compression with sync rules that have nothing to compress, such as local SGD."""
+    """Refuse compression with sync rules that cannot compress, such as local SGD."""
     plan, spec = context.plan, SyncSpec.parse(context.plan.sync)
     if plan.compress == "none" or spec.info.compresses:
         return None
@@ -422,7 +422,7 @@ def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
 
 
 def _without_loss_scale(key: str) -> None:
-    """Refuse fp16 with a key under which ranks lack whole, exact gradients."""
+    """Refuse fp16 with a key that leaves ranks without whole, exact gradients."""
 
     @_check(key)
     def _(context: PlanContext) -> PlanProblem | None:

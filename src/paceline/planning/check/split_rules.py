@@ -1,4 +1,4 @@
-"""Checks of plans that divide the model: every reason why it cannot be divided."""
+"""Checks of plans that divide the model: every reason why the model cannot be divided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.units import count
 
 # built-in metrics that need every prediction at once
 _GATHER = ("auc", "r2")
-# keys that decide if the state fits the memory
+# keys that affect whether the state fits the memory
 MEMORY = ("zero", "offload", *DEGREES)
 # in the order in which reasons are given
 CHECKS: list[Check] = []
@@ -33,7 +33,7 @@ _check = registering(CHECKS)
 
 
 def _without_its_degree(key: str, degree: str) -> None:
-    """Refuse a key that has no effect while its degree is 1. Most likely the degree was forgotten."""
+    """Refuse a key that has no effect while its degree is 1. The degree was probably forgotten."""
 
     @_check(key, degree)
     def _(context: PlanContext) -> PlanProblem | None:
@@ -95,10 +95,10 @@ def _wrong_cuts(context: PlanContext) -> PlanProblem | None:
 
 @_check("tp")
 def _heads_do_not_divide(context: PlanContext) -> PlanProblem | None:
-    """Reason against a `tp` that does not divide the heads, or None.
+    """Return the reason against a `tp` that does not divide the heads, or None.
 
-    Ranks that share a head of keys and values need projections that can be used in part, which depends on the model's
-    code. A vocabulary that cannot be divided stays replicated, which is slower but works: see `plan_errors.py`.
+    Ranks can share a head of keys and values only if the projections can be used in part, which depends on the model's
+    code. A vocabulary that cannot be divided stays replicated. This is slower but works: see `plan_errors.py`.
     """
     if context.plan.tp == 1:
         return None
@@ -106,7 +106,7 @@ def _heads_do_not_divide(context: PlanContext) -> PlanProblem | None:
     keys = {"heads of keys and values": context.model_info.key_value_heads}
     reason = undivided_heads(heads, context.plan.tp, keys)
     if reason is None and any(n % context.plan.tp for n in context.model_info.key_value_heads):
-        # the trace reports samples that cannot be read
+        # the trace reports unreadable samples
         with suppress(PacelineError):
             reason = undivided_attention(context.job, context.plan.tp)
     return reason
@@ -132,7 +132,7 @@ def _tokens_do_not_divide(context: PlanContext) -> PlanProblem | None:
 
 @_check("sequence", "tp", "cp")
 def _no_sequence_to_divide(context: PlanContext) -> PlanProblem | None:
-    """Reason against sequence parallelism, or None. It further divides a `cp` rank's tokens."""
+    """Return the reason against sequence parallelism, or None. It divides the tokens of a `cp` rank further."""
     plan = context.plan
     if not plan.sequence or plan.tp == 1:
         return None
@@ -163,7 +163,7 @@ def _loss_over_stages(context: PlanContext) -> PlanProblem | None:
 
 @_check(*DEGREES)
 def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
-    """Refuse to divide what one update of the optimizer depends on."""
+    """Refuse to divide parameters that one optimizer update needs whole."""
     plan, optimizer = context.plan, context.job.optimizer
     if plan.ranks == 1 or (not context.divides and ":" not in optimizer.name):
         return None
@@ -206,7 +206,7 @@ def _loss_over_whole_sequences(context: PlanContext) -> PlanProblem | None:
 def _metrics_of_whole_samples(context: PlanContext) -> PlanProblem | None:
     """Refuse metrics that need every token of a sample on one rank."""
     specs = context.job.metrics
-    # the built-in ones that are sums over tokens need not be built
+    # built-in metrics that are sums over tokens need not be built
     if context.plan.cp == 1 or not any(":" in spec.name or spec.name in _GATHER for spec in specs):
         return None
     built = build_metrics(specs, context.job.loss.build())
@@ -266,7 +266,7 @@ def _compiled_v_schedule(context: PlanContext) -> PlanProblem | None:
 
 @_check("schedule", "fsdp", "pp")
 def _shards_of_a_tied_weight(context: PlanContext) -> PlanProblem | None:
-    """Refuse tied weights that FSDP2 would shard twice. A V schedule has both stages on one rank."""
+    """Refuse tied weights that FSDP2 would shard twice. A V schedule places both stages on one rank."""
     plan = context.plan
     if plan.schedule not in V_SCHEDULES or plan.pp == 1 or plan.fsdp == 1 or not context.model_info.tied:
         return None

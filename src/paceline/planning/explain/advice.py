@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-# relative gain below which a change does not help: the model is not more exact
+# relative gain below which a change does not count, since the model is not more exact
 WORTH = 0.005
-# fraction of the step that another rule, precision or order must save to be told
+# fraction of the step that another sync rule, precision or rank order must save to be reported
 _LEAST_SAVED = 0.02
 INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
     ({"compress": "bf16"}, "gradients lose digits on their way between replicas: other losses, by little"),
@@ -52,11 +52,11 @@ class Advice:
     """One possible change, and the best plan with it.
 
     Attributes:
-        what: a phrase, such as `twice the memory`, or the words of a plan, such as `sync=local:8`.
-        value: its new value, such as `160 GB`.
+        what: a phrase, such as `twice the memory`, or part of a plan, such as `sync=local:8`.
+        value: the new value, such as `160 GB`.
         gain: relative gain of throughput; None if it could not be predicted.
-        best: the best plan then.
-        but: a drawback of the change other than its price, or the reason why nothing is predicted.
+        best: the best plan with the change.
+        but: a drawback of the change other than its price, or the reason why there is no prediction.
     """
 
     what: str
@@ -77,7 +77,7 @@ class Advice:
 
     @property
     def words(self) -> str:
-        """The gain as text: `+12.3 %`, `no gain`, or nothing if unknown."""
+        """The gain as text: `+12.3 %`, `no gain`, or "" if unknown."""
         if self.gain is None:
             return ""
         if abs(self.gain) < WORTH:
@@ -96,13 +96,13 @@ class Advice:
         return "; ".join(filter(None, (but, f"then {self.best.plan}" if self.best and self.helps else "")))
 
     def to_json(self) -> dict[str, Any]:
-        """The advice as plain JSON values."""
+        """Return the advice as plain JSON values."""
         told = {"what": self.what, "value": self.value, "gain": self.gain, "helps": self.helps, "but": self.but}
         return told | figures(self.best)
 
 
 def other_machines(case: Case, found: SearchResult) -> tuple[Advice, ...]:
-    """Other machines and batches, the most helpful first, unpredictable ones last."""
+    """Return other machines and batches, the most helpful first, unpredictable ones last."""
     case = case._replace(plans=tuple((candidate.plan, candidate.layout) for candidate in found.best))
     return tuple(
         sorted(_other_machines(case, found.fastest), key=lambda one: -(-1.0 if one.gain is None else one.gain))
@@ -131,7 +131,7 @@ def _other_machines(case: Case, best: Candidate) -> Iterator[Advice]:
         ),
     ]
     more, *others = (_predicted(advice, case, change, best) for advice, change, there in changes if there)
-    # today's plan could still run, as fast as now
+    # the current plan could still run, equally fast
     yield replace(more, gain=0.0, best=best) if more.gain is not None and more.gain < 0 else more
     yield from others
 
@@ -145,10 +145,10 @@ def _predicted(advice: Advice, case: Case, change: Change, best: Candidate) -> A
 
 
 def other_trainings(case: Case, best: Candidate) -> tuple[Advice, ...]:
-    """Faster choices that are reported and never chosen, largest gain first.
+    """Return faster choices that are reported but never chosen, largest gain first.
 
-    Where the best plan has one replica, since sums over several cost too much, other rules are tried on a replica for
-    each device.
+    If the best plan has only one replica because reducing over several is too slow, other sync rules are tried with one
+    replica per device.
     """
     found = [
         _predicted(Advice(what, but=but), case._replace(plans=((plan, best.layout),)), change, best)
@@ -164,7 +164,7 @@ def _trainings(case: Case, best: Candidate) -> Iterator[tuple[str, str, Change, 
     if plan.dp == 1 and case.cluster.devices > 1:
         plan = Plan(dp=case.cluster.devices, precision=plan.precision)
         degrees = f"dp={plan.dp} "
-    # exact rules differ in how they sum, which `allreduce` chooses by itself
+    # exact rules differ only in how they reduce, which `allreduce` chooses by itself
     for values, but in INEXACT if plan.dp > 1 and not plan.inexact else ():
         if not reasons_against(replace(plan, **values), case.job, case.cluster):
             words = " ".join(f"{key}={value}" for key, value in values.items())
@@ -188,10 +188,10 @@ Floats = NDArray[np.float64]
 
 
 def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
-    """Weights of a plan's data-parallel ranks by their slowest rank's speed, and the saved fraction.
+    """Return weights of a plan's data-parallel ranks by speed, and the saved fraction.
 
-    None if all are equally fast, if the job has weights already, if stages of a pipeline need equal parts, or if the
-    batch is too small for other parts.
+    The speed is that of a rank group's slowest rank. The result is None in these cases: all ranks are equally fast, the
+    job already has weights, stages of a pipeline need equal parts, or the batch is too small for other parts.
     """
     layout = best.layout
     if not layout.machines.speeds or case.job.partition.weights is not None or layout.pp > 1 or layout.data_ranks == 1:
@@ -201,7 +201,7 @@ def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | N
     shares = _shares(case.job, weights)
     if shares.min() < layout.microbatches:
         return None, 0.0
-    # samples that take the slowest device as long as the last data-parallel rank
+    # samples that take the slowest device as long as they take the last data-parallel rank
     slowest = float((shares / speeds).max())
     then, _ = what_if(_of(case, best), layouts(lambda layout: replace(layout, samples=slowest / layout.microbatches)))
     gain = 1 - then.prediction.step_time_s / best.prediction.step_time_s if then else 0.0
@@ -209,9 +209,10 @@ def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | N
 
 
 def cut_by_speed(case: Case, best: Candidate) -> tuple[tuple[str, ...], float]:
-    """Blocks that begin later pipeline stages, with fewer for slow hosts, and the saved fraction.
+    """Return the first blocks of later pipeline stages, with fewer blocks for slow hosts.
 
-    () if the usual cut, which makes all stages equal, is as good.
+    The second value is the saved fraction. The blocks are () if the usual cut, which makes all stages equal, is as
+    good.
     """
     layout = best.layout
     if layout.pp == 1 or layout.chunks > 1 or not layout.machines.speeds:
@@ -244,7 +245,7 @@ def _of(case: Case, best: Candidate) -> Case:
 
 
 def _speeds(layout: Layout, axes: tuple[str, ...]) -> Floats:
-    """Speed of each position along some axes: that of its slowest rank."""
+    """Return the speed of each position along some axes: the speed of its slowest rank."""
     ranks = np.arange(layout.ranks).reshape([getattr(layout, axis) for axis in AXES])
     hosts = np.minimum(ranks // layout.machines.per_host, len(layout.machines.speeds) - 1)
     of_ranks = np.asarray(layout.machines.speeds, np.float64)[hosts]
@@ -267,7 +268,7 @@ T = TypeVar("T")
 
 
 class Case(NamedTuple):
-    """Case that a plan is asked for.
+    """Case for which a plan is searched.
 
     Attributes:
         plans: known plans, of which the fastest is taken; () to search all plans.
@@ -295,7 +296,7 @@ Change = Callable[[Case], Case]
 
 
 def what_if(case: Case, change: Change) -> Outcome:
-    """The best plan of a case with one thing changed."""
+    """Find the best plan of a case with one thing changed."""
     try:
         changed = change(case)
         if not changed.plans:
@@ -313,7 +314,7 @@ def what_if(case: Case, change: Change) -> Outcome:
 
 
 def memory(times: float) -> Change:
-    """Change of the memory of all devices and hosts, by a factor."""
+    """Change the memory of all devices and hosts by a factor."""
 
     def grown(host: Host) -> Host:
         gpus = tuple(gpu.model_copy(update={"memory_bytes": int(gpu.memory_bytes * times)}) for gpu in host.gpus)
@@ -325,7 +326,7 @@ def memory(times: float) -> Change:
 
 
 def devices(times: float) -> Change:
-    """Change of the number of devices, by a factor."""
+    """Change the number of devices by a factor."""
 
     def change(case: Case) -> Case:
         resized = with_devices(case.cluster, times)
@@ -342,7 +343,7 @@ def devices(times: float) -> Change:
 
 
 def hosts_added(number: int) -> Change:
-    """Change of the number of hosts by a difference, which may be negative."""
+    """Change the number of hosts by a difference, which may be negative."""
 
     def change(case: Case) -> Case:
         now = len(case.cluster.hosts)
@@ -356,17 +357,17 @@ def hosts_added(number: int) -> Change:
 
 
 def batch(global_batch: int) -> Change:
-    """Change of the global batch."""
+    """Change the global batch."""
     return lambda case: case._replace(job=case.job.model_copy(update={"global_batch": global_batch}), plans=())
 
 
 def layouts(change: Callable[[Layout], Layout]) -> Change:
-    """Change of the known plans as numbers for the cost model."""
+    """Change the known plans as numbers for the cost model."""
     return lambda case: case._replace(plans=tuple((plan, change(layout)) for plan, layout in case.plans))
 
 
 def keys(**values: Any) -> Change:
-    """Change of keys of the known plans."""
+    """Change keys of the known plans."""
 
     def change(case: Case) -> Case:
         plans = ((replace(plan, **values), layout) for plan, layout in case.plans)
@@ -378,12 +379,12 @@ def keys(**values: Any) -> Change:
 
 
 def links_between(times: float) -> Change:
-    """Change of the bandwidth between hosts, by a factor."""
+    """Change the bandwidth between hosts by a factor."""
     return layouts(lambda on: replace(on, machines=replace(on.machines, between=_faster(on.machines.between, times))))
 
 
 def links_inside(times: float) -> Change:
-    """Change of the bandwidth inside hosts, by a factor."""
+    """Change the bandwidth inside hosts by a factor."""
 
     def faster(layout: Layout) -> Layout:
         device = layout.machines.device
@@ -399,11 +400,11 @@ def _faster(link: LinkSpec, times: float) -> LinkSpec:
 
 
 def with_devices(cluster: Cluster, times: float) -> Cluster | None:
-    """Copy of the cluster with `times` the devices.
+    """Return a copy of the cluster with `times` the devices.
 
-    None if that is not a whole number, if hosts differ, or if another host would be needed and no link to it is known.
+    None if that is not a whole number, if hosts differ, or if the link to an additional host is unknown.
     """
-    hosts = round(len(cluster.hosts) * times, 9)  # (n + 1) / n of n hosts is n + 1
+    hosts = round(len(cluster.hosts) * times, 9)  # (n + 1) / n of n hosts must give exactly n + 1
     if not _alike(cluster):
         return None
     if hosts < 1:
@@ -457,7 +458,7 @@ def _first(limit: T | tuple[T, ...]) -> T:
 
 
 def _linked(host: Host) -> bool:
-    """True if the link to another host is known: stated, or usual for such devices."""
+    """True if the link to another host is known: given, or usual for such devices."""
     return bool(host.gpus) or any(link.kind == "ethernet" and link.bandwidth_gbps for link in host.links)
 
 
@@ -466,11 +467,11 @@ _FACTORS = (0.125, 0.25, 0.5, 1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class ScaledPlan:
-    """The job, global batch included, on another number of devices (strong scaling).
+    """Predicted scaling of the job to another number of devices, with the same global batch.
 
     Attributes:
         best: the best plan there; None if none fits.
-        speedup: relative to the fewest devices on which any plan fits.
+        speedup: speedup over the fewest devices on which any plan fits.
         efficiency: speedup over the ratio of devices.
         why: reason why none fits.
     """
@@ -482,7 +483,7 @@ class ScaledPlan:
     why: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The point as plain JSON values."""
+        """Return the point as plain JSON values."""
         told = {"devices": self.devices, "speedup": self.speedup, "efficiency": self.efficiency, "why": self.why}
         return told | figures(self.best)
 
@@ -490,7 +491,10 @@ class ScaledPlan:
 def scaling(
     job: Job, cluster: Cluster, found: SearchResult, calibration: Basis | None = None
 ) -> tuple[ScaledPlan, ...]:
-    """Points from an eighth of the devices to eight times as many. Clusters whose links are unknown are left out."""
+    """Return points from an eighth of the devices to eight times as many.
+
+    Clusters with unknown links are left out.
+    """
     points: list[ScaledPlan] = []
     first: ScaledPlan | None = None
     for on, outcome in best_on(Case(job, cluster, calibration), _FACTORS, found):
@@ -507,12 +511,12 @@ def scaling(
 def best_on(
     case: Case, factors: Iterable[float], found: SearchResult | None = None
 ) -> Iterator[tuple[Cluster, Outcome]]:
-    """Clusters with multiples of the devices, and the best plan on each.
+    """Return clusters with multiples of the devices, and the best plan on each.
 
-    Factors that make no cluster are left out.
+    Factors that yield no cluster are left out.
 
     Args:
-        found: result of a search on the cluster itself, where there is one.
+        found: result of a search on the cluster itself, if there is one.
     """
     for factor in factors:
         resized = with_devices(case.cluster, factor)

@@ -1,4 +1,4 @@
-"""Explanation of a chosen plan: its time and memory, losers, exclusions, and helpful changes."""
+"""Explanation of a chosen plan: its time and memory, other plans, and helpful changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.planning.machines import Basis
 
 
-# fraction of a step or of the memory below which a part gets no line
+# fraction of a step or of the memory below which a part is not listed
 LEAST = 0.005
 
 
@@ -57,21 +57,21 @@ class TrainingCost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that `paceline plan` tells, equal on screen, page and JSON.
+    """Everything that `paceline plan` reports, the same on screen, in the page and in JSON.
 
     Attributes:
         found: the search's result; `found.best[0]` is the winner.
         changes: other machines and batches, the most helpful first.
-        trainings: faster choices at a price that the user decides on.
-        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None:
-            equal parts.
+        trainings: faster choices with a drawback, for the user to decide.
+        weights: parts of the batch by speed (`job.partition.weights`, one per data-parallel rank of the winner); None
+            for equal parts.
         weights_gain: the fraction of the step's time that they save.
-        cut: the blocks with which the stages after the first begin (`Plan.cut`); () if the even cut is as good.
+        cut: the first blocks of the stages after the first (`Plan.cut`); () if the even cut is as good.
         cut_gain: the fraction of the step's time that it saves.
         notes: sentences on what the prediction does not know.
-        measured: True if the machines were measured; else their figures are those of the catalogue.
-        run: the whole training to an amount that was asked for; None if nobody asked.
-        answers: to questions that were asked, in their order.
+        measured: True if the machines were measured; otherwise their figures come from the catalogue.
+        run: the whole training for a requested amount; None if no amount was requested.
+        answers: answers to the questions, in order.
     """
 
     job: Job
@@ -115,13 +115,13 @@ class Explanation:
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of a device; on CPUs a rank's part of its host's."""
+        """Memory of a device; on CPUs, a rank's part of its host's memory."""
         return int(capacity_bytes(self.winner.layout))
 
     def cost(self, candidate: Candidate) -> TrainingCost | None:
         """Cost of the whole run, or of a round number of tokens or samples.
 
-        None without prices. The whole run is used if its steps are known.
+        None without prices. The cost is for the whole run if its number of steps is known.
         """
         if self.cluster.price_per_hour is None:
             return None
@@ -135,7 +135,10 @@ class Explanation:
 
     @property
     def helps(self) -> list[Advice]:
-        """Everything that would help, the most helpful first: other machines and batches, trainings, shares, cuts."""
+        """Return everything that would help, the most helpful first.
+
+        This includes other machines and batches, trainings, weights, and cuts.
+        """
         rows = [*self.changes, *(replace(one, best=None) for one in self.trainings)]
         if self.weights:
             weights = ", ".join(f"{weight:.3g}" for weight in self.weights)
@@ -148,7 +151,7 @@ class Explanation:
 
     @property
     def limit(self) -> str:
-        """The parts of the winner's step in one sentence."""
+        """Return the largest parts of the winner's step in one sentence."""
         useful = sum(part.value for part in self.time if part.name == "compute")
         others = sorted(
             (part for part in self.time if part.name != "compute" and part.share >= LEAST), key=lambda part: -part.share
@@ -162,7 +165,7 @@ class Explanation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The whole explanation as plain JSON values."""
+        """Return the whole explanation as plain JSON values."""
         found = self.found
         return {
             "job": self.job.name,
@@ -216,8 +219,8 @@ def explain(
     """Explain a search's result.
 
     Args:
-        what_would_help: predict what other machines, batches and trainings would gain, which takes a few times as long
-            as the search did.
+        what_would_help: predict the gain of other machines, batches and trainings, which takes a few times as long as
+            the search.
 
     Raises:
         PlanError: no plan was found.
@@ -251,9 +254,9 @@ def explain(
 
 
 def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
-    """Parts of a candidate's step with positive time, in the order of `PARTS`.
+    """Return the parts of a candidate's step with positive time, in the order of `PARTS`.
 
-    They sum to the step: a part that measurements made negative is subtracted from computing.
+    They sum to the step: a part that is negative because of measurements is subtracted from computing.
     """
     prediction = candidate.prediction
     parts = {part: prediction.breakdown.get(part, 0.0) for part in PARTS}
@@ -264,7 +267,7 @@ def shares_of_time(candidate: Candidate) -> tuple[Portion, ...]:
 
 
 def shares_of_memory(candidate: Candidate) -> tuple[Portion, ...]:
-    """Holders of the memory of its fullest rank, largest first."""
+    """Return the holders of the memory of its fullest rank, largest first."""
     prediction = candidate.prediction
     held = sorted(prediction.memory.items(), key=lambda entry: -entry[1])
     return tuple(Portion(name, size, size / (prediction.memory_bytes or 1)) for name, size in held if size > 0)
@@ -284,12 +287,13 @@ def _notes(best: Candidate, calibration: Calibration | None) -> tuple[str, ...]:
 
 
 def _grown(saved: float) -> float:
-    """Relative gain of throughput if the fraction `saved` of the step's time is saved."""
+    """Return the relative throughput gain if the fraction `saved` of the step's time is saved."""
     return saved / (1 - saved)
 
 
-_FAR_OFF = 0.02  # share of wall-clock time lost beyond the best interval of checkpoints that is worth a remark
-_WORTH = 0.01  # of the throughput: less is no reason for another plan
+# share of wall-clock time lost to the checkpoint interval, beyond the best interval, that is worth a remark
+_FAR_OFF = 0.02
+_WORTH = 0.01  # of the throughput; a smaller gain is no reason for another plan
 
 
 @dataclass(frozen=True)
@@ -297,12 +301,13 @@ class FailureOutlook:
     """Predicted effect of failures on the best plan.
 
     Attributes:
-        per_host_day: failures of a host in a day.
+        per_host_day: failures of a host per day.
         hosts: hosts in use.
-        costs: of the best plan.
+        costs: costs of failures of the best plan.
         interval_s: seconds of steps between the job's checkpoints.
-        every_steps: the job's own, if its checkpoints are counted in steps.
-        better: the plan that trains more samples in the end than the best one, by its goodput; None if that is best.
+        every_steps: the job's checkpoint interval, if it is counted in steps.
+        better: the plan that trains more samples in total than the best plan, considering goodput; None if the best
+            plan does.
     """
 
     per_host_day: float
@@ -329,7 +334,7 @@ class FailureOutlook:
 
     @property
     def rows(self) -> list[tuple[str, float, str]]:
-        """Ways to go on after a failure: name, goodput, and its basis."""
+        """Ways to continue after a failure: name, goodput, and its basis."""
         costs, best_s = self.costs, self.best_s
         restart = f"a failure costs {seconds(costs.restart_s)} and the steps since the newest checkpoint"
         rows = [
@@ -354,7 +359,7 @@ class FailureOutlook:
 
     @property
     def lines(self) -> list[str]:
-        """Sentences on what to change, and on what is assumed."""
+        """Sentences on what to change, and on the assumptions."""
         costs, told = self.costs, []
         if (lost := self.best_goodput - self.goodput) > _FAR_OFF:
             told.append(
@@ -378,7 +383,7 @@ class FailureOutlook:
         return f"checkpoint.every_seconds: {self.interval_s:g}"
 
     def to_json(self) -> dict[str, Any]:
-        """The outlook as plain JSON values."""
+        """Return the outlook as plain JSON values."""
         return {
             "failures_per_host_day": self.per_host_day,
             "hosts": self.hosts,
@@ -394,7 +399,10 @@ class FailureOutlook:
 
 
 def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOutlook | None:
-    """Failures of the plans found, best first; None where the cluster names no rate."""
+    """Return the effect of failures on the plans found, best first.
+
+    None if the cluster has no failure rate.
+    """
     rate = cluster.failures_per_host_day
     if not rate:
         return None
@@ -416,10 +424,10 @@ def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOu
 
 
 def costs_of(job: Job, cluster: Cluster, candidate: Candidate, rate: float, slowdown: float = 1.0) -> FailureCosts:
-    """Costs of failures of a candidate.
+    """Return the costs of failures of a candidate.
 
     Args:
-        rate: failures of a host in a day, above 0.
+        rate: failures of a host per day, above 0.
         slowdown: factor on the predicted step time.
     """
     placed = cluster.ranks_per_host(candidate.plan.ranks)
@@ -431,6 +439,6 @@ def costs_of(job: Job, cluster: Cluster, candidate: Candidate, rate: float, slow
 
 
 def interval_s(job: Job, costs: FailureCosts) -> float:
-    """Seconds of steps between the job's own checkpoints."""
+    """Return the seconds of steps between the job's own checkpoints."""
     every = job.checkpoint.every_steps
     return every * costs.step_s if every is not None else job.checkpoint.every_seconds

@@ -1,10 +1,10 @@
-"""Questions about a plan: what if something changes, and which batch is useful.
+"""Questions about a plan: the effect of a change, and the useful batch size.
 
-A question in words, `one more host` or `remat=none`, is answered by the best plan with that changed.
+A question in words, such as `one more host` or `remat=none`, is answered with the best plan under this change.
 
-Advice on the global batch is never applied by itself. The speed of a batch can be computed; how well it learns cannot,
-since the batch beyond which samples are wasted depends on the noise of the gradients (McCandlish et al., 2018,
-arXiv:1812.06162). So the advice is an upper bound, with its unknowns stated.
+Advice on the global batch is never applied automatically. The speed of a batch can be computed, but not how well it
+learns: the batch beyond which samples are wasted depends on the noise of the gradients (McCandlish et al., 2018,
+arXiv:1812.06162). So the advice is an upper bound, and states what is unknown.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Best plan with one thing changed, beside the best plan of today.
+    """Best plan with one thing changed, beside the current best plan.
 
     Attributes:
-        question: as it was asked.
+        question: the question as asked.
         gain: relative gain of throughput; None if nothing can be predicted.
-        candidate: the best plan then; None with the reason in `why`.
-        cost: of the same amount of training; None without prices.
-        now_cost: today's.
+        candidate: the best plan with the change; None with the reason in `why`.
+        cost: cost of the same amount of training; None without prices.
+        now_cost: cost with the current plan.
         cost_of: the amount of training.
     """
 
@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def about(self) -> str:
-        """Step, cost, memory and plan, or why there are none."""
+        """Step, cost, memory and plan, or the reason why there are none."""
         if self.candidate is None:
             return self.why
         prediction = self.candidate.prediction
@@ -117,16 +117,16 @@ class Answer:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain JSON values."""
+        """Return the answer as plain JSON values."""
         told = {"question": self.question, "gain": self.gain, "why": self.why}
         return told | {"cost": self.cost, "cost_of": self.cost_of} | figures(self.candidate)
 
 
 def answers(explanation: Explanation, case: Case, questions: Iterable[str]) -> tuple[Answer, ...]:
-    """Answers to questions on an explained case, in their order.
+    """Answer questions about an explained case, in order.
 
     Raises:
-        PlanError: a question is not understood; with what can be asked.
+        PlanError: a question is not understood; the error lists the possible questions.
     """
     known = tuple((candidate.plan, candidate.layout) for candidate in explanation.found.best)
     asked = [(question, read_question(question)) for question in questions]
@@ -134,10 +134,10 @@ def answers(explanation: Explanation, case: Case, questions: Iterable[str]) -> t
 
 
 def read_question(text: str) -> Change:
-    """The change that a question means.
+    """Parse a question into a change.
 
     Raises:
-        PlanError: it is none of those known, or the text of a plan with a wrong key.
+        PlanError: the question is unknown, or the text of a plan with a wrong key.
     """
     words = " ".join(text.lower().split()).removeprefix("with ")
     if match := _HOSTS.fullmatch(words):
@@ -156,14 +156,17 @@ def read_question(text: str) -> Change:
 
 
 def _precision(name: str) -> Change:
-    """Change of the precision. Where a job cannot have it, products of the known plans are computed in it."""
+    """Change the precision.
+
+    If the job does not support it, matrix products of the known plans are computed in it.
+    """
 
     def change(case: Case) -> Case:
         if name in get_args(Precision):
             job = case.job.model_copy(update={"precision": name})
             return case._replace(job=job, plans=())
         device = case.plans[0][1].machines.device
-        kind = name.removeprefix("mx").partition("-")[0]  # fp8 of mxfp8 and fp8-block
+        kind = name.removeprefix("mx").partition("-")[0]  # fp8 from mxfp8 and fp8-block
         if device.peak_flops.get(kind, 0.0) <= device.peak_flops.get("bf16", 0.0):
             raise PlanError(
                 "explain.not_faster",
@@ -177,7 +180,7 @@ def _precision(name: str) -> Change:
 
 
 def _plan(text: str) -> Change:
-    """Change to a plan with degrees, or of keys of the known plans."""
+    """Change to a plan with degrees, or change keys of the known plans."""
     given = Plan.parse(text)
     keys = {word.partition("=")[0] for word in text.split()}
     values = {key: getattr(given, key) for key in keys}
@@ -222,7 +225,7 @@ def _cluster(text: str) -> Change:
 
     def change(case: Case) -> Case:
         price = case.cluster.price_per_hour if cluster.price_per_hour is None else cluster.price_per_hour
-        # what was measured of this machine says nothing of another; factors of runs are kept for each
+        # measurements of this machine do not apply to another; factors of runs apply to each machine
         basis = case.calibration if isinstance(case.calibration, Adjustment) else None
         return case._replace(cluster=cluster.model_copy(update={"price_per_hour": price}), calibration=basis, plans=())
 
@@ -242,7 +245,7 @@ def _answer(explanation: Explanation, case: Case, question: str, change: Change)
     if not then.prediction.fits:
         needs = f"needs {size(then.prediction.memory_bytes)} of a device with {size(explanation.capacity_bytes)}"
         return Answer(question, why=f"does not fit: {then.plan} {needs}")
-    # the same amount of training, whatever the batch is
+    # the same amount of training, independent of the batch
     steps = explanation.job.stop.steps
     whole = steps is not None and changed.job.global_batch != explanation.job.global_batch
     part = explanation.job.global_batch / changed.job.global_batch if whole else 1.0
@@ -257,14 +260,14 @@ def _answer(explanation: Explanation, case: Case, question: str, change: Change)
     )
 
 
-# fraction of the best throughput: batches beyond the smallest one that reaches it gain next to nothing
+# fraction of the best throughput: batches beyond the smallest one that reaches it gain almost nothing
 USEFUL = 0.95
-# least gain of throughput by a doubling; after two that gain less, no larger batch is tried
+# minimum throughput ratio of a doubling; after two smaller gains, no larger batch is tried
 _LEAST_GAIN = 1.01
 _MOST_DOUBLINGS = 10
 _WITH_SQUARE_ROOT = ("adam", "adamw", "lamb", "adamax", "nadam", "radam")  # in any case
 _LEAST_WARM_UP = 10  # steps
-# of an epoch: a batch that leaves fewer steps is not called useful, however fast
+# of an epoch; a batch that leaves fewer steps is not called useful, however fast it is
 _FEWEST_STEPS = 20
 
 
@@ -286,9 +289,9 @@ class BatchAdvice:
     """Advice on the global batch.
 
     Attributes:
-        points: from small to large, with the job's own.
-        now: the job's own.
-        useful: the smallest batch with 95 % of the best throughput of all; a larger one is not worth its samples.
+        points: batches from small to large, including the job's own.
+        now: the job's own batch.
+        useful: the smallest batch with 95 % of the best throughput of all; a larger one gains too little speed.
         rule: scaling of the learning rate with the batch: `linear` or `square root`.
         lr: learning rate for the useful batch.
         stopped: reason why no larger batch was tried.
@@ -305,17 +308,17 @@ class BatchAdvice:
 
     @property
     def factor(self) -> float:
-        """The useful batch over the job's own."""
+        """The useful batch over the job's own batch."""
         return self.useful.global_batch / self.now.global_batch
 
     @property
     def gain(self) -> float:
-        """Relative gain of throughput by the useful batch over the job's own."""
+        """Relative gain of throughput by the useful batch over the job's own batch."""
         return self.useful.throughput / self.now.throughput - 1
 
     @property
     def keeps(self) -> bool:
-        """True if the job's own batch is the useful one already."""
+        """True if the job's own batch is already the useful one."""
         return self.useful.global_batch == self.now.global_batch
 
     @property
@@ -335,7 +338,7 @@ class BatchAdvice:
         )
 
     def job(self, job: Job) -> Job:
-        """The job with the useful batch, its learning rate, and as many samples as before.
+        """Return the job with the useful batch, its learning rate, and the same total samples.
 
         Values counted in steps are divided by the batch's factor.
         """
@@ -345,7 +348,7 @@ class BatchAdvice:
             return number and max(1, math.ceil(number / self.factor))
 
         warm_up = max(steps(job.schedule.warmup_steps) or 0, min(job.schedule.warmup_steps, _LEAST_WARM_UP))
-        # keeps the first steps from diverging (Goyal et al., 2017)
+        # warm-up keeps the first steps from diverging (Goyal et al., 2017)
         if self.rule == "linear" and self.factor > 1:
             warm_up = max(warm_up, _LEAST_WARM_UP)
         decay = steps(job.schedule.decay_steps)
@@ -369,7 +372,7 @@ class BatchAdvice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The advice as plain JSON values."""
+        """Return the advice as plain JSON values."""
         return {
             "now": self.now.global_batch,
             "useful": self.useful.global_batch,
@@ -385,7 +388,7 @@ class BatchAdvice:
 def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> BatchAdvice:
     """Find the largest useful global batch.
 
-    The job's own batch, its halves and its doubles are tried with their best plans, as long as those are faster.
+    The job's own batch, its halves and its doubles are tried with their best plans, as long as these get faster.
 
     Raises:
         PlanError: no plan can run the job's own batch.
@@ -409,10 +412,10 @@ def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> Batc
 
 
 def _samples(job: Job) -> int | None:
-    """Number of training samples; None if the data is not available, or only planned for."""
+    """Return the number of training samples. None if the data is not available here, or not yet prepared."""
     if job.model.transformer is not None:
         return job.data.limit
-    # the data is elsewhere, or a stream without a length
+    # the data is on another machine, or a stream without a length
     with suppress(PacelineError, ImportError, TypeError):
         data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
         return len(data)
@@ -420,7 +423,7 @@ def _samples(job: Job) -> int | None:
 
 
 def _point(case: Case, global_batch: int) -> BatchPoint:
-    """Best plan for a batch. Raises PlanError if no plan can run it."""
+    """Return the best plan for a batch. Raises PlanError if no plan can run it."""
     best, error = what_if(case, batch(global_batch))
     if error is not None:
         raise error
@@ -429,7 +432,10 @@ def _point(case: Case, global_batch: int) -> BatchPoint:
 
 
 def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[BatchPoint], str]:
-    """Doubles of the batch, until two gained next to nothing, and the end's reason."""
+    """Return doubles of the batch, and the reason why no larger one was tried.
+
+    The search ends after two doubles that gained almost nothing.
+    """
     found, idle, best = [now], 0, now.throughput
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         larger = case.job.global_batch * 2**doubling
@@ -448,14 +454,14 @@ def _larger(case: Case, now: BatchPoint, samples: int | None) -> tuple[list[Batc
 
 
 def _smaller(case: Case, now: BatchPoint, enough: float) -> list[BatchPoint]:
-    """Halves of the batch with enough throughput, and the first one without."""
+    """Return halves of the batch with enough throughput, and the first one without."""
     found: list[BatchPoint] = []
     smaller = case.job.global_batch
     while (found[-1] if found else now).throughput >= enough and smaller % 2 == 0:
         smaller //= 2
         try:
             found.append(_point(case, smaller))
-        # too few samples for the devices
+        # there are too few samples for the devices
         except PlanError:
             break
     return found[::-1]

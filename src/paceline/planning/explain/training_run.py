@@ -1,4 +1,4 @@
-"""A whole training by a plan: its time, cost, energy and carbon, interruptions included."""
+"""A whole training under a plan: its time, cost, energy and carbon, including interruptions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.planning.model.graph import ModelTrace
 from paceline.planning.search.result import Candidate
 from paceline.units import count, kilograms, kilowatt_hours, large, money, percent, span
 
-# Power of a host under training over the rated power of its devices: 8.4 kW at most, measured on a host of eight
+# Power of a host during training over the rated power of its devices: at most 8.4 kW, measured on a host with eight
 # H100s of 700 W while training (Latif et al., 2025, arXiv:2412.08602, abstract).
 HOST_OVERHEAD = 8.4 / (8 * 0.7)
-# Failures of a host in a day that stand for none: checkpoints alone then cost time.
+# Failures of a host per day that stand for zero failures; then only checkpoints cost time.
 _NEVER = 1e-9
 _LEAST_GOODPUT = 0.01
 _AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?) ?([kmbt]?)", re.IGNORECASE)
@@ -30,10 +30,10 @@ _DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 
 
 def read_amount(text: str) -> float:
-    """A number such as `15T`, `300B`, `1.5e12` or `20,000`.
+    """Parse a number such as `15T`, `300B`, `1.5e12` or `20,000`.
 
     Raises:
-        PlanError: it is none, or not above 0.
+        PlanError: the text is not a number, or not above 0.
     """
     match = _AMOUNT.fullmatch(text.strip())
     value = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()] if match else 0.0
@@ -45,10 +45,10 @@ def read_amount(text: str) -> float:
 
 
 def read_duration(text: str) -> float:
-    """Seconds of a duration such as `30d`, `12h` or `2 weeks`.
+    """Parse a duration such as `30d`, `12h` or `2 weeks` into seconds.
 
     Raises:
-        PlanError: it is none, or not above 0.
+        PlanError: the text is not a duration, or not above 0.
     """
     match = _DURATION.fullmatch(text.strip())
     value = float(match[1]) * _DURATIONS[match[2].lower()] if match else 0.0
@@ -58,7 +58,7 @@ def read_duration(text: str) -> float:
 
 
 class Goal(NamedTuple):
-    """Goal of a training: one of the three, or none for the job's own steps."""
+    """Goal of a training: one of the three. Without a goal, the job's own steps count."""
 
     tokens: float | None = None
     samples: float | None = None
@@ -75,7 +75,7 @@ class Amount:
     Attributes:
         steps: number of optimizer steps.
         words: the amount, for people.
-        notes: sentences on what it rests on.
+        notes: sentences on the basis of the amount.
     """
 
     steps: int
@@ -84,10 +84,10 @@ class Amount:
 
 
 def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
-    """The steps of a goal.
+    """Convert a goal to steps.
 
     Raises:
-        PlanError: the goal is not one, no model reaches the loss, or nothing says when the job ends.
+        PlanError: more than one goal is given, no model reaches the loss, or nothing states when the job ends.
     """
     if sum(value is not None for value in goal) > 1:
         raise PlanError(
@@ -139,11 +139,11 @@ class Conditions:
     """Circumstances of a training beside its plan.
 
     Attributes:
-        spot_price: price of a device for an hour where it may be taken away; None: unknown.
-        preemptions_per_host_day: how often that happens to a host.
+        spot_price: price per hour of a preemptible device; None if unknown.
+        preemptions_per_host_day: number of preemptions of a host per day.
         straggler_sigma: standard deviation of a rank's step time between steps, relative to its mean.
-        pue: power of the whole data centre over that of the machines; None: the machines alone.
-        carbon_g_per_kwh: carbon dioxide of the electricity; None: unknown.
+        pue: power of the whole data centre over the power of the machines; None counts the machines alone.
+        carbon_g_per_kwh: carbon dioxide of the electricity; None if unknown.
     """
 
     spot_price: float | None = None
@@ -154,7 +154,7 @@ class Conditions:
 
     @property
     def any(self) -> bool:
-        """True if any is given."""
+        """True if any condition is given."""
         return self != Conditions()
 
 
@@ -163,16 +163,16 @@ NO_CONDITIONS = Conditions()
 
 @dataclass(frozen=True)
 class Purchase:
-    """The training on machines of one way to pay for them.
+    """The training on machines with one way to pay for them.
 
     Attributes:
         what: `on demand` or `spot`.
-        goodput: useful step time over wall-clock.
+        goodput: useful step time over wall-clock time.
         wall_s: wall-clock seconds.
-        cost: in the currency of the prices; None without a price.
-        energy_kwh: of machines and data centre; None where the power of a device is unknown.
-        carbon_kg: of that energy; None where either is unknown.
-        about: what stands behind goodput and cost.
+        cost: cost in the currency of the prices; None without a price.
+        energy_kwh: energy of the machines and the data centre; None if the power of a device is unknown.
+        carbon_kg: carbon dioxide of that energy; None if either factor is unknown.
+        about: basis of goodput and cost.
     """
 
     what: str
@@ -186,16 +186,16 @@ class Purchase:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Time, cost, energy and carbon of a whole training by one plan.
+    """Time, cost, energy and carbon of a whole training under one plan.
 
     Attributes:
         devices: devices in use.
         steps_s: seconds of all steps, without interruptions and stragglers.
-        slowdown: factor on a step by its slowest rank.
-        purchases: on demand, then spot where its price is known.
+        slowdown: factor on a step due to its slowest rank.
+        purchases: on demand, then spot if its price is known.
         error: half of the step time's 80 % interval, relative to it.
-        rests_on: what that rests on, for people.
-        conditions: under which it runs.
+        rests_on: the basis of the interval, for people.
+        conditions: circumstances of the training.
         notes: sentences on what is assumed, or unknown.
     """
 
@@ -211,7 +211,7 @@ class TrainingRun:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """Figures for people: name, value, and its basis."""
+        """Figures for people: name, value, and basis."""
         rows = [("steps", f"{span(self.steps_s)}", f"{self.amount.steps:,} of them, without interruptions")]
         if self.slowdown > 1:
             lost = f"+{percent(self.slowdown - 1)}"
@@ -233,7 +233,7 @@ class TrainingRun:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """The training as plain JSON values."""
+        """Return the training as plain JSON values."""
         return asdict(replace(self, amount=replace(self.amount, notes=()))) | {
             "notes": [*self.amount.notes, *self.notes]
         }
@@ -242,9 +242,9 @@ class TrainingRun:
 def training_run(
     job: Job, cluster: Cluster, candidate: Candidate, amount: Amount, conditions: Conditions = NO_CONDITIONS
 ) -> TrainingRun:
-    """Predicted training of a candidate on a cluster.
+    """Predict the training of a candidate on a cluster.
 
-    Failures come at the cluster's rate, and preemptions beside them on spot machines.
+    Failures come at the cluster's rate; on spot machines, preemptions are added.
     """
     ranks, device = candidate.plan.ranks, candidate.layout.machines.device
     slowdown = straggler_slowdown(ranks, conditions.straggler_sigma)
@@ -287,11 +287,10 @@ def training_run(
 
 
 def straggler_slowdown(ranks: int, sigma: float) -> float:
-    """Expected slowest of many ranks' step times over their mean.
+    """Return the expected slowest step time of many ranks over the mean.
 
-    Step times are taken to be normal, and independent in every step.
-
-    The expected maximum of N normal values by Blom (1958): Φ⁻¹((N − 0.375) / (N + 0.25)) standard deviations.
+    Step times are assumed to be normal, and independent in every step. The expected maximum of N normal values is
+    Φ⁻¹((N − 0.375) / (N + 0.25)) standard deviations (Blom, 1958).
     """
     if ranks == 1 or not sigma:
         return 1.0
@@ -320,7 +319,7 @@ def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
 
 
 def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) -> tuple[str, ...]:
-    """Sentences on the energy of devices, by their names and powers."""
+    """Return sentences on the energy of devices, from their names and powers."""
     told = [f"energy is unknown: the catalogue has no power of {name}" for name, watts in power_w.items() if not watts]
     powers = ", ".join(f"{watts:g} W for each {name}" for name, watts in power_w.items() if watts)
     if not powers:
@@ -335,20 +334,20 @@ def energy_notes(power_w: Mapping[str, float | None], conditions: Conditions) ->
     return tuple(told)
 
 
-# tokens and parameters of the runs that both laws were fitted to
+# parameters and tokens of the runs that both laws were fitted to
 _FITTED_PARAMETERS, _FITTED_TOKENS = (70e6, 16e9), (5e9, 500e9)
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """One published fit.
+    """One published scaling law.
 
     Attributes:
         name: author and year.
-        source: where the constants are printed.
+        source: publication with the constants.
         floor: E, the loss that no model falls below.
-        a, alpha: of the term of the parameters.
-        b, beta: of the term of the tokens.
+        a, alpha: constants of the term of the parameters.
+        b, beta: constants of the term of the tokens.
     """
 
     name: str
@@ -360,15 +359,15 @@ class ScalingLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Loss after a number of tokens, in nats per token."""
+        """Return the loss after a number of tokens, in nats per token."""
         return float(self.floor_of(parameters) + self.b / tokens**self.beta)
 
     def floor_of(self, parameters: float) -> float:
-        """Loss of a model of that size after infinitely many tokens."""
+        """Return the loss of a model of that size after infinitely many tokens."""
         return float(self.floor + self.a / parameters**self.alpha)
 
     def tokens(self, parameters: float, loss: float) -> float:
-        """Tokens after which a model reaches a loss.
+        """Return the tokens after which a model reaches a loss.
 
         Raises:
             PlanError: the loss is at or below the floor of every model, or of this one.
@@ -402,13 +401,13 @@ class ScalingLaw:
 
 # The body of the paper prints rounded exponents (section 3.3, approach 3).
 HOFFMANN = ScalingLaw("Hoffmann et al. (2022)", "arXiv:2203.15556", 1.69, 406.4, 410.7, 0.34, 0.28)
-# The same runs, fitted again: the first fit had stopped early, and its rounding shifts predictions.
+# A second fit of the same runs: the first fit had stopped early, and its rounding shifts predictions.
 BESIROGLU = ScalingLaw("Besiroglu et al. (2024)", "arXiv:2404.10102", 1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 LAWS = (BESIROGLU, HOFFMANN)
 
 
 def extrapolated(parameters: float, tokens: float) -> str:
-    """Sentence on what lies outside the runs of the fit; "" if nothing does."""
+    """Return a sentence on what lies outside the runs of the fit; "" if nothing does."""
     outside = [
         f"{large(value)} {what}"
         for value, what, (least, most) in (

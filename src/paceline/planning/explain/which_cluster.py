@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-# plans of each search, of which the preferred one of equal ones is taken
+# plans of each search; among equal ones, the preferred one is taken
 _TOP = 5
 
 
 @dataclass(frozen=True)
 class Option:
-    """The best plan on some hosts of an offer, paid for in one way."""
+    """The best plan on a number of hosts of an offer, for one payment option."""
 
     offer: Offer
     hosts: int
@@ -65,7 +65,7 @@ class Option:
         return f"{count(self.hosts, 'host')} of {self.offer.title} ({count(self.run.devices, 'device')}){spot}"
 
     def to_json(self) -> dict[str, Any]:
-        """The option as plain JSON values."""
+        """Return the option as plain JSON values."""
         return figures(self.candidate) | {
             "offer": self.offer.title,
             "hosts": self.hosts,
@@ -84,7 +84,7 @@ class ClusterChoice:
     """The answer to "which cluster?".
 
     Attributes:
-        options: all that can run the job, of every offer and number of hosts.
+        options: all options that can run the job, for every offer and number of hosts.
         refused: offers, or numbers of their hosts, on which no plan runs, each with the reason.
     """
 
@@ -118,7 +118,7 @@ class ClusterChoice:
 
     @property
     def as_cheap(self) -> Option | None:
-        """The fastest option of those that predictions cannot tell from the cheapest.
+        """The fastest option among those that predictions cannot distinguish from the cheapest.
 
         None if that is the cheapest, or the fastest of all.
         """
@@ -135,12 +135,12 @@ class ClusterChoice:
 
     @property
     def front(self) -> list[Option]:
-        """Options that no other is both faster and cheaper than, the cheapest first."""
+        """Pareto-optimal options in time and cost, the cheapest first."""
         return pareto(self.options, lambda option: (option.cost, option.bought.wall_s))
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on what the answer rests on."""
+        """Sentences on the basis of the answer."""
         devices = [one.candidate.layout.machines.device for one in self.front]
         of_runs = [note for one in self.front for note in one.run.notes if not note.startswith(("energy", "carbon"))]
         energy = energy_notes({device.name: device.power_w for device in devices}, self.front[0].run.conditions)
@@ -148,7 +148,7 @@ class ClusterChoice:
 
     @property
     def nothing(self) -> str:
-        """Sentence on what is missing where nothing is within budget and deadline."""
+        """Sentence on what is missing if no option is within budget and deadline."""
         least = min(self.options, key=lambda option: option.cost)
         first = min(self.options, key=lambda option: option.bought.wall_s)
         return (
@@ -157,7 +157,7 @@ class ClusterChoice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain JSON values."""
+        """Return the answer as plain JSON values."""
         return {
             "job": self.job.name,
             "amount": self.amount.words,
@@ -185,14 +185,14 @@ def which_cluster(
     deadline_s: float | None = None,
     calibration: Basis | None = None,
 ) -> ClusterChoice:
-    """The best plan on every offer and a geometric range of numbers of its hosts.
+    """Find the best plan on every offer and a geometric range of host counts.
 
     Args:
         calibration: factors of measured runs.
 
     Raises:
         JobError: the model cannot be built.
-        PlanError: nothing on the list can run the job, or nothing says how much it trains.
+        PlanError: no offer can run the job, or nothing states how much it trains.
     """
     amount = amount_of(job, trace(job, job.precision), goal)
     options: list[Option] = []
@@ -215,12 +215,12 @@ def which_cluster(
 
 
 def host_counts(most: int) -> list[int]:
-    """1, 2, 4, … and the largest number itself."""
+    """Return 1, 2, 4, … and the largest number itself."""
     return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
 def pareto(options: Sequence[T], place: Callable[[T], tuple[float, float]]) -> list[T]:
-    """Options that no other beats in both figures of their place, by the first figure."""
+    """Return the Pareto-optimal options for two figures, sorted by the first figure."""
     front: list[T] = []
     for option in sorted(options, key=place):
         if not front or place(option)[1] < place(front[-1])[1]:
@@ -256,15 +256,15 @@ def _told(offer: Offer, reasons: list[tuple[int, str]]) -> Iterator[tuple[str, s
         yield f"{hosts} of {offer.title}", reason
 
 
-# the list that stands in where the user names none: prices of examples
+# the default list of offers, with example prices
 EXAMPLES = Path(__file__).with_name("offers.yaml")
 
 
 class Offer(Spec):
     """One kind of host that can be rented.
 
-    `cluster` is the name of one host, such as `8xH100-SXM, 400gbit`; `price` and `spot` are of one device for an hour;
-    `hosts` is the largest number to be had.
+    `cluster` is the name of one host, such as `8xH100-SXM, 400gbit`. `price` and `spot` are prices of one device per
+    hour. `hosts` is the largest available number.
     """
 
     cluster: str
@@ -295,14 +295,14 @@ class Offer(Spec):
 
     @property
     def title(self) -> str:
-        """The offer's name, or that of its host."""
+        """The offer's name, or the name of its host."""
         return self.name or read_name(self.cluster).shape
 
     def of_hosts(self, hosts: int, failures_per_host_day: float | None = None) -> Cluster:
-        """The cluster with fewer of its hosts.
+        """Return the cluster with fewer of its hosts.
 
         Args:
-            failures_per_host_day: where the offer names no rate of its own.
+            failures_per_host_day: used if the offer has no rate of its own.
         """
         named, (_, *words) = read_name(self.cluster), self.cluster.split(",")
         text = ",".join((f"{hosts}x{named.per_host}x{named.device.name}", *words))
@@ -322,7 +322,7 @@ def read_offers(file: Path) -> Offers:
     """Read offers from YAML (`offers:`, a list) or CSV (a column for each key).
 
     Raises:
-        ClusterError: the file cannot be read, or a key or value is wrong; names the line.
+        ClusterError: the file cannot be read, or a key or value is wrong; the error names the line.
     """
     if file.suffix.lower() == ".csv":
         return _from_csv(file)

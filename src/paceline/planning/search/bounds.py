@@ -1,8 +1,9 @@
 """Lower bounds of a plan's time and memory, from the cost model's own functions.
 
-A bound is what the model predicts of an easier plan, never above the prediction: blocks without replicas, in stages of
-equal time; collectives of a rank that computes nothing, or so long that it hides them; the memory of a smaller model
-with all of its state sharded. No formula of the model is repeated here, so none has to be changed with it.
+A bound is the model's prediction for an easier plan, which never exceeds the prediction for the plan itself. In the
+easier plan, blocks have no replicas and stages take equal time. Collectives run on a rank that computes nothing, or
+computes long enough to hide them. Memory is that of a smaller model with all of its state sharded. This file repeats no
+formula of the model, so it need not change with the model.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from paceline.planning.plan import Remat
 from paceline.planning.search.space import Ints, Pipeline, divisors, numbered
 
 Floats = NDArray[np.float64]
-# samples of a microbatch so large that matrix products reach their peak
+# samples of a microbatch, large enough that matrix products reach their peak
 _ENDLESS = 2.0**16
-# Blocks so many that one's own traffic does not count, with parameters so many more that latencies of blocks do not,
-# and seconds of computing that hide the traffic of all of these
+# Enough blocks that the traffic of a single one is negligible, enough parameters that latencies of blocks are
+# negligible, too, and enough seconds of computing to hide all of this traffic
 _BLOCKS, _PARAMETERS, _FOREVER = 1e10, 1e30, 1e45
-# parts of a stage's time that its forward pass may take
+# shares of a stage's time that its forward pass may take
 _FORWARD = (1 / 4, 1 / 3, 1 / 2)
 
 
 class ShardConfig(NamedTuple):
-    """Shard config: everything that a microbatch's time on a rank depends on."""
+    """Everything that determines the time of a microbatch on a rank."""
 
     tp: int
     cp: int
@@ -48,12 +49,13 @@ class ShardConfig(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """Rank cost: one microbatch through all blocks on one rank of tp, cp and ep.
+    """Cost of one microbatch through all blocks on one rank of tp, cp and ep.
 
     Attributes:
-        seconds: forward and backward passes; `layer_s`: those of one layer.
-        dense: parameters per second of work: the least of any block.
-        hop_s: seconds to send it to a next stage.
+        seconds: seconds of the forward and backward passes.
+        layer_s: the same for a single layer.
+        dense: parameters per second of work, the smallest value of any block.
+        hop_s: seconds to send it to the next stage.
     """
 
     seconds: float
@@ -63,11 +65,11 @@ class RankCost(NamedTuple):
 
 
 class Bounds:
-    """Bounds of the plans of one job on one cluster.
+    """Lower bounds for the plans of one job on one cluster.
 
     Args:
-        layout: of any plan: everything that plans have in common is taken from it.
-        trace_at: the model's trace as that many ranks of tp divide it.
+        layout: layout of any plan; it supplies everything that plans have in common.
+        trace_at: returns the model's trace for a number of tp ranks.
     """
 
     def __init__(self, layout: Layout, trace_at: Callable[[int], ModelTrace]) -> None:
@@ -84,17 +86,20 @@ class Bounds:
 
     @cached_property
     def capacity(self) -> float:
-        """Bytes of a device that a plan may use; on CPUs those of one core."""
+        """Bytes of a device that a plan may use; on CPUs, bytes per core."""
         return usable_bytes(replace(self.layout, dp=self.layout.machines.devices))
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """Rank cost of a shard config, computed once."""
+        """Return the rank cost of a shard config, computed once."""
         if config not in self._rank_costs:
             self._rank_costs[config] = self._computed(config)
         return self._rank_costs[config]
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least seconds of a step for each row, at the rate of very large microbatches."""
+        """Bound the seconds of a step for each row from below.
+
+        The bound uses the rate of very large microbatches.
+        """
         keys, place = numbered(rows["tp"], rows["cp"], rows["ep"], rows["threads"])
         rates = [
             self.rank_cost(ShardConfig(tp, cp, ep, sequence, remat, _ENDLESS, threads)).seconds / _ENDLESS
@@ -103,7 +108,7 @@ class Bounds:
         return np.asarray(np.array(rates, np.float64)[place] * rows["samples"] * rows["microbatches"] / rows["pp"])
 
     def fits(self, layout: Layout) -> bool:
-        """True if some way to shard this layout's state fits: all of it, or none."""
+        """True if this layout's state fits, sharded either completely or not at all."""
         shared = layout.dp * layout.fsdp
         degrees = layout.tp, layout.cp, layout.ep, layout.pp, shared, layout.microbatches, bool(layout.cut)
         key = (*degrees, layout.schedule, layout.chunks, layout.remat, layout.sequence)
@@ -111,7 +116,7 @@ class Bounds:
             usable = usable_bytes(layout)
             held = memory(layout.changed(dp=1, fsdp=shared, zero=3))
             whole = shared * (held["parameters"] + held["optimizer"])
-            # what `zero` leaves whole is less than the blocks that are gathered at once where there are very few
+            # with very few blocks, what `zero` leaves whole is less than the blocks that are gathered at once
             others = [(shared, 2), (shared, 1)] if layout.pp == 1 and shared > 1 else []
             others += [(1, 3)] if shared > 1 and whole <= usable else []
             self._fits[key] = sum(held.values()) <= usable or any(
@@ -121,11 +126,11 @@ class Bounds:
         return self._fits[key]
 
     def easier(self, tp: int, pp: int, chunks: int) -> tuple[ModelTrace, tuple[int, ...]]:
-        """A smaller model and its cut, which needs less memory in so many stages.
+        """Return a smaller model and its cut, which needs less memory in these stages.
 
-        Each stage has as many of the smallest layers as the smallest of an even cut. The last, with the fewest
-        microbatches in flight, has the head alone, or those layers by which some rank has more, whichever are larger.
-        With one stage, or more than layers, it is the model itself.
+        Each stage has as many of the smallest layers as the smallest stage of an even cut. The last stage has the
+        fewest microbatches in flight. It has either the head alone, or the additional layers of the fullest ranks,
+        whichever is larger. With one stage, or more stages than layers, it is the model itself.
         """
         if (tp, pp, chunks) not in self._easier:
             repeated = [i for i, count in enumerate(self._counts) if count > 1] or [self._counts.index(self.layers)]
@@ -140,7 +145,10 @@ class Bounds:
         return self._easier[tp, pp, chunks]
 
     def passes(self, rows: Mapping[str, NDArray[Any]], pipeline: Pipeline) -> tuple[Floats, Floats]:
-        """Microbatches and hops on the critical path of even stages. Both grow evenly with the microbatches."""
+        """Return microbatches and hops on the critical path of even stages.
+
+        Both grow linearly with the microbatches.
+        """
         several, place = np.unique(rows["pp"], return_inverse=True)
         keys = [(pipeline, pp) for pp in several.tolist()]
         self._passes |= {key: _passes(*key) for key in keys if key not in self._passes}
@@ -149,12 +157,15 @@ class Bounds:
         return work, hops
 
     def unevenness_s(self, costs: Mapping[str, Floats], pp: Ints, microbatches: Ints) -> Floats:
-        """Additional seconds because layers are whole. Some rank has at least an even number of layers, rounded up."""
+        """Return the additional seconds because layers are whole.
+
+        Some rank has at least the mean number of layers, rounded up.
+        """
         fullest = costs["layer_s"] * np.ceil(self.layers / pp)
         return np.asarray((microbatches - 1) * np.maximum(fullest - costs["seconds"] / pp, 0.0), np.float64)
 
     def beside_s(self, costs: Mapping[str, Floats], rows: Mapping[str, NDArray[Any]], fsdp: Ints, zero: Ints) -> Floats:
-        """Least seconds of the update, and of collectives that compute cannot hide."""
+        """Bound the seconds of the update and of collectives that compute cannot hide."""
         apart = rows["tp"] * rows["cp"] * rows["ep"]
         keys, place = numbered(apart, rows["pp"], fsdp, rows["shared"] // fsdp, zero)
         if not keys:
@@ -169,12 +180,12 @@ class Bounds:
         return np.asarray(np.maximum(busy * parameters + hidden * seconds[:, None], endless * parameters).sum(1))
 
     def _beside_by(self, apart: int, pp: int, fsdp: int, dp: int, zero: int) -> Floats:
-        """Seconds of fsdp, dp and update with one microbatch, and with two.
+        """Return the seconds of fsdp, dp and update, with one microbatch and with two.
 
-        For each of these: seconds per parameter where nothing is computed; how much less for a second of computing in
-        either pass; and seconds per parameter where all is hidden that can be.
+        Each result has three values: seconds per parameter without any computing, the reduction per second of computing
+        in either pass, and seconds per parameter if everything possible is hidden.
         """
-        # all of them as ranks of tp, which have no weights in common
+        # all of them as tp ranks, which share no weights
         layout = replace(self.layout, tp=apart, pp=pp, fsdp=fsdp, dp=dp, zero=zero)
         found = []
         for count in (1, 2):
@@ -206,7 +217,7 @@ class Bounds:
         )
 
     def _each_at(self, tp: int) -> ModelTrace:
-        """One block of each kind, as `tp` ranks divide it."""
+        """Return one block of each kind, as `tp` ranks divide it."""
         if tp not in self._each:
             blocks, there = self.layout.trace.blocks, self._trace_at(tp).blocks
             self._each[tp] = ModelTrace(tuple(there[blocks.index(kind)] for kind in self._kinds))
@@ -214,7 +225,7 @@ class Bounds:
 
 
 def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
-    """Microbatches and hops on the critical path, with one microbatch and with two."""
+    """Return microbatches and hops on the critical path, with one microbatch and with two."""
     stage, none = 1 / (pp * pipeline.chunks(pp)), [0.0] * (pp * pipeline.chunks(pp))
     splits = [([part * stage] * len(none), [(1 - part) * stage] * len(none)) for part in _FORWARD]
     return [
@@ -227,9 +238,9 @@ def _passes(pipeline: Pipeline, pp: int) -> list[tuple[float, float]]:
 
 
 def smallest(layout: Layout) -> Layout:
-    """The layout with microbatches of one sample, which need the least memory.
+    """Return the layout with microbatches of one sample, which need the least memory.
 
-    A single microbatch stays one.
+    A single microbatch remains one microbatch.
     """
     if layout.microbatches == 1:
         return layout
@@ -237,7 +248,7 @@ def smallest(layout: Layout) -> Layout:
 
 
 def _smallest_of(blocks: list[BlockTrace]) -> BlockTrace:
-    """A block that holds and keeps no more than any of these."""
+    """Return a block that holds and keeps no more than any of these."""
     if len(blocks) == 1:
         return blocks[0]
     names = [field.name for field in fields(BlockTrace) if type(getattr(blocks[0], field.name)) in (int, float)]
@@ -253,10 +264,13 @@ def _kinds(trace: ModelTrace) -> dict[BlockTrace, int]:
 
 
 class MeasuredBounds(Bounds):
-    """Bounds of the plans of one job on a calibrated machine. Those of memory are the catalogue's."""
+    """Lower bounds for the plans of one job on a calibrated machine.
+
+    The memory bounds are those of the catalogue.
+    """
 
     def least_s(self, rows: Mapping[str, NDArray[Any]], sequence: bool, remat: Remat) -> Floats:
-        """Least seconds of a step for each row of degrees."""
+        """Return lower bounds on the seconds of a step for each row of degrees."""
         names = ("tp", "cp", "ep", "pp", "shared", "size")
         keys, place = numbered(*(rows[name] for name in names))
         samples = dict(zip(rows["size"].tolist(), rows["samples"].tolist(), strict=True))
@@ -266,7 +280,7 @@ class MeasuredBounds(Bounds):
         return np.asarray(each[place] * rows["microbatches"]) if len(keys) else np.zeros(0)
 
     def rank_cost(self, config: ShardConfig) -> RankCost:
-        """No times: those that `least_s` has were measured, with collectives."""
+        """Return no times: `least_s` already contains measured times, including collectives."""
         return RankCost(0.0, 0.0, 0.0, 0.0)
 
     def _microbatch_s(self, tp: int, cp: int, ep: int, pp: int, shared: int, samples: float, remat: Remat) -> float:
@@ -277,7 +291,7 @@ class MeasuredBounds(Bounds):
         passes = passes_of(layout, found)
         some = [added_by(one, found) for one in _shared_over(layout, shared)]
         share = min(one.share for one in some)
-        # fsdp's part of the overhead may be smaller with other `zero`
+        # with another `zero`, fsdp's part of the overhead may be smaller
         each_s = min(one.each_s for one in some) if shared == 1 else min(0.0, *(one.each_s for one in some))
         return share * (passes.seconds + passes.again_s) / pp + each_s
 

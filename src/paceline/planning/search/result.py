@@ -17,7 +17,7 @@ from paceline.planning.plan import DEGREES, Plan
 from paceline.planning.search.space import Excluded, Space
 from paceline.units import count, percent, size
 
-# keys that add a moving part if they differ from their default
+# keys that add complexity if they differ from their default
 _MOVING = ("fsdp", "tp", "pp", "cp", "ep", "remat", "offload", "sequence", "cut", "schedule")
 
 
@@ -26,9 +26,9 @@ class Candidate:
     """A legal plan that fits, with its prediction.
 
     Attributes:
-        plan: passes `plan_errors` on the job and the cluster.
+        plan: a plan that passes `plan_errors` on the job and the cluster.
         layout: the plan as numbers.
-        prediction: of one step.
+        prediction: prediction of one step.
         why: for the winner, the parts of its step; for the others, the parts that make them slower.
     """
 
@@ -39,13 +39,13 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Interval of its step time; by the cost model alone if it has none."""
+        """Interval of its step time. If the prediction has none, the interval of the cost model alone."""
         found = self.prediction.interval
         return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
 
 
 def figures(found: Candidate | None) -> dict[str, Any]:
-    """A plan and its predicted figures as plain JSON values; all None without a plan."""
+    """Return a plan and its predicted figures as plain JSON values. All None without a plan."""
     if found is None:
         return dict.fromkeys(("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "mfu"))
     prediction = found.prediction
@@ -68,8 +68,8 @@ class SearchResult:
             its best variant only.
         excluded: the reasons, the most plans first.
         considered: number of plans in the space: all combinations of degrees, microbatches and variants, legal or not.
-        gap: relative time by which the best may miss the optimum, as predicted before measured runs correct it: 0 when
-            all other plans were evaluated or bounded away, 1 if nothing is known of the untried ones.
+        gap: relative time by which the best may miss the optimum, before measured runs correct the predictions. It is 0
+            if all other plans were evaluated or excluded by bounds, 1 if nothing is known about the untried ones.
         seconds: duration of the search.
         evaluated: number of plans predicted in full.
         pruned: number of plans that a lower bound, or dominance, excluded without a prediction.
@@ -90,17 +90,17 @@ class SearchResult:
 
 
 def equals(best: Sequence[Candidate]) -> list[Candidate]:
-    """Plans that predictions cannot tell from the fastest one.
+    """Return the plans that predictions cannot distinguish from the fastest one.
 
-    By the interval of the ratio of two plans' times, which has 1 in it: most of an error is common to both, so it is
-    narrower than that of a time.
+    The criterion is that the interval of the ratio of the two times contains 1. Most of an error affects both times
+    alike, so this interval is narrower than the interval of one time.
     """
     fastest = min(candidate.prediction.step_time_s for candidate in best)
     return [c for c in best if c.prediction.step_time_s <= equal_ratio() * fastest]
 
 
 def preferred(best: Sequence[Candidate]) -> Candidate:
-    """Choose the simplest of the plans that predictions cannot tell from the fastest one.
+    """Choose the simplest of the plans that predictions cannot distinguish from the fastest.
 
     The fewest moving parts count first, then the fewest ranks, then the most free memory.
     """
@@ -114,12 +114,12 @@ def _complexity(candidate: Candidate) -> tuple[float, ...]:
 
 
 def moving_parts(plan: Plan) -> int:
-    """Number of kinds of division, rematerialisation and offloading that a plan uses."""
+    """Count the kinds of division, rematerialisation and offloading that a plan uses."""
     return sum(getattr(plan, key) != getattr(Plan, key) for key in _MOVING)
 
 
 _MOST_REASONS = 12
-# of a step: less is not worth a word
+# of the step; smaller differences are not reported
 _SMALL = 0.005
 _WORDS = {
     "compute": "computing",
@@ -158,7 +158,10 @@ class RejectionCounts:
             self.refused[keys] = text, count + plans
 
     def excluded(self, space: Space) -> tuple[Excluded, ...]:
-        """Exclusions, most plans first. Before them come values of degrees that were never combined with others."""
+        """Return the exclusions, most plans first.
+
+        They are preceded by values of degrees that were never combined with others.
+        """
         values = list(space.refused)
         if (batch := _uneven_batch(space)) is not None:
             values.append(batch)
@@ -171,7 +174,7 @@ class RejectionCounts:
 
 
 def why_it_wins(winner: Candidate) -> str:
-    """Parts of the winner's step, the largest first."""
+    """Return the parts of the winner's step, the largest first."""
     step = winner.prediction.step_time_s
     parts = sorted(winner.prediction.breakdown.items(), key=lambda part: -part[1])
     return ", ".join(
@@ -182,10 +185,12 @@ def why_it_wins(winner: Candidate) -> str:
 
 
 def why_it_loses(other: Candidate, winner: Candidate, measured: float = 1.0) -> str:
-    """Parts in which a plan takes longer than the winner, with causes. They are fractions of the winner's step.
+    """Return the parts in which a plan takes longer than the winner, with causes.
+
+    Values are fractions of the winner's step.
 
     Args:
-        measured: how many times longer it takes beside that, by measured runs that are like one of the two.
+        measured: additional factor on its time, from measured runs similar to one of the two plans.
     """
     told = [f"+{percent(measured - 1, 0)} by measured runs that are like it"] if measured - 1 >= _SMALL else []
     step = winner.prediction.step_time_s
@@ -222,7 +227,7 @@ def _shapes(plan: Plan, samples: float, winner: Plan, best_samples: float) -> st
 
 
 def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> PlanError:
-    """The error of a search that found nothing."""
+    """Return the error of a search that found no plan."""
     job, cluster = space.job, space.cluster
     if not len(space.rows["tp"]):
         return PlanError("plan.no_division", "{reason}", reason=_no_rows(space))
@@ -245,7 +250,7 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
 
 
 def _uneven_batch(space: Space) -> Excluded | None:
-    """Numbers of data-parallel ranks that do not divide the batch: all wait for the fullest."""
+    """Return counts of data-parallel ranks that divide the batch unevenly: all wait for the fullest."""
     batch, most = space.job.global_batch, min(space.devices, space.job.global_batch)
     even = [n for n in range(1, most + 1) if batch % n == 0]
     if space.job.partition.weights is not None or len(even) == most:
@@ -275,7 +280,7 @@ _MOST_TP = 64
 
 
 class SmallestMemory(NamedTuple):
-    """The plan that comes nearest to fitting on given machines.
+    """The plan that comes closest to fitting on given machines.
 
     Attributes:
         needed: bytes of its fullest rank.
@@ -293,13 +298,13 @@ class SmallestMemory(NamedTuple):
 
 
 def smallest_that_works(layout: Layout, global_batch: int) -> str:
-    """Message on a model that does not fit, or "" if it does.
+    """Describe why a model does not fit; "" if it does.
 
     It names the missing memory and the smallest sufficient cluster.
 
     Args:
-        layout: of any plan of the job on the machines: its trace, machines, precision and bytes of state are used, not
-            its degrees.
+        layout: layout of any plan of the job on the machines. Its trace, machines, precision and bytes of state are
+            used, but not its degrees.
         global_batch: samples of a step; a plan cannot have more data-parallel ranks.
     """
     here = least(layout, global_batch)
@@ -323,7 +328,7 @@ def smallest_that_works(layout: Layout, global_batch: int) -> str:
 
 
 def least(layout: Layout, global_batch: int) -> SmallestMemory:
-    """The plan on the layout's machines whose fullest rank needs the least of its device.
+    """Find the plan whose fullest rank needs the smallest share of its device.
 
     Only plans that shard everything are tried.
     """
@@ -335,18 +340,18 @@ def least(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def words(layout: Layout) -> str:
-    """The degrees of a layout as a plan's words."""
+    """Return the degrees of a layout in a plan's text form."""
     degrees = [f"{axis}={n}" for axis in DEGREES if (n := getattr(layout, axis)) > 1]
     remat = [] if layout.remat == "none" else [f"remat={layout.remat}"]
     return " ".join([*degrees, *remat]) or "dp=1"
 
 
 def _frugal(layout: Layout, global_batch: int) -> Iterator[Layout]:
-    """Plans with all state sharded, all blocks recomputed, and one sample per microbatch."""
+    """Yield plans with all state sharded, all blocks recomputed, and one sample per microbatch."""
     machines, trace = layout.machines, layout.trace
     layers = max((count for _, count in trace.runs), default=1)
     cores = _powers(machines.per_host) if machines.device.is_core else [1]
-    # a rank alone on a host has all of its memory
+    # a single rank on a host has all of its memory
     for idle in cores:
         devices = machines.devices // idle
         for tp in _powers(min(devices, _MOST_TP)):
@@ -379,7 +384,7 @@ def _sharded(layout: Layout, tp: int, pp: int, cp: int, left: int, global_batch:
 
 
 def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
-    """True if tp divides the heads and anything at all, and cp divides the tokens."""
+    """True if tp divides the heads and at least one weight, and cp the tokens."""
     if tp == 1:
         return trace.tokens % cp == 0
     gemms = [gemm for block, _ in trace.runs for gemm in block.gemms if gemm.divided != "none"]
@@ -391,7 +396,7 @@ def _divides(trace: ModelTrace, tp: int, cp: int) -> bool:
 
 
 def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on the fewest sufficient hosts, found by bisection, or else on very many."""
+    """Fit on the fewest sufficient hosts, found by bisection, or on a very large number."""
 
     def on(hosts: int) -> SmallestMemory:
         return least(replace(layout, machines=resized(layout.machines, hosts)), global_batch)
@@ -408,7 +413,7 @@ def _more_hosts(layout: Layout, global_batch: int) -> SmallestMemory:
 
 
 def _larger_device(layout: Layout, global_batch: int) -> SmallestMemory:
-    """Fit on equally many devices of the smallest sufficient kind, or of the largest kind."""
+    """Fit on the same number of devices of the smallest sufficient or the largest kind."""
     machines = layout.machines
     own, kind = machines.memory_bytes or machines.device.memory_bytes, machines.device.kind
     alike = [device for device in CATALOGUE.values() if device.kind == kind and not device.is_core]

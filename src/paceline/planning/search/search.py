@@ -1,9 +1,9 @@
-"""Search of the fastest legal plans of a job on a cluster.
+"""Search for the fastest legal plans of a job on a cluster.
 
-Rows (degrees and microbatches) are taken in the order of their lower bounds; each is expanded to its variants, and
+Rows (degrees and microbatches) are taken in the order of their lower bounds. Each row is expanded to its variants, and
 these to the factorisations of their data-parallel ranks into dp × fsdp, as long as the lower bound is below the best
-found. So all omitted plans are slower, and the result is that of trying all of them. It depends on nothing but its
-arguments: no clock ends it.
+found. So all omitted plans are slower, and the result equals an exhaustive search. The result depends only on the
+arguments: the search has no time limit.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 def search(
     job: Job, cluster: Cluster, *, top: int = 10, calibration: Basis | None = None, base: Plan | None = None
 ) -> SearchResult:
-    """The plans predicted to be fastest, of all that pass `plan_errors` and fit the memory.
+    """Find the plans predicted to be fastest that pass `plan_errors` and fit the memory.
 
     Args:
-        top: number of plans to list, each with other degrees.
-        calibration: measurements of the cluster, or the factors of measured runs, by which the plans found are put in
-            order; without, the catalogue is used.
+        top: number of plans to list, each with different degrees.
+        calibration: measurements of the cluster, or the factors of measured runs, which determine the order of the
+            plans found; without it, the catalogue is used.
         base: values of keys that do not vary: precision, sync, compress and the knobs; `Plan()` by default.
 
     Raises:
         JobError: the model cannot be built.
         ClusterError: a device is not in the catalogue, and nothing was measured.
-        PlanError: no plan works; the message says what is missing.
+        PlanError: no plan works; the message names what is missing.
     """
     started = time.perf_counter()
     base = base or Plan()
@@ -65,7 +65,7 @@ def search(
     space = Space(job, cluster, base, layouts.trace)
     solver = BranchAndBound(space, layouts, top)
     gap = solver.run()
-    # offload is the slowest way to save memory, so it is tried only if no other works
+    # offload is the slowest way to save memory, so it is tried only if no other plan works
     if not solver.found and cluster.has_accelerators and not base.offload:
         offloaded = Space(job, cluster, replace(base, offload=True), layouts.trace)
         again = BranchAndBound(offloaded, layouts, top)
@@ -73,7 +73,7 @@ def search(
         space, solver = (offloaded, again) if again.found else (space, solver)
     if not solver.found:
         raise nothing_fits(space, solver.rejections, solver.layout)
-    # measured runs may tell plans apart that the cost model does not
+    # measured runs may distinguish plans that the cost model does not
     told = [(c, priced(c.prediction, job, cluster, c.plan, c.layout)) for c in solver.found.values()]
     told = sorted(told, key=lambda one: (one[1].step_time_s, str(one[0].plan)))[:top]
     chosen = preferred([replace(c, prediction=prediction) for c, prediction in told])
@@ -95,19 +95,19 @@ def search(
 def plan(job: AnyJob, *, cluster: AnyCluster | None = None, calibration: Basis | None = None) -> Plan:
     """Find the plan for a job on a cluster by prediction; nothing is run.
 
-    If predictions cannot tell plans apart, the one with the fewest moving parts is returned, then the fewest ranks,
+    If predictions cannot distinguish plans, the plan with the fewest moving parts is returned, then the fewest ranks,
     then the most free memory.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
         cluster: a `Cluster`, its file, or a name such as `64x8xH100-SXM, 400gbit`; None is this machine.
-        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); None
-            uses the catalogue's figures.
+        calibration: measurements of its machines, or the factors of measured runs (`paceline.calibrate_on`); None uses
+            the catalogue's figures.
 
     Raises:
         JobError: the job cannot be read, or its model cannot be built.
         ClusterError: the cluster cannot be read, or one of its devices is not in the catalogue.
-        PlanError: no plan can run the job there; the message says why, and what would.
+        PlanError: no plan can run the job there; the message gives the reason and a possible change.
 
     Example:
         >>> paceline.plan("job.yaml", cluster="2x8xH100-SXM, 400gbit")
@@ -115,26 +115,27 @@ def plan(job: AnyJob, *, cluster: AnyCluster | None = None, calibration: Basis |
     return search(job_of(job), cluster_of(cluster), calibration=calibration).best[0].plan
 
 
-# rows that are expanded together, most promising first: twice as many each time, up to a block
+# rows that are expanded together, most promising first; the number doubles each time, up to a block
 _FIRST_BLOCK, _BLOCK = 64, 4096
-# slower plans, relative to the best, are not searched for the list
+# plans slower than this, relative to the best, are not searched for the list
 _LISTED = 1.1
-# predictions after which only a possible best is searched, no longer the list
+# number of predictions after which the search looks only for the best plan, no longer for the list
 _LIST_EVALUATIONS = 300
 # further plans that are tried if the list is too short
 _FILL = 150
 _OFFLOADED = "the way of the state to host memory and back (offload) is not in this time"
-# number of predicted plans that ends the search; the gap then says by how much the best may be missed
+# number of predicted plans that ends the search; the gap then bounds how far the result may be from the best
 _MOST_EVALUATIONS = 8000
-# the same on a calibrated machine, whose pipelines are simulated; if there are no more plans, all of them are tried
+# the same on a calibrated machine, whose pipelines are simulated; with fewer plans, all of them are tried
 _MOST_MEASURED = 2000
 
 
 class Choice(NamedTuple):
-    """One plan of the space: its row, its variant, and its sharded state.
+    """One plan of the space: its row, its variant, and its sharding.
 
     Attributes:
-        pipeline: index in `PIPELINES`; `remat`: in `REMATS`.
+        pipeline: index in `PIPELINES`.
+        remat: index in `REMATS`.
     """
 
     row: int
@@ -147,11 +148,11 @@ class Choice(NamedTuple):
 
 @dataclass
 class PlanTable:
-    """Plan table: plans, or partial plans, with one array per column."""
+    """Plans, or partial plans, with one array per column."""
 
     row: Ints
-    pipeline: Ints  # of `PIPELINES`
-    remat: Ints  # of `REMATS`
+    pipeline: Ints  # index in `PIPELINES`
+    remat: Ints  # index in `REMATS`
     sequence: Ints
     cost: Ints  # index of the rank cost
     bound_s: Floats
@@ -162,24 +163,24 @@ class PlanTable:
         return len(self.row)
 
     def at(self, places: Any) -> PlanTable:
-        """Rows at the given positions."""
+        """Return the rows at the given positions."""
         return PlanTable(*[getattr(self, name)[places] for name in self.__dataclass_fields__])
 
     def choice(self, i: int) -> Choice:
-        """The plan at a position."""
+        """Return the plan at a position."""
         return Choice(*[int(getattr(self, name)[i]) for name in Choice._fields])
 
     @classmethod
     def joined(cls, tables: list[PlanTable]) -> PlanTable:
-        """Concatenation of several tables."""
+        """Concatenate several tables."""
         return cls(*[np.concatenate([getattr(part, name) for part in tables]) for name in cls.__dataclass_fields__])
 
 
 class BranchAndBound:
-    """Branch-and-bound search of the best plans.
+    """Branch-and-bound search for the best plans.
 
     Attributes:
-        found: for each set of degrees the best plan so far.
+        found: the best plan so far for each set of degrees.
         rejections: counts of excluded plans.
         considered: number of plans in the space.
         evaluated: number of predicted plans.
@@ -189,7 +190,7 @@ class BranchAndBound:
         self.space, self.layouts, self.top = space, layouts, top
         self.found: dict[tuple[int, ...], Candidate] = {}
         self.evaluated = 0
-        # what takes as long is of no interest any more
+        # plans that take longer than this are of no interest
         self.limit = float("inf")
         self.layout = layouts.of(space.base)
         measured = calibration_of(self.layout) is not None
@@ -203,14 +204,15 @@ class BranchAndBound:
         self._fits: dict[tuple[int, ...], bool] = {}
         self._seen: set[Choice] = set()
         self._filling = False
-        self._last_s = float("inf")  # of the last one on the list
+        self._last_s = float("inf")  # of the last plan on the list
 
     def run(self) -> float:
-        """Search; returns the gap."""
+        """Search, and return the gap."""
         gap = self._through_all(self.most)
-        # of those that are much slower, the ones that promise most
+        # if the list is short, add the most promising of the much slower plans
         if len(self.found) < self.top:
-            rejections, self.rejections = self.rejections, RejectionCounts(self.rejections.capacity)  # all were counted
+            # all were counted already
+            rejections, self.rejections = self.rejections, RejectionCounts(self.rejections.capacity)
             self._filling, self.limit = True, float("inf")
             self._through_all(self.evaluated + _FILL)
             self.rejections = rejections
@@ -219,7 +221,7 @@ class BranchAndBound:
     def _through_all(self, most: int) -> float:
         """Expand rows in the order of their bounds, and return the gap.
 
-        It ends when no row can be of interest or `most` plans were predicted.
+        It ends when no remaining row can be of interest, or after `most` predictions.
         """
         least = self.least_s_of_rows
         order = np.argsort(least, kind="stable")
@@ -237,7 +239,7 @@ class BranchAndBound:
 
     @cached_property
     def least_s_of_rows(self) -> Floats:
-        """Least seconds of each row, whatever its variants."""
+        """Return lower bounds on the seconds of each row, over all variants."""
         every = np.arange(len(self.space.rows["tp"]))
         found = self._row_s(every, sequence=False, remat="none")
         divided = every[self.space.allows(every, True, "none")]
@@ -249,7 +251,7 @@ class BranchAndBound:
 
     @cached_property
     def _bubbles(self) -> Floats:
-        """Least ratio of a pipeline's step to its work, for each row."""
+        """Bound the ratio of a pipeline's step to its work from below, for each row."""
         rows, every = self.space.rows, np.arange(len(self.space.rows["tp"]))
         least = np.full(len(every), np.inf)
         for pipeline in PIPELINES:
@@ -258,7 +260,7 @@ class BranchAndBound:
         return np.asarray(least * rows["pp"] / rows["microbatches"])
 
     def _search(self, rows: Ints, most: int) -> float | None:
-        """Try all plans of these rows that may be best. Returns the smallest untried bound."""
+        """Try all plans of these rows that may be best. Return the smallest untried bound."""
         plans = self.plans_of(rows)
         plans = plans.at(np.argsort(plans.bound_s, kind="stable"))
         for i in range(len(plans)):
@@ -274,11 +276,11 @@ class BranchAndBound:
         return None
 
     def plans_of(self, rows: Ints) -> PlanTable:
-        """All plans of these rows that may be among the best, with their bounds."""
+        """Return all plans of these rows that may be among the best, with their bounds."""
         return self._with_dp_fsdp(self._variants(rows))
 
     def _variants(self, rows: Ints) -> PlanTable:
-        """Variants of the rows: pipeline, remat and sequence of possible best plans."""
+        """Return variants of the rows: pipeline, remat and sequence of possible best plans."""
         tables = [self._variants_of(rows, sequence, remat) for sequence in (0, 1) for remat in range(len(REMATS))]
         return PlanTable.joined([part for some in tables for part in some])
 
@@ -310,9 +312,10 @@ class BranchAndBound:
         return found
 
     def may_fit(self, rows: Ints, pipeline: int, sequence: int, remat: int) -> NDArray[np.bool_]:
-        """Mask of the rows that may fit with this schedule. None needs less than the first one, 1f1b.
+        """Return a mask of the rows that may fit with this schedule.
 
-        Of several microbatches those of one sample need the least, so that is asked first, for all such rows at once.
+        No schedule needs less memory than the first one, 1f1b. Among several microbatches, those of one sample need the
+        least, so this case is checked first, for all such rows at once.
         """
 
         def layout(row: int) -> Layout:
@@ -332,7 +335,10 @@ class BranchAndBound:
         return fits
 
     def _with_dp_fsdp(self, variants: PlanTable) -> PlanTable:
-        """Factorisations of the data-parallel ranks into dp × fsdp, with each `zero`, that may be best."""
+        """Return factorisations of the data-parallel ranks into dp × fsdp, with each `zero`.
+
+        Only those that may be best are kept.
+        """
         several, place = np.unique(self.space.rows["shared"][variants.row], return_inverse=True)
         ways = [
             np.array(
@@ -344,7 +350,7 @@ class BranchAndBound:
         plans = variants.at(np.repeat(np.arange(len(variants)), counts))
         if len(place):
             plans.fsdp, plans.zero = np.concatenate([ways[i] for i in place]).T
-        # a pipeline's stages are whole during a step
+        # in a pipeline, the stages stay gathered during a step
         plans = plans.at((plans.zero == 3) | (self.space.rows["pp"][plans.row] == 1))
         may = np.ones(len(plans), np.bool_)
         for refused, refusal in self.space.shards_refused(plans.row, plans.pipeline):
@@ -357,7 +363,7 @@ class BranchAndBound:
         return plans.at(plans.bound_s < self.limit)
 
     def _evaluate(self, choice: Choice, knobs: dict[str, Any]) -> None:
-        """Predict a plan if it is legal and fits, and keep the best. The best is kept for each set of degrees."""
+        """Predict a plan if it is legal and fits. Keep the best plan for each set of degrees."""
         layout = self.layout_of(choice, **knobs)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
@@ -368,7 +374,7 @@ class BranchAndBound:
             self._keep(self.values_of(choice) | knobs, layout)
 
     def values_of(self, choice: Choice) -> dict[str, Any]:
-        """A plan's keys and values."""
+        """Return a plan's keys and values."""
         rows, pipeline = self.space.rows, PIPELINES[choice.pipeline]
         return {
             **{name: int(rows[name][choice.row]) for name in ("tp", "cp", "ep", "pp", "microbatches")},
@@ -382,7 +388,7 @@ class BranchAndBound:
         }
 
     def layout_of(self, choice: Choice, **changed: Any) -> Layout:
-        """A plan as numbers, with changed values."""
+        """Return a plan as numbers, with changed values."""
         values = self.values_of(choice)
         del values["virtual"]
         values["trace"] = self._trace_at(values["tp"])
@@ -413,7 +419,7 @@ class BranchAndBound:
     def _limit(self) -> None:
         """Update the time limit of interesting plans.
 
-        The list of the best is searched as long as that needs few predictions, and only for little slower plans.
+        The list of best plans is searched as long as this takes few predictions, and only among slightly slower plans.
         """
         times = sorted(one.prediction.step_time_s for one in self.found.values())
         self._last_s = times[self.top - 1] if len(times) >= self.top else float("inf")

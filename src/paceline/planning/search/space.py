@@ -1,4 +1,4 @@
-"""Legal plans: every plan that can run, as objects and as columns of numbers."""
+"""Legal plans: all plans that can run, as objects and as columns of numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.planning.sync_info import BETWEEN_HOSTS, WITHIN_HOST, carriers
 from paceline.units import count
 
 Ints = NDArray[np.int64]
-# numbers of interleaved stages of a rank; those above 2 only where all stages get as many layers
+# numbers of interleaved stages of a rank; values above 2 only if all stages get the same number of layers
 _VIRTUAL = (2, 3, 4, 6, 8, 12)
 COLUMNS = ("tp", "cp", "ep", "pp", "shared", "microbatches")
 
@@ -53,8 +53,8 @@ class Excluded:
 
     Attributes:
         what: key and value, such as `tp=16`, or `memory`.
-        reason: why such plans cannot run, and what would work.
-        plans: number of such plans among those considered; 0 if they were not counted.
+        reason: why such plans cannot run, and a value that would work.
+        plans: number of such plans among the considered ones; 0 if they were not counted.
     """
 
     what: str
@@ -63,10 +63,10 @@ class Excluded:
 
 
 class Space:
-    """All plans of a job on a cluster that a search may choose.
+    """All plans of a job on a cluster from which a search may choose.
 
     Attributes:
-        devices: upper limit on ranks; oversubscribed cores never win.
+        devices: upper limit on ranks; oversubscribing cores is never faster.
         degrees: values of tp, cp, ep and pp that may work.
         refused: values that cannot work; they are never combined with others.
     """
@@ -82,8 +82,8 @@ class Space:
     def rows(self) -> dict[str, NDArray[Any]]:
         """Table with a row for each legal tp, cp, ep, pp, dp × fsdp (`shared`) and microbatches.
 
-        Further columns are the samples of a microbatch (`size` is equal if they are), and the threads of a rank on
-        CPUs.
+        Further columns are the samples of a microbatch, `size` (an index of distinct sample counts), and the threads of
+        a rank on CPUs.
         """
         pieces = [piece for degrees in self._inner_degrees() if len(piece := self._with_data_ranks(*degrees))]
         table = np.concatenate(pieces) if pieces else np.empty((0, len(COLUMNS)), np.int64)
@@ -100,7 +100,7 @@ class Space:
         rows["knobs"] = np.array(
             [len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
         )[place]
-        # of the data-parallel rank that has the most
+        # samples of the fullest data-parallel rank
         share = -(-self.job.global_batch // (rows["shared"] * rows["ep"]))
         rows["samples"] = share / np.maximum(rows["microbatches"], 1)
         rows["size"] = np.unique(rows["samples"], return_inverse=True)[1]
@@ -108,9 +108,9 @@ class Space:
 
     @cached_property
     def factorisations(self) -> Ints:
-        """Number of variants of each row.
+        """Return the number of variants of each row.
 
-        They are factorisations into dp × fsdp, each with its `zero` stages and knobs.
+        Variants are factorisations into dp × fsdp, each with its `zero` stages and knobs.
         """
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
@@ -118,7 +118,7 @@ class Space:
 
     @cached_property
     def plans_per_row(self) -> Ints:
-        """Number of plans of each row."""
+        """Return the number of plans of each row."""
         every = np.arange(len(self.rows["tp"]))
         pipelines = sum(self.runs(every, pipeline).astype(np.int64) for pipeline in PIPELINES)
         variants = sum(
@@ -127,7 +127,7 @@ class Space:
         return np.asarray(pipelines * variants * self.factorisations)
 
     def allows(self, rows: Ints, sequence: bool, remat: str) -> NDArray[np.bool_]:
-        """Mask of the rows that are legal with sequence parallelism and remat."""
+        """Return a mask of the rows that are legal with sequence parallelism and remat."""
         allowed = self._divides_sequence[rows] if sequence else np.ones(len(rows), np.bool_)
         return allowed & (self.rows["pp"][rows] > 1) if remat != "none" and not self.recomputes else allowed
 
@@ -137,17 +137,17 @@ class Space:
         return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
 
     def runs(self, rows: Ints, pipeline: Pipeline) -> NDArray[np.bool_]:
-        """Mask of the rows that a schedule can run; without a pipeline only 1f1b."""
+        """Return a mask of the rows that a schedule can run. Without a pipeline only 1f1b."""
         return np.asarray(self._schedules[pipeline.schedule][rows] & self._suited[pipeline][self.rows["pp"][rows]])
 
     @cached_property
     def _suited(self) -> dict[Pipeline, NDArray[np.bool_]]:
-        """For each schedule, by pp, whether the model has layers for its stages."""
+        """Return, by pp, whether the model has enough layers for each schedule's stages."""
         layers = max((count for _, count in self.trace.runs), default=0)
 
         def suits(pipeline: Pipeline, pp: int) -> bool:
             stages = pp * pipeline.chunks(pp)
-            # the first and the last stage may have one layer less, beside embedding and head
+            # the first and the last stage may have one layer less, because of the embedding and the head
             even = layers % stages == 0 or (layers + 2) % stages == 0
             return (even or pipeline.virtual == Plan.virtual) and self.legal.schedule_fits(*pipeline, pp)
 
@@ -163,14 +163,20 @@ class Space:
         return {name: np.array([_runs(name, *key) for key in both], np.bool_)[place] for name in SCHEDULES}
 
     def shards_refused(self, rows: Ints, pipelines: Ints) -> Iterator[tuple[NDArray[np.bool_], Refusal]]:
-        """Masks of the rows whose stages under these pipelines (of `PIPELINES`) fsdp cannot shard, with reasons."""
+        """Return masks of the rows whose stages fsdp cannot shard, with reasons.
+
+        The masks are by pipeline, an index in `PIPELINES`.
+        """
         keys, place = numbered(self.rows["pp"][rows], pipelines)
         for i, (pp, pipeline) in enumerate(keys):
             if refusal := self.legal.fsdp_refusal(PIPELINES[pipeline].schedule, pp):
                 yield place == i, refusal
 
     def knobs(self, row: int) -> list[dict[str, Any]]:
-        """Knobs of a row: on CPUs, transports and numbers of threads, in trying order."""
+        """Return the knobs of a row, in trying order.
+
+        On CPUs these are transports and numbers of threads.
+        """
         return self._knobs(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
 
     def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
@@ -186,19 +192,19 @@ class Space:
 
     @cached_property
     def _transports(self) -> list[dict[str, Any]]:
-        """Values of `transport`: `auto`, and what it does not take by itself."""
+        """Return the values of `transport`: `auto`, and the ones that `auto` would not choose."""
         others = carriers(several_hosts=len(self.cluster.hosts) > 1)
         return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
 
     def _threads(self, ranks: int) -> int:
-        """Threads of each rank on the host with the most of `ranks`; 1 on GPUs."""
+        """Return the threads of each rank on the host with the most of `ranks`. 1 on GPUs."""
         if self.cluster.has_accelerators:
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
 
     @cached_property
     def recomputes(self) -> bool:
-        """True if the model has blocks that can be recomputed, and nothing is against it."""
+        """True if the model has blocks that can be recomputed, and no check refuses it."""
         allowed = self.legal.refusal({"remat": "block"}, ("remat",)) is None
         return allowed and bool(self.legal.context.model_info.blocks)
 
@@ -208,7 +214,7 @@ class Space:
         return fitting
 
     def _worth_asking(self, key: str) -> list[int]:
-        """Values of a degree that divide what it divides."""
+        """Return the values of a degree that divide the model's numbers."""
         context = self.legal.context
         most = self.devices
         if key == "pp":
@@ -223,14 +229,17 @@ class Space:
             "cp": (context.tokens or self.trace.tokens,),
             "ep": context.model_info.experts or (1,),
         }[key]
-        # a model without heads: every power of two may divide
+        # without heads, every power of two may divide the model
         if not numbers:
             return [1, *(2**n for n in range(1, most.bit_length()) if 2**n <= most)]
         fitting = [n for n in range(1, min(most, min(numbers)) + 1) if not any(number % n for number in numbers)]
         return [n for n in fitting if key != "tp" or shares_heads(context.model_info.key_value_heads, n)]
 
     def _note_refused(self, key: str, fitting: list[int]) -> None:
-        """Add one refusal for all values of a degree that cannot work. Its reason is that of the first power of two."""
+        """Add one refusal for all values of a degree that cannot work.
+
+        Its reason is that of the first power of two.
+        """
         powers = [2**n for n in range(1, self.devices.bit_length()) if 2**n <= self.devices]
         wrong = [value for value in (*powers, *range(2, min(self.devices, 16) + 1)) if value not in fitting]
         for value in wrong:
@@ -247,7 +256,7 @@ class Space:
                     yield from ((tp, cp, ep, pp) for pp in self.degrees["pp"] if tp * cp * ep * pp <= self.devices)
 
     def _with_data_ranks(self, tp: int, cp: int, ep: int, pp: int) -> Ints:
-        """Rows of these degrees with all dp × fsdp and microbatches."""
+        """Return rows of these degrees with all dp × fsdp and microbatches."""
         shared = self._shared(ep, self.devices // (tp * cp * ep * pp), pp > 1)
         if not shared:
             return np.empty((0, len(COLUMNS)), np.int64)
@@ -257,10 +266,10 @@ class Space:
         return np.concatenate([head, table], axis=1)
 
     def _shared(self, ep: int, most: int, equal: bool) -> list[int]:
-        """Values of dp × fsdp: numbers of data-parallel ranks that divide the batch evenly.
+        """Return values of dp × fsdp: counts of data-parallel ranks that divide the batch evenly.
 
-        Without a pipeline also numbers with uneven parts that no smaller one matches: the fullest data-parallel rank
-        sets the pace, so of equally full ones the fewest data-parallel ranks win.
+        Without a pipeline, it also returns counts with uneven shares that no smaller count matches: the fullest
+        data-parallel rank determines the time, so among equally full ones the fewest ranks win.
         """
         weights = self.job.partition.weights
         if weights is not None:
@@ -283,10 +292,10 @@ def _useful_data_ranks(batch: int, equal: bool) -> tuple[int, ...]:
 
 @cache
 def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
-    """Rows of (data-parallel ranks, microbatches) whose microbatches divide a rank's samples evenly.
+    """Return (data-parallel ranks, microbatches) with microbatches that divide a rank's samples.
 
-    Uneven parts are divided as evenly as possible. Ranks without a pipeline compute one microbatch after the other, so
-    of numbers with equally large microbatches only the least is listed.
+    Uneven shares are divided as evenly as possible. Without a pipeline, ranks compute one microbatch after the other,
+    so among counts with equally large microbatches only the smallest is listed.
     """
     share, smallest = -(-batch // data_ranks), batch // data_ranks
     if equal:
@@ -298,7 +307,7 @@ def _parts(batch: int, data_ranks: int, equal: bool) -> Ints:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
@@ -307,7 +316,7 @@ def _runs(schedule: str, pp: int, microbatches: int) -> bool:
 
 
 def numbered(*columns: Ints) -> tuple[list[tuple[int, ...]], Ints]:
-    """The distinct rows of some columns, and each row's index among them."""
+    """Return the distinct rows of some columns, and each row's index among them."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         key = key * (int(column.max(initial=0)) + 1) + column
@@ -317,7 +326,7 @@ def numbered(*columns: Ints) -> tuple[list[tuple[int, ...]], Ints]:
 
 # (keys that the reason depends on, reason)
 Refusal = tuple[tuple[str, ...], str]
-# degrees of which a value that is refused with the others at 1 is refused with all
+# degrees whose refusal holds for all plans if it holds with the other degrees at 1
 _FIXED = ("tp", "ep", "fsdp"), ("pp", "cp")
 
 
@@ -325,7 +334,7 @@ class LegalPlans:
     """Legality of plans that differ from a base plan in some keys.
 
     Args:
-        blocks: of the traced model; no more stages can be predicted.
+        blocks: number of blocks of the traced model; no more stages can be predicted.
     """
 
     def __init__(self, job: Job, cluster: Cluster, base: Plan, blocks: int) -> None:
@@ -337,12 +346,12 @@ class LegalPlans:
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
     def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
-        """First reason why the base plan with these values cannot run; None if it can.
+        """Return the first reason why the base plan with these values cannot run. None if it can.
 
         Memory is not checked here: see `out_of_memory`.
 
         Args:
-            among: only reasons that depend on no other keys.
+            among: considers only reasons that depend on no other keys.
         """
         base, plan = self.context.plan, None
         for check, known in self._known:
@@ -358,12 +367,12 @@ class LegalPlans:
         return None
 
     def out_of_memory(self, plan: Plan) -> Refusal | None:
-        """Reason why the state of a plan exceeds the memory, or None."""
+        """Return the reason why the state of a plan exceeds the memory, or None."""
         problem = self._memory.reason(replace(self.context, plan=plan))
         return (("memory",), problem.predicate) if problem else None
 
     def refusal_of_value(self, key: str, value: int) -> Refusal | None:
-        """Reason why a degree cannot have this value, whatever the others are; or None."""
+        """Return the reason why a degree cannot have this value in any plan, or None."""
         together = next(keys for keys in _FIXED if key in keys)
         return self.refusal({key: value}, together) or (self._too_many_stages(value) if key == "pp" else None)
 
@@ -382,20 +391,20 @@ class LegalPlans:
         return tp > 1 and self.refusal({"tp": tp, "cp": cp, "sequence": True}, ("sequence", "tp", "cp")) is None
 
     def schedule_fits(self, schedule: str, virtual: int, pp: int) -> bool:
-        """True if the model has blocks for the schedule's stages."""
+        """True if the model has enough blocks for the schedule's stages."""
         values = {"pp": pp, "schedule": schedule, "virtual": virtual}
         stages = pp * stages_per_rank(schedule, virtual) if pp > 1 else 1
         return stages <= self.blocks and self.refusal(values, (*values, "cut")) is None
 
     def fsdp_refusal(self, schedule: str, pp: int) -> Refusal | None:
-        """Reason why fsdp cannot shard a rank's stages of such a pipeline, or None."""
+        """Return the reason why fsdp cannot shard a rank's stages of this pipeline, or None."""
         return self.refusal({"pp": pp, "schedule": schedule, "fsdp": 2}, ("fsdp", "tp", "ep", "pp", "schedule"))
 
     def allows_microbatches(self, least: int = 2) -> bool:
-        """True if a rank's part of the batch can be divided into `least` microbatches.
+        """True if a rank's samples may be computed in this number of microbatches.
 
         Raises:
-            PlanError: the part cannot be divided, but the job requests gradient accumulation.
+            PlanError: it may not, but the job requires several microbatches.
         """
         refusal = self.refusal({"microbatches": least}, ("microbatches",))
         if refusal is not None and self.context.job.gradient_accumulation_steps > 1:
@@ -411,19 +420,19 @@ _VALUES = {"zero": (3, 2, 1), "sequence": (False, True), "schedule": SCHEDULES}
 def legal_plans(
     job: Job, cluster: Cluster, ranks: int | Iterable[int], *, keys: Sequence[str] = VARIED, base: Plan | None = None
 ) -> list[Plan]:
-    """Every plan with `ranks` ranks that passes `plan_errors`, small ones first.
+    """Yield every plan with `ranks` ranks that passes `plan_errors`, small ones first.
 
-    The order never changes. Variants that would compute the same are left out: `zero` varies with `fsdp` only, and not
-    in a pipeline, which gathers and reduces once a step anyway; `sequence` varies with `tp`, `schedule` with `pp`. With
-    a pipeline, each schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
+    The order never changes. Equivalent variants are left out. `zero` varies only with `fsdp`, and not in a pipeline,
+    which gathers and reduces once per step in any case. `sequence` varies with `tp`, and `schedule` with `pp`. With a
+    pipeline, each schedule gets the fewest microbatches, not fewer than `base` has, that keep every stage busy once.
 
     Args:
-        ranks: the number of ranks, or several such numbers, as `range(1, 5)` for up to four.
+        ranks: the number of ranks, or several such numbers, such as `range(1, 5)` for up to four.
         keys: the keys that vary: degrees, `zero`, `sequence`, `schedule`, `remat`. The others stay as in `base`.
         base: `Plan()` by default.
 
     Raises:
-        ValueError: a key that does not vary here.
+        ValueError: a key cannot vary here.
         JobError: the model cannot be built.
     """
     if unknown := set(keys) - {*VARIED, "remat"}:
@@ -444,13 +453,13 @@ def legal_plans(
 
 
 def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> dict[str, list[int]]:
-    """Values of each degree that pass the checks of that degree alone."""
+    """Return values of each degree that pass the checks of that degree alone."""
     fitting = {}
     for key in DEGREES:
         own = [check for check in CHECKS if check.keys == (key,)]
         values = range(1, most + 1) if key in keys else (getattr(context.plan, key),)
         if key == "cp" and key in keys and most > 1 and not context.model_info.takes_parts_of_sequences:
-            # it may run, but not as the cost model predicts
+            # it may run, but the cost model cannot predict it
             values = (1,)
         contexts = [
             (value, replace(context, plan=replace(context.plan, **dict[str, Any]({key: value})))) for value in values
@@ -462,7 +471,10 @@ def _fitting_degrees(context: PlanContext, most: int, keys: Sequence[str]) -> di
 
 
 def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
-    """Factorisations of `total` with one value for each degree. Large values of the first degrees come first."""
+    """Yield factorisations of `total` with one value for each degree.
+
+    Large values of the first degrees come first.
+    """
     (key, values), rest = degrees[0], degrees[1:]
     for value in reversed(values):
         if total % value == 0:
@@ -473,7 +485,7 @@ def _factors(total: int, degrees: list[tuple[str, list[int]]]) -> Iterator[dict[
 
 
 def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
-    """Variants of the plan: every value of the keys that are meaningful with its degrees."""
+    """Yield variants of the plan: every value of the keys that have an effect."""
     values: dict[str, Sequence[Any]] = {"remat": REMATS if "remat" in keys else (plan.remat,)}
     for key, degree in MEANT_FOR.items():
         values[key] = (getattr(plan if getattr(plan, degree) > 1 else Plan, key),)
@@ -489,7 +501,10 @@ def _variants(plan: Plan, job: Job, keys: Sequence[str]) -> Iterator[Plan]:
 
 
 def _microbatches(plan: Plan, job: Job) -> int | None:
-    """Fewest microbatches that the schedule can run; one per stage and sample if possible."""
+    """Return the fewest microbatches that the schedule can run.
+
+    If possible, there is one per stage and sample.
+    """
     share = job.global_batch // plan.data_ranks
     fitting = [
         n

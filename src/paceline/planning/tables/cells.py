@@ -1,4 +1,4 @@
-"""Cells of a table of runs, as people write them: numbers, precisions, recomputation, sharding, links."""
+"""Parser of table cells as people write them: numbers, precisions, recomputation, sharding, links."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ _RATE = re.compile(
     r"((?:\s+[\w-]+){0,3}?\s*per (?:GPU|device|card|chip))?",
     re.IGNORECASE,
 )
-# of the rate that is stated, what training's collectives reach beside what InfiniBand and RoCE do: hosts' processors
-# carry Omni-Path's packets (the rows of one table on 2 to 16 hosts: 6.4 of 50 GB/s)
+# Achieved share of the stated rate, relative to InfiniBand and RoCE. Omni-Path is slower because host processors
+# carry its packets (rows of one table on 2 to 16 hosts: 6.4 of 50 GB/s).
 _FABRICS = {r"omni-?path|\bOPA\b": 0.16, r"\bTCP\b|sockets|\befa\b": 0.6}
 
 
 class UnusableError(Exception):
-    """A row that cannot be predicted or compared; says why."""
+    """A row that cannot be predicted or compared. The text has the reason."""
 
 
 def number(text: str) -> float | None:
-    """The first number of a cell: `1,024`, `7.5e9`, `175B`, `250k-class (…)`; None where there is none."""
+    """Return the first number of a cell: `1,024`, `7.5e9`, `175B`, `250k-class (…)`.
+
+    None if there is none.
+    """
     found = _NUMBER.search(text or "")
     if not found:
         return None
@@ -44,10 +47,10 @@ def number(text: str) -> float | None:
 
 
 def whole(cells: Cells, name: str, default: int | None = None) -> int:
-    """A cell's whole number.
+    """Return a cell's whole number.
 
     Raises:
-        UnusableError: there is none, and no default.
+        UnusableError: there is no number, and no default.
     """
     value = number(cells.get(name, ""))
     if value is None:
@@ -58,12 +61,12 @@ def whole(cells: Cells, name: str, default: int | None = None) -> int:
 
 
 def stated(text: str) -> bool:
-    """True if a cell says something, not that nothing is known."""
+    """True if a cell has a value, rather than a note that it is unknown."""
     return bool(text.strip()) and not _UNSTATED.match(text.strip())
 
 
 def precision(cells: Cells, device: Accelerator) -> Precision:
-    """Precision of activations."""
+    """Return the precision of activations."""
     text = cells.get("precision", "").lower()
     names: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32", "fp64")
     found: Precision | None = next((name for name in names if name in text), None)
@@ -76,7 +79,7 @@ def precision(cells: Cells, device: Accelerator) -> Precision:
 
 
 def products(cells: Cells) -> Products:
-    """Precision of products with weights, if it is lower than that of activations."""
+    """Return the precision of products with weights, if lower than the precision of activations."""
     text = cells.get("precision", "").lower()
     if re.search(r"fp4|float4", text):
         return "fp4"
@@ -93,7 +96,7 @@ def products(cells: Cells) -> Products:
 
 
 def moment_bytes(cells: Cells) -> float:
-    """Bytes of each of the optimizer's moments."""
+    """Return the bytes of each of the optimizer's moments."""
     text = f"{cells.get('precision', '')} {cells.get('zero_fsdp', '')} {cells.get('notes', '')}"
     if re.search(r"8-?bit[ -](adam|optim)", text, re.IGNORECASE):
         return 1.0
@@ -102,7 +105,7 @@ def moment_bytes(cells: Cells) -> float:
 
 
 def recomputed(cells: Cells) -> Recomputed:
-    """Part of the forward pass that is computed again."""
+    """Return the share of the forward pass that is recomputed."""
     text = cells.get("act_ckpt", "").lower()
     if not stated(text):
         return "unknown"
@@ -114,7 +117,7 @@ def recomputed(cells: Cells) -> Recomputed:
 
 
 def sequence(cells: Cells) -> bool:
-    """True if norms and residuals are divided among the ranks of tp."""
+    """True if norms and residuals are divided among the tp ranks."""
     text = f"{cells.get('act_ckpt', '')} {cells.get('notes', '')}"
     if re.search(r"no sequence|no SP|sequence-parallel=False", text):
         return False
@@ -122,10 +125,10 @@ def sequence(cells: Cells) -> bool:
 
 
 def sharding(text: str, unstated: Sharding) -> Sharding:
-    """Sharding of the state among data-parallel ranks.
+    """Return the sharding of the state among data-parallel ranks.
 
     Args:
-        unstated: what the framework does where the cell says nothing.
+        unstated: the framework's default, used if the cell is empty.
     """
     text = text.lower()
     if not stated(text):
@@ -142,9 +145,10 @@ def sharding(text: str, unstated: Sharding) -> Sharding:
 
 
 def between_bytes_per_s(text: str, per_host: int) -> float | None:
-    """Network bandwidth of one device; None if no rate is stated.
+    """Return the network bandwidth of one device; None if no rate is stated.
 
-    A rate is a host's (`8x200Gb/s HDR IB per node`, `100GbE`) unless the text says a device's (`400Gb/s RDMA per GPU`).
+    A rate applies to a host (`8x200Gb/s HDR IB per node`, `100GbE`), unless the text says that it is per device
+    (`400Gb/s RDMA per GPU`).
     """
     rates = [
         float(times or 1) * float(rate) * 1e9 / 8 / (1 if per_device else per_host)
@@ -154,24 +158,24 @@ def between_bytes_per_s(text: str, per_host: int) -> float | None:
 
 
 def fabric_share(text: str) -> float:
-    """Part of a stated rate that a fabric's software reaches, beside InfiniBand's."""
+    """Return the share of a stated rate that a fabric's software achieves, relative to InfiniBand."""
     return next((share for name, share in _FABRICS.items() if re.search(name, text, re.IGNORECASE)), 1.0)
 
 
 _GATED = re.compile(r"llama|mistral|mixtral|qwen|gemma|deepseek|swiglu|internlm|yi-|olmo|gated|palm", re.IGNORECASE)
-# part of BERT's sequences of 512 tokens that is text, in bins of 64 tokens (MLPerf's and LDDL's Wikipedia)
+# share of BERT's 512-token sequences that is text, in bins of 64 tokens (MLPerf's and LDDL's Wikipedia)
 _TEXT = 0.56
-# frameworks of today train without dropout
+# current frameworks train without dropout
 _MODERN = re.compile(r"composer|foundry|fsdp|titan|olmo|core|nemo|maxtext|h100|b200|gb\d00|tpu", re.IGNORECASE)
 
 
 def model_of(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> ModelTrace:
-    """The model of a row.
+    """Return the model of a row.
 
-    Stated dimensions come first; what is not stated follows from the model's name, or from other rows.
+    Stated dimensions take precedence; missing ones follow from the model's name, or from other rows.
 
     Raises:
-        UnusableError: neither its dimensions nor its name are known.
+        UnusableError: neither the dimensions nor the name are known.
     """
     named = known_dimensions(cells.get("model", ""))
     if number(cells.get("hidden", "")) is None:
@@ -209,9 +213,9 @@ def _depth(cells: Cells) -> int | None:
 
 
 def _changed(named: Dimensions, cells: Cells, tp: int) -> Dimensions:
-    """A named model with the row's sequence, vocabulary and masked tokens."""
+    """Return a named model with the row's sequence length, vocabulary and masked tokens."""
     seq = _sequence(cells)
-    # of an encoder-decoder, the length that is stated is the encoder's
+    # for an encoder-decoder, the stated length is the encoder's
     longer = {"source_seq": seq, "seq": named.seq} if named.encoder_layers else {"seq": seq}
     values: dict[str, Any] = {key: value for key, value in longer.items() if value} | {
         "vocab": whole(cells, "vocab", named.vocab)
@@ -235,7 +239,10 @@ def _checked(values: Mapping[str, Any]) -> Dimensions:
 
 
 def _masked(cells: Cells, seq: int) -> dict[str, float]:
-    """Fraction of tokens that a masked language model's head computes, where the row tells."""
+    """Return the fraction of tokens that a masked language model's head computes.
+
+    None if the row does not state it.
+    """
     pairs = re.findall(r"(\d+) of (\d+)\b", cells.get("notes", ""))
     found = next((int(few) / int(of) for few, of in pairs if int(of) == seq), None)
     if re.search(r"no MLM head|fine-?tuning|squad", cells.get("notes", ""), re.IGNORECASE):
@@ -253,7 +260,7 @@ def _padded(vocab: int, tp: int, framework: str) -> int:
 
 
 def _dense(cells: Cells, seq: int) -> int:
-    """Tokens without the padding that NVIDIA's BERT for PyTorch and Paddle leaves out."""
+    """Remove the padding tokens that NVIDIA's BERT for PyTorch and Paddle skip."""
     recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE) and re.search(
         r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE
     )
@@ -311,7 +318,7 @@ def _stated(cells: Cells, others: Sequence[Cells], tp: int, stages: int) -> Dime
 
 
 def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, likely: bool) -> bool:
-    """True if three matrices a feed-forward part come nearer to the stated parameters than two."""
+    """True if three matrices per feed-forward part match the stated parameters better than two."""
 
     def off(gated: bool) -> float:
         return abs(transformer(_checked({"layers": layers, "gated": gated, **base})).parameters / parameters - 1)
@@ -320,7 +327,10 @@ def _gated_by_size(base: Mapping[str, Any], layers: int, parameters: float, like
 
 
 def _heads_of_others(cells: Cells, others: Sequence[Cells], hidden: int) -> int:
-    """Heads of other rows with the same width, or such as are about 128 wide."""
+    """Return the number of heads of other rows with the same width.
+
+    If there are none, heads are about 128 wide.
+    """
     for other in others:
         if other.get("n_heads") and number(other.get("hidden", "")) == hidden:
             return whole(other, "n_heads")

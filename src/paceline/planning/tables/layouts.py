@@ -1,4 +1,4 @@
-"""Layout of a table's row: what it states, and what follows from that."""
+"""Layout of a table's row: stated values, and values inferred from them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from paceline.planning.tables import cells as table
 from paceline.planning.tables.cells import Cells, UnusableError, model_of, number, whole
 
 PCIE = LinkSpec("PCIe 4 x16", 32e9, 10e-6)
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the layers, computed again
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the layers that may be recomputed
 
 
 def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
-    """Layout of a row.
+    """Return the layout of a row.
 
     Raises:
-        UnusableError: something is not stated that nothing else tells.
+        UnusableError: a value is missing and cannot be inferred.
         ClusterError: its device is not in the catalogue.
     """
     device = accelerator(cells["gpu"])
@@ -54,7 +54,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     layers = sum(block.kind not in ("embedding", "head") for block in trace.blocks)
     remat = table.recomputed(cells)
     if remat == "unknown" and not cells.get("act_ckpt") and not framework.profile.flash:
-        remat = "none"  # where nobody asks: images, and small models
+        remat = "none"  # the default for image models and small models
     layout = Layout(
         trace,
         _machines(cells, device, ranks),
@@ -74,7 +74,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
     layout = _sharded(layout, cells, data_ranks, framework)
     layout = replace(layout, cut=_cut(layout, layers))
     if layout.zero_dp and not re.search("zero", cells.get("zero_fsdp", ""), re.IGNORECASE):
-        # its gradients are scattered; those of stage 1 are summed whole
+        # its gradients are scattered; with stage 1 they are summed whole
         framework = replace(framework, profile=replace(framework.profile, sums_gradients=False))
     layout = framework.laid_out(
         layout,
@@ -86,7 +86,7 @@ def layout_of(cells: Cells, others: Sequence[Cells]) -> Layout:
 
 
 def _divides_always(layout: Layout, framework: Framework) -> bool:
-    """True of DeepSpeed in bf16, whose `BF16_Optimizer` divides its state at every stage."""
+    """True for DeepSpeed in bf16, whose `BF16_Optimizer` shards its state at every stage."""
     return framework.name == MEGATRON_DEEPSPEED.name and layout.precision == "bf16"
 
 
@@ -95,7 +95,7 @@ _XLA = re.compile(r"\bXLA\b|DeepLearningExamples\S* TensorFlow2?/Segmentation/UN
 
 
 def _for_model(framework: Framework, trace: ModelTrace, cells: Cells) -> Framework:
-    """A framework as it computes convolutions, whose kernels are others than those of transformers."""
+    """Adapt a framework's profile to convolutions, whose kernels differ from those of transformers."""
     if not any(gemm.read for block in trace.blocks for gemm in block.gemms):
         return framework
     if not re.search(r"tensorflow|\btf\b|horovod", cells.get("framework", ""), re.IGNORECASE):
@@ -111,7 +111,7 @@ def _ranks(cells: Cells, inside: int) -> int:
 
 
 def _batch(cells: Cells, data_ranks: int, tokens: int) -> int:
-    """Samples of a step: as stated, by the microbatch, or by the rate."""
+    """Return the samples of a step: as stated, or from the microbatch or the rate."""
     micro = number(cells.get("micro_batch", ""))
     stated = number(cells.get("global_batch", ""))
     if stated is None:
@@ -129,7 +129,7 @@ def _batch(cells: Cells, data_ranks: int, tokens: int) -> int:
 
 def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
     per_host = whole(cells, "gpus_per_node", device.per_host)
-    if device.machine:  # several machines are one domain of links
+    if device.machine:  # several machines form one domain of links
         per_host = max(per_host, device.per_host)
     text = cells.get("interconnect", "")
     if re.search(r"pcie", text, re.IGNORECASE) and not re.search(r"nvlink|nvswitch", text, re.IGNORECASE):
@@ -141,14 +141,14 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
         and not re.search(r"per (node|host|GPU|device)|node-node|total|\d\s*[x×]", text)
         and rate * per_host <= 1.01 * device.network.bandwidth
     ):
-        rate *= per_host  # one of a host's cards
+        rate *= per_host  # the rate is for one of a host's cards
     between = LinkSpec("between hosts", rate, device.network.latency_s) if rate else device.network
     hosts = max(-(-ranks // per_host), 1)
     return Machines(device, hosts, per_host, between, oversubscription=1 / table.fabric_share(text))
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
-    """Virtual stages per rank; if not stated, 4 or a number that divides the layers."""
+    """Return the virtual stages per rank. If not stated, 4 or a number that divides the layers."""
     stated = number(cells.get("vpp", ""))
     if pp == 1:
         return 1
@@ -176,7 +176,7 @@ def _lora(cells: Cells) -> int:
 
 
 def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework) -> Layout:
-    """The data-parallel ranks that shard parameters, gradients or the optimizer's state, and those of experts."""
+    """Return the data-parallel ranks that shard parameters, gradients or optimizer state, also for experts."""
     text = cells.get("zero_fsdp", "")
     ep = whole(cells, "ep", 1) or 1
     if not any(block.experts for block in layout.trace.blocks):
@@ -201,7 +201,7 @@ def _sharded(layout: Layout, cells: Cells, data_ranks: int, framework: Framework
 
 
 def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
-    """Megatron's cut: equal numbers of layers per stage; () if they do not divide evenly."""
+    """Return Megatron's cut: equal numbers of layers per stage; () if they do not divide evenly."""
     stages = layout.pp * layout.chunks
     each, rest = divmod(layers, stages)
     if rest or len(layout.trace.blocks) != layers + 2:
@@ -210,7 +210,7 @@ def _cut(layout: Layout, layers: int) -> tuple[int, ...]:
 
 
 def _with_least_recomputed(layout: Layout) -> Layout:
-    """A layout with the least recomputation that fits, as users would choose."""
+    """Return a layout with the least recomputation that fits, as users would choose."""
     for share in _SHARES:
         changed = replace(layout, remat="block" if share else "none", remat_share=share or 1.0)
         if memory_fits(changed):
@@ -218,20 +218,20 @@ def _with_least_recomputed(layout: Layout) -> Layout:
     return replace(changed, offload_activations=True)
 
 
-# what a plan does not change of a model: its trace has the vocabulary padded for tp
+# keys of the model that a plan does not change; its trace has the vocabulary padded for tp
 _MODEL = ("model", "n_layers", "hidden", "ffn", "n_heads", "n_kv_heads", "vocab")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured run: the plan, and what was measured of it.
+    """One measured run: the plan, and its measurements.
 
     Attributes:
         table, number: the table's name and the row's line.
-        cells: as they are written.
-        seconds: of a step; None if it was not measured.
-        memory_gib: of a device; None likewise.
-        out_of_memory: True if the run ended so.
+        cells: the cells as written.
+        seconds: seconds of a step; None if not measured.
+        memory_gib: memory of a device; None if not measured.
+        out_of_memory: True if the run ran out of memory.
     """
 
     table: str
@@ -244,12 +244,15 @@ class Row:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The table and the line."""
+        """Return the table and the line."""
         return self.table, self.number
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Same work on the same machines: rows of a group differ in their plans."""
+        """Return the key of a group of rows that differ only in their plans.
+
+        Such rows do the same work on the same machines.
+        """
         layout = self.layout
         model = tuple(self.cells.get(name, "") for name in _MODEL)
         work = (layout.trace.tokens, round(layout.global_batch, 3), layout.precision, layout.products, layout.lora)
@@ -259,13 +262,13 @@ class Row:
 
     @property
     def framework(self) -> str:
-        """Its framework and version, without remarks that tell plans apart."""
+        """Return the framework and its version, without remarks that distinguish plans."""
         name = re.split(r"[;(]", self.cells.get("framework", ""))[0].strip().lower()
         return f"{name} {self.cells.get('source', '')}"
 
     @property
     def plan(self) -> tuple[object, ...]:
-        """Part of the layout that a planner chooses."""
+        """Return the part of the layout that a planner chooses."""
         layout = self.layout
         degrees = (layout.dp, layout.fsdp, layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_ranks)
         return *degrees, layout.zero, layout.zero_dp, layout.samples, layout.chunks, layout.schedule, layout.remat
@@ -281,7 +284,7 @@ class Skipped:
 
 
 def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
-    """All rows of the tables that name a model and devices."""
+    """Read all rows that name a model and devices."""
     rows: list[Row] = []
     skipped: list[Skipped] = []
     for path in files:
@@ -302,10 +305,10 @@ def read(files: Iterable[Path]) -> tuple[list[Row], list[Skipped]]:
 
 
 def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
-    """Row of a table from its cells; its `others` tell what it leaves out.
+    """Parse a row of a table from its cells; `others` supply missing values.
 
     Raises:
-        UnusableError: something is not stated that nothing else tells.
+        UnusableError: a value is missing and cannot be inferred.
         ClusterError: its device is not in the catalogue.
     """
     out_of_memory = any(
@@ -320,7 +323,7 @@ def row_of(table: str, at: int, cells: Cells, others: Sequence[Cells]) -> Row:
 
 
 def _seconds(cells: Cells, layout: Layout) -> float | None:
-    """A step's time, or what it is by the rate that was printed instead."""
+    """Return a step's time as stated, or computed from the stated rate."""
     stated = number(cells.get("step_time_s", ""))
     if stated:
         return stated
@@ -357,7 +360,7 @@ _FLASH = re.compile(r"(?<!no )flash(?!\w* not)|transformer_engine|xformers|sdpa|
 
 
 def framework_of(cells: Cells, device: Accelerator) -> Framework:
-    """The framework of a row, with its attention and launches as the row says."""
+    """Return the framework of a row, with the row's attention and kernel launches."""
     name, notes = cells.get("framework", ""), cells.get("notes", "")
     found = _by_name(cells, device)
     profile = found.profile
@@ -368,19 +371,19 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
     elif re.search(r"no flash|flash\w* off|without flash", notes, re.IGNORECASE):
         profile = replace(profile, flash=False)
     if re.search(r"gpt.?oss", cells.get("model", ""), re.IGNORECASE) and _nemo(cells) < (26, 6):
-        profile = replace(profile, flash=False)  # sinks, which fused kernels did not have before cuDNN 9.13
+        profile = replace(profile, flash=False)  # attention sinks, which fused kernels lacked before cuDNN 9.13
     if re.search(r"deterministic-mode=True", notes):
         profile = replace(profile, attention=1, kernels=1.5 * profile.kernels)
     if found is known.COMPOSER:
-        profile = replace(profile, attention=1)  # its models add ALiBi's biases: FlashAttention in Triton
+        profile = replace(profile, attention=1)  # its models add ALiBi's biases, so FlashAttention runs in Triton
     if _unpadded(cells) and device.generation not in ("pascal", "volta") and "16" in cells.get("precision", ""):
-        profile = replace(profile, flash=True, attention=1)  # apex's fused attention for sequences of any length
+        profile = replace(profile, flash=True, attention=1)  # apex's fused attention supports any sequence length
     if re.search(r"LAUNCH_BLOCKING=1", notes):
         profile = replace(profile, blocking=True)
     if re.search(r"async ?tp|userbuffers|tp-comm-overlap=True", f"{name} {notes}", re.IGNORECASE):
         profile = replace(profile, overlaps_tp=known.OVERLAPPED_TP)
     found = replace(found, profile=profile)
-    # NVIDIA's recipes for speed keep and sum gradients in 16 bits
+    # NVIDIA's speed recipes keep and sum gradients in 16 bits
     narrow = found.name.startswith(known.MEGATRON_CORE.name) and re.search(
         r"task=|bridge|recipe", f"{name} {notes}", re.IGNORECASE
     )
@@ -388,14 +391,14 @@ def framework_of(cells: Cells, device: Accelerator) -> Framework:
 
 
 def _unpadded(cells: Cells) -> bool:
-    """True of NVIDIA's pre-training of BERT with PyTorch or PaddlePaddle."""
+    """True for NVIDIA's pre-training of BERT with PyTorch or PaddlePaddle."""
     recipe = re.search(r"pre-?training", cells.get("notes", ""), re.IGNORECASE)
     by = re.search(r"pytorch|paddle", cells.get("framework", ""), re.IGNORECASE)
     return bool(recipe and by and re.search(r"\bbert", cells.get("model", ""), re.IGNORECASE))
 
 
 def _nemo(cells: Cells) -> tuple[int, int]:
-    """Year and month of NeMo's container; (0, 0) where it is not told."""
+    """Return year and month of NeMo's container; (0, 0) if unknown."""
     found = re.search(r"\b(2\d)\.(\d\d)\b.{0,12}NeMo", f"{cells.get('source', '')} {cells.get('framework', '')}")
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
