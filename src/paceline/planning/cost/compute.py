@@ -16,16 +16,16 @@ from paceline.planning.model.graph import BlockTrace, Gemm
 
 
 class BlockConfig(NamedTuple):
-    """Everything that a block's time on one rank depends on, but for the block.
+    """Everything that a block's time on one rank depends on, except the block itself.
 
-    Those without a comment here are as in `Layout` and `FrameworkProfile`.
+    Fields without a description here are as in `Layout` and `FrameworkProfile`.
 
     Attributes:
         attention: generation of the fused kernel; 0 if attention is not fused.
-        floor_s: least seconds of Python for a kernel.
-        added_bytes: bytes moved per number of a weight's gradient to add it to those of earlier microbatches.
+        floor_s: minimum seconds of Python for a kernel.
+        added_bytes: bytes moved per number of a weight's gradient to add it to the gradient of earlier microbatches.
         products: precision of products with weights; "" if the device is no faster in it.
-        casts: part of a step's microbatches in which weights are cast to `products`.
+        casts: share of a step's microbatches in which weights are cast to `products`.
     """
 
     device: Accelerator
@@ -64,17 +64,17 @@ class BlockConfig(NamedTuple):
 
     @property
     def expert_parts(self) -> int:
-        """Number of parts that a layer's experts are in, as `Layout.expert_parts`."""
+        """Number of parts into which a layer's experts are divided, as `Layout.expert_parts`."""
         return self.expert_ranks or self.tp * self.ep
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one microbatch on one rank: the device's, and Python's to launch kernels.
+    """Seconds of one microbatch on one rank: the device's, and Python's time to launch kernels.
 
     Attributes:
-        scores_s: forward seconds that remat=selective computes again where it keeps all but attention's squares.
+        scores_s: forward seconds that remat=selective recomputes if it keeps everything except attention's squares.
         last_s: forward seconds of the last product.
-        others_s: forward seconds of kernels that only read and write.
+        others_s: forward seconds of memory-bound kernels.
         weights_s: forward seconds of products with weights.
     """
 
@@ -89,7 +89,7 @@ class BlockTime(NamedTuple):
 
 
 def block_config(layout: Layout) -> BlockConfig:
-    """The part of a layout that a block's time depends on."""
+    """Return the part of a layout that determines a block's time."""
     framework, device = layout.framework, device_of(layout)
     queued = (device.is_gpu or device.is_core) and not framework.graphs
     regathers = layout.fsdp > 1 and layout.zero == 3 and layout.pp == 1
@@ -128,7 +128,7 @@ def block_config(layout: Layout) -> BlockConfig:
 
 
 def device_of(layout: Layout) -> Accelerator:
-    """A rank's compute device; on CPUs as many cores as it has threads."""
+    """Return a rank's compute device. On CPUs, one with as many cores as the rank has threads."""
     device = layout.machines.device
     return _cores(device, layout.threads) if device.is_core and layout.threads > 1 else device
 
@@ -141,7 +141,7 @@ def _cores(core: Accelerator, count: int) -> Accelerator:
 
 @lru_cache(maxsize=200_000)
 def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
-    """Times of a block for one microbatch, without communication."""
+    """Compute the times of a block for one microbatch, without communication."""
     if config.products and block.kind in ("embedding", "head"):
         config = config._replace(products="")
     weights = [gemm for gemm in block.gemms if not (gemm.batch and config.attention)]
@@ -174,12 +174,12 @@ def block_time(block: BlockTrace, config: BlockConfig) -> BlockTime:
 
 
 def held_weights(block: BlockTrace, config: BlockConfig) -> float:
-    """Numbers of weights that one rank has of a block."""
+    """Return the number of weights of a block that one rank holds."""
     return block.matrices / config.tp + block.experts / config.expert_parts
 
 
 def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
-    """Forward and backward seconds of fused attention, or of a state space's scan."""
+    """Return forward and backward seconds of fused attention, or of a state space's scan."""
     if not config.attention:
         return 0.0, 0.0
     reached = constants.SCAN if block.kind.startswith("mamba") else 1.0
@@ -194,9 +194,10 @@ def _attention_s(block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
 
 
 def _throttled(products_s: float, others_s: float, launch_s: float, config: BlockConfig) -> float:
-    """Factor by which products take longer where the device's power slows its clock.
+    """Return the factor by which products slow down because the device's power limits its clock.
 
-    A device that is busy with products all the time keeps `sustained` of its clock; with less to do, more.
+    A device that computes products all the time keeps the fraction `sustained` of its clock; a less busy device keeps
+    more.
     """
     if not products_s:
         return 1.0
@@ -205,9 +206,10 @@ def _throttled(products_s: float, others_s: float, launch_s: float, config: Bloc
 
 
 def _sustained(device: Accelerator) -> float:
-    """Part of the peak that long products keep within a device's power.
+    """Return the fraction of the peak that long products sustain within a device's power.
 
-    What was found for a device goes for it with another memory or power, too, in proportion to `sustained`.
+    The fitted value of a device also applies to its variants with another memory or power, in proportion to
+    `sustained`.
     """
     usual = CATALOGUE.get(device.name.split(" ")[0], device)
     found = SUSTAINED.get(usual.name, usual.sustained * constants.PRODUCTS_TOP)
@@ -215,7 +217,7 @@ def _sustained(device: Accelerator) -> float:
 
 
 def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
-    """Kernels of a forward pass, with casts to low precision, experts and adapters."""
+    """Count the kernels of a forward pass, including casts to low precision, experts and adapters."""
     products = sum(not gemm.batch for gemm in block.gemms)
     added = float(products if config.products else 0) + (4 * products if config.lora else 0)
     if block.experts:
@@ -226,7 +228,7 @@ def _kernels(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
 
 
 def _scores_s(block: BlockTrace, config: BlockConfig, unfused: bool) -> float:
-    """Seconds of the kernels over attention's squares, forward; none where attention is fused."""
+    """Return the forward seconds of the kernels over attention's squares; 0 if attention is fused."""
     if config.attention:
         return 0.0
     return _pass_s(block.scores / config.tp / config.cp, config) * (constants.UNFUSED_SOFTMAX if unfused else 1)
@@ -240,7 +242,7 @@ def _softmax_is_unfused(block: BlockTrace, config: BlockConfig) -> bool:
 
 
 def _other_s(block: BlockTrace, config: BlockConfig) -> float:
-    """Seconds of the kernels that only read and write, forward, without attention's squares."""
+    """Return the forward seconds of memory-bound kernels, without attention's squares."""
     head = block.kind == "head"
     vector = config.vector
     if any(gemm.read for gemm in block.gemms):
@@ -252,7 +254,10 @@ def _other_s(block: BlockTrace, config: BlockConfig) -> float:
 
 
 def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) -> tuple[float, float]:
-    """Seconds of casts to low precision: inputs and weights forward, gradients of results backward."""
+    """Return the seconds of casts to low precision.
+
+    They are casts of inputs and weights in the forward pass, and of gradients of results in the backward pass.
+    """
     if not config.products:
         return 0.0, 0.0
     forward = backward = 0.0
@@ -268,14 +273,15 @@ def _casts_s(weights: Sequence[Gemm], block: BlockTrace, config: BlockConfig) ->
 
 
 def _pass_s(numbers: float, config: BlockConfig) -> float:
-    """Seconds to move `numbers` elements per sample through the device's memory."""
+    """Return the seconds to move `numbers` elements per sample through the device's memory."""
     return numbers * config.samples * BYTES[config.precision] / vector_bandwidth(config.device)
 
 
 def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
-    """Seconds of all products of this shape in a microbatch, forward or backward.
+    """Return the seconds of all products of this shape in a microbatch, forward or backward.
 
-    The backward pass has two products for each, and one where the weight is not trained or its input is data.
+    The backward pass has two products for each forward product, or one if the weight is not trained or its input is
+    data.
     """
     shape = _shape(gemm, config)
     precision: str = config.precision if gemm.batch else config.products or config.precision
@@ -293,15 +299,16 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
     inputs = 0.0 if gemm.data else seconds(*_gradient_of_inputs(gemm, shape, read))
     if config.lora and not gemm.batch:
         return repeated * inputs
-    # products in int8 leave the weights' gradients in 16 bits (AQT's default in MaxText)
+    # int8 products leave the weights' gradients in 16 bits (AQT's default in MaxText)
     kept = config.precision if precision == "int8" else precision
     return repeated * (inputs + seconds(shape.n, shape.k, shape.rows, kind=kept))
 
 
 def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
-    """Product that is the gradient of a left operand: rows, width, summed dimension, elements read.
+    """Return the product that is the gradient of a left operand.
 
-    That of a convolution is one of the result's gradient, with as many rows as the image has positions.
+    The values are rows, width, summed dimension, and elements read. For a convolution, the result's gradient is
+    convolved, with one row for each position of the image.
     """
     if gemm.taps == 1:
         return shape.rows, shape.k, shape.n, read
@@ -311,7 +318,7 @@ def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, f
 
 
 class Shape(NamedTuple):
-    """Products of one rank in a microbatch: `many` at once, that `repeated` times.
+    """Products of one rank in a microbatch: `many` at once, `repeated` times.
 
     Each is (rows × k) · (k × n).
     """
@@ -324,13 +331,13 @@ class Shape(NamedTuple):
 
 
 def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
-    """One rank's part of products."""
+    """Return one rank's part of products."""
     rows, n, k = gemm.rows / config.cp, float(gemm.n), float(gemm.k)
     times, tp = float(gemm.times), config.tp
     if gemm.batch:
         times *= gemm.batch * config.samples / (tp if gemm.divided != "none" else 1)
     elif gemm.experts:
-        # with experts whole on some of the ranks of tp, each of these has its part of the tokens
+        # if some tp ranks hold whole experts, each of these ranks has its part of the tokens
         rows *= config.samples * config.imbalance * config.expert_groups / gemm.experts
         rows /= tp if config.expert_ranks else 1
         rows = ceil(rows / constants.EXPERT_ROWS) * constants.EXPERT_ROWS
@@ -343,7 +350,7 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
     elif gemm.divided == "k":
         k /= tp
     if gemm.read and gemm.times > 1 and n < constants.GROUPS_N:
-        # a convolution's narrow groups are computed several at once
+        # several narrow groups of a convolution are computed at once
         together = min(constants.GROUPS_N / n, times)
         n, k, times = n * together, k * together, times / together
     many = times if gemm.batch or gemm.experts else 1.0
@@ -351,10 +358,10 @@ def _shape(gemm: Gemm, config: BlockConfig) -> Shape:
 
 
 def _of_products(gemm: Gemm, config: BlockConfig) -> float:
-    """Relative time of a convolution's products by its algorithm.
+    """Return the relative time of a convolution's products by its algorithm.
 
-    Kernels of 3 × 3 are computed by Winograd's in fp32 (arXiv:1509.09308), where tensor cores do not multiply. Where
-    they do, those over three dimensions are slower than those over two.
+    In fp32 without tensor cores, 3 × 3 kernels use Winograd's algorithm (arXiv:1509.09308). With tensor cores,
+    convolutions over three dimensions are slower than those over two.
     """
     wide = config.precision == "fp32" and config.device.is_gpu
     if wide:
@@ -362,7 +369,7 @@ def _of_products(gemm: Gemm, config: BlockConfig) -> float:
     return constants.CONVOLUTION_3D if gemm.taps == 27 else 1.0
 
 
-# precisions of products that are lower than 16 bits, and the peak that each uses
+# precisions of products below 16 bits, and the peak that each uses
 LOW = {"int8": "int8", "fp8": "fp8", "fp8-row": "fp8", "fp8-block": "fp8", "mxfp8": "fp8", "fp4": "fp4"}
 _WIDER = {
     "fp4": ("fp8", "bf16"),
@@ -375,7 +382,7 @@ _WIDER = {
 
 
 def peak_flops(device: Accelerator, precision: str) -> float:
-    """Peak FLOP/s of a precision, or of the next wider one."""
+    """Return the peak FLOP/s of a precision, or of the next wider one."""
     precision = LOW.get(precision, precision)
     for name in (precision, *_WIDER.get(precision, ())):
         if name in device.peak_flops:
@@ -387,9 +394,9 @@ def peak_flops(device: Accelerator, precision: str) -> float:
 def product_s(
     device: Accelerator, precision: str, m: float, n: float, k: float, many: float = 1.0, spared: float = 0.0
 ) -> float:
-    """Seconds of `many` equal products (m × k) · (k × n) at once, bound by arithmetic or memory.
+    """Return the seconds of `many` equal products at once, bound by arithmetic or memory.
 
-    `spared` elements are not moved: convolutions read an element once for many rows.
+    Each is (m × k) · (k × n). `spared` elements are not moved: convolutions read an element once for several rows.
     """
     low = precision in LOW
     size = constants.LOW_BYTES[precision] if low else BYTES[precision]
@@ -410,14 +417,14 @@ def product_s(
 def _tiled_s(
     m: float, n: float, k: float, many: float, units: int, each: float, sizes: constants.Tiles = constants.TILES
 ) -> float:
-    """Seconds of products whose result is cut into tiles.
+    """Return the seconds of products whose result is cut into tiles.
 
-    Multiprocessors take one tile each, in waves, the last of which may be almost empty. Of the sizes that libraries
-    have the fastest is taken.
+    Multiprocessors take one tile each, in waves. The last wave may be almost empty. The fastest of the tile sizes in
+    libraries is used.
 
     Args:
         units: multiprocessors of the device; `each`: FLOP/s of one.
-        sizes: of tiles.
+        sizes: available tile sizes.
     """
     fastest = float("inf")
     for rows, columns, use in sizes:
@@ -432,7 +439,7 @@ def _tiled_s(
 
 
 def _alignment(n: float, k: float, size: int) -> float | None:
-    """Relative speed for the rows' alignment; None if tensor cores cannot be used."""
+    """Return the relative speed for the rows' alignment; None if tensor cores cannot be used."""
     speed = 1.0
     for width in (n, k):
         found = next((left for divisor, left in constants.ALIGNED if (width * size) % divisor == 0), None)
@@ -443,12 +450,12 @@ def _alignment(n: float, k: float, size: int) -> float | None:
 
 
 def vector_bandwidth(device: Accelerator) -> float:
-    """Bytes per second of kernels that only read and write."""
+    """Return the bytes per second of memory-bound kernels."""
     return device.memory_bandwidth * constants.VECTOR_TOP
 
 
 class KernelSpeed(NamedTuple):
-    """Part of the 16-bit peak that a kernel reaches on long sequences.
+    """Share of the 16-bit peak that an attention kernel reaches on long sequences.
 
     Heads are 128 wide.
     """
@@ -457,10 +464,12 @@ class KernelSpeed(NamedTuple):
     backward: float
 
 
-# By generation of the kernel (FlashAttention 1, 2, 3; cuDNN's from 9.0 on count as 3), then of the device; "" is any
-# other. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9's); Ampere's
-# are of Dao, 2023 (arXiv:2307.08691, figures 4 to 6); Blackwell's of NVIDIA's cuDNN 9 notes; CDNA's of AMD's blog on
-# composable kernels. Others are assumed to be as Ampere's.
+# By generation of the kernel (FlashAttention 1, 2, 3; cuDNN since 9.0 counts as 3), then by device; "" is any
+# other device. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9).
+# Ampere's
+# are from Dao, 2023 (arXiv:2307.08691, figures 4 to 6), Blackwell's from NVIDIA's cuDNN 9 notes, CDNA's from AMD's blog
+# on
+# composable kernels. Other devices are assumed to behave like Ampere.
 KERNELS: dict[int, dict[str, KernelSpeed]] = {
     1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23), "blackwell": KernelSpeed(0.12, 0.10)},
     2: {
@@ -482,14 +491,14 @@ KERNELS: dict[int, dict[str, KernelSpeed]] = {
         "tpu": KernelSpeed(0.50, 0.45),
     },
 }
-# Rows of a sequence at which half of that is reached, forward and backward, with a causal mask and without: measured
+# Sequence length at which half of that is reached, forward and backward, with a causal mask and without: measured
 # (tables/operations_h100.csv)
 HALF_CAUSAL = KernelSpeed(450.0, 1080.0)
 HALF = KernelSpeed(100.0, 450.0)
-# of the speed at a width of 128, what is left for heads of 64 or less; measured there
+# share of the speed at a width of 128 that remains for heads of 64 or less; from the same measurements
 NARROW = 0.8
-# parts of the peak that products keep on the devices these were measured on (`Accelerator.sustained`): a device with
-# less power is slower in attention, too
+# share of the peak that products sustain on the measured devices (`Accelerator.sustained`): a device with
+# less power is slower in attention as well
 MEASURED_AT = {"hopper": 0.92, "ampere": 1.0, "blackwell": 0.89}
 BACKWARD = 2.5  # five products instead of two
 
@@ -497,12 +506,12 @@ BACKWARD = 2.5  # five products instead of two
 def fused_attention_s(
     gemm: Gemm, device: Accelerator, kernel: int, peak: float, samples: float, ranks: int
 ) -> tuple[float, float]:
-    """Forward and backward seconds of one of attention's two products in a fused kernel.
+    """Return forward and backward seconds of one of attention's two products in a fused kernel.
 
     The kernel skips what a causal mask hides.
 
     Args:
-        kernel: its generation, 1 to 3.
+        kernel: generation of the kernel, 1 to 3.
         peak: FLOP/s of the device in that precision.
         samples: sequences of a microbatch.
         ranks: ranks that share the work.

@@ -1,8 +1,8 @@
 """Physical constants of the cost model: one set for all models, machines and software.
 
-The values in `CONSTANTS` are fitted: `benchmarks/published_fit.py` found them on a tenth of the rows of published
-tables. `LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`).
-The others are properties of the hardware or of libraries, with their source, or are said to be assumed.
+The values in `CONSTANTS` are fitted by `benchmarks/published_fit.py` on a tenth of the rows of published tables.
+`LINK_TOP_INSIDE` and `COLLECTIVE_S` are fitted to timings of NCCL (`tables/calib_collectives.csv`). The others are
+properties of the hardware or of libraries, with their source, or are marked as assumed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONSTANTS: dict[str, float] = {
     "EXPERT_KERNELS": 3.444,
 }
 
-# of each framework: of its computing, of its traffic beside products, of its kernels, of its loss
+# for each framework: factors on its compute, its memory-bound traffic, its kernels, and its loss
 FRAMEWORKS: dict[str, dict[str, float]] = {
     "Megatron-DeepSpeed": {"derating": 0.9419, "vector": 1.005, "kernels": 5.686, "loss": 2.344},
     "Megatron-LM": {"derating": 0.9736, "vector": 1.236, "kernels": 2, "loss": 2.123},
@@ -62,7 +62,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     "TensorFlow with Horovod of images": {"derating": 1.08, "vector": 2.723},
 }
 
-# of the peak of each device, what long products keep within its power
+# share of each device's peak that long products sustain within its power
 SUSTAINED: dict[str, float] = {
     "A100-SXM-80": 0.7672,
     "V100-SXM-16": 0.7942,
@@ -81,129 +81,130 @@ SUSTAINED: dict[str, float] = {
 
 
 # Matrix products
-# of the peak, what a large product reaches while power does not slow the clock
+# share of the peak that a large product reaches while power does not limit the clock
 GEMM_TOP = 0.93
-# of the peak, what products keep for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to that
+# share of the peak that products sustain for minutes within an A100's power, 250 TFLOP/s; `sustained` is relative to it
 PRODUCTS_TOP = 0.80
-# starting and ending a tile takes as long as so many steps of its inner loop
+# the overhead of a tile, in steps of its inner loop
 GEMM_START_K = CONSTANTS["GEMM_START_K"]
-# of a last wave of tiles that is not full, how much it costs of what is missing: smaller tiles fill it up
+# share of the missing part of an incomplete last wave of tiles that it costs: smaller tiles fill it up
 WAVE = CONSTANTS["WAVE"]
-# of the result, and how well each uses a multiprocessor
+# sizes of the result's tiles, and how well each uses a multiprocessor
 Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.82), (64, 64, 0.66))
-# of results that are no wider, as those of convolutions with few channels, where tensor cores do not multiply
+# for results that are no wider, such as convolutions with few channels without tensor cores
 NARROW_N = 32
 NARROW_TILES: Tiles = ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
-# among how many multiprocessors a tile's inner loop may be split
+# numbers of multiprocessors among which a tile's inner loop may be split
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Rows that do not begin on a line of memory are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
-# Guide") bytes that divide the rows' length, and the speed that remains
+# Misaligned rows are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
+# Guide"): bytes that divide the rows' length, and the remaining speed
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
 UNALIGNED = CONSTANTS["UNALIGNED"]  # below 16 bytes
-# below 16 bytes, many small products do not use tensor cores: this of the fp32 peak
+# below 16 bytes, batches of small products do not use tensor cores: share of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
-# Products in less than 16 bits: of what 16-bit ones reach of their peak, by how they are scaled. fp8 of whole tensors
-# and of rows are measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); kernels for
+# Products in less than 16 bits: share of the peak, relative to 16-bit products, by scaling. fp8 with a scale per tensor
+# or per row is measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); kernels for
 # rows of 2024 were slower
 LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.76, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
 # bytes of a number with its scales
 LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
-# bytes moved for each number that is cast: read for its scale and to cast it, and written in two layouts; rows need
-# scales of their own in each layout, and what has scales of few numbers is read once
+# bytes moved for each number that is cast: read for its scale and to cast it, and written in two layouts. Rows need
+# separate scales in each layout. Formats with scales for few numbers are read once
 CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8": 4.0, "fp4": 3.5}
 
-# Convolutions: how long they take as products, how many fewer products Winograd's algorithm has for 3 × 3 in tiles of
-# 2 × 2, and of the traffic of norms and activations between them, what is left where they are fused
+# Convolutions: their time relative to plain products, the reduction by Winograd's algorithm for 3 × 3 in tiles of
+# 2 × 2, and the remaining traffic of norms and activations if they are fused
 CONVOLUTION = CONSTANTS["CONVOLUTION"]
-# of those over three dimensions in tensor cores, how much longer they take
+# slowdown of convolutions over three dimensions on tensor cores
 CONVOLUTION_3D = CONSTANTS["CONVOLUTION_3D"]
-# traffic between them in tf32, relative to that in 16 bits: tensor cores take images with their channels last, and tf32
-# is usually left on images that have them first, which are turned on the way (NVIDIA, Convolutional Layers Guide)
+# traffic between them in tf32, relative to 16 bits. Tensor cores need channels-last images, but tf32
+# is usually left on for channels-first images, which are transposed on the way (NVIDIA, Convolutional Layers Guide)
 CONVOLUTION_TF32 = CONSTANTS["CONVOLUTION_TF32"]
 WINOGRAD = 2.25
-# width up to which tensor cores take groups of a convolution together: a tile's
+# width up to which tensor cores compute groups of a convolution together: the width of a tile
 GROUPS_N = 16
 CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
 
-# State spaces: of what a fused attention kernel reaches, what the scan's small products do
+# State spaces: speed of the scan's small products relative to a fused attention kernel
 SCAN = CONSTANTS["SCAN"]
 
-# Tokens of an expert are padded to a multiple of so many, that rows of its gradients begin on a line of memory
+# Tokens of an expert are padded to a multiple of this, so that rows of its gradients are aligned
 # (torchtitan pads to 8 in bf16, to 16 in fp8)
 EXPERT_ROWS = 16
 
-# Kernels that only read and write
-# of the memory's bandwidth
+# Memory-bound kernels
+# share of the memory's bandwidth
 VECTOR_TOP = CONSTANTS["VECTOR_TOP"]
-# what they move in the backward pass for each number of the forward pass
+# traffic in the backward pass per number of the forward pass
 VECTOR_BACKWARD = CONSTANTS["VECTOR_BACKWARD"]
-# the same of softmax and dropout over the attention's squares
+# the same for softmax and dropout over the attention's squares
 SCORES_BACKWARD = CONSTANTS["SCORES_BACKWARD"]
-# scale, mask, softmax, casts one by one: how much more they move, in so many more kernels
+# separate kernels for scale, mask, softmax and casts: factor on traffic and on the number of kernels
 UNFUSED_SOFTMAX = 2.2
 UNFUSED_KERNELS = 5
-# times that an update reads and writes its numbers
+# number of times that an update reads and writes its numbers
 OPTIMIZER_PASSES = CONSTANTS["OPTIMIZER_PASSES"]
 
-# Kernels, and what Python takes
-# of a device, to start and to end a kernel, whatever it does
+# Kernels, and Python's overhead
+# time to start and end a kernel on a device, independent of its work
 KERNEL_S = CONSTANTS["KERNEL_S"]
-# from Python to a kernel on the device's queue, where the stack does not say otherwise
+# time from Python to a kernel on the device's queue, unless the framework's profile has another value
 LAUNCH_S = 7e-6
-# how much longer for each further rank of tp, which wait for the slowest of them
+# increase for each further tp rank, since ranks wait for the slowest
 LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
-# the power in which Python's and the device's time add up where ranks of tp meet in every layer
+# exponent of the p-norm that adds Python's and the device's time if tp ranks synchronize in every layer
 MEETING = CONSTANTS["MEETING"]
-# once a step: data, logging, the loss to all
+# once per step: data, logging, reduction of the loss
 STEP_S = CONSTANTS["STEP_S"]
-# the same of ranks on cores, and what several of them add to each step, whatever travels: they agree that gradients are
-# ready, run the hooks, copy to and from what is sent, and wait for the slowest. A step of examples/own_model.yaml took
-# 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13); beside other work 0.94 ms and 2.1 ms
+# the same for ranks on cores, and the additional time of several ranks in each step, independent of traffic: they
+# coordinate which gradients are ready, run the hooks, copy buffers, and wait for the slowest. A step of
+# examples/own_model.yaml took
+# 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13); beside other load 0.94 ms and 2.1 ms
 CORES_STEP_S, CORES_MEET_S = 1e-4, 4e-4
 
-# kernels of routing and ordering beyond those that the trace counts, and of each expert that a rank has (its products
-# and casts are kernels of their own)
+# kernels for routing and sorting beyond those that the trace counts, and for each expert of a rank (its products
+# and casts are separate kernels)
 MIXTURE_KERNELS = CONSTANTS["MIXTURE_KERNELS"]
 EXPERT_KERNELS = CONSTANTS["EXPERT_KERNELS"]
-# to count the tokens of each expert and wait for the counts, in each mixture's pass
+# time to count the tokens of each expert and wait for the counts, in each pass of a mixture
 EXPERT_S = CONSTANTS["EXPERT_S"]
 
 # Links
-# of the link's bandwidth inside a host, what large collectives reach
+# share of the link's bandwidth inside a host that large collectives reach
 LINK_TOP_INSIDE = 0.713
 LINK_TOP_BETWEEN = CONSTANTS["LINK_TOP_BETWEEN"]  # the same between hosts
-COLLECTIVE_S = 3.21e-05  # to start one
+COLLECTIVE_S = 3.21e-05  # time to start one
 # ranks along one dimension of a torus
 TORUS_SIDE = 16
-# of the time of bytes that travel while a device computes, how much longer that takes (Galvatron's overlap_coe)
+# slowdown of compute, relative to the duration of overlapped traffic (Galvatron's overlap_coe)
 CONTENTION = CONSTANTS["CONTENTION"]
-# to hand a microbatch from one stage to the next, beside the link
+# time to pass a microbatch to the next stage, beside the time on the link
 PIPELINE_S = CONSTANTS["PIPELINE_S"]
 
-# bytes per second of a host's memory, for each device: 8 to 12 channels of DDR5 on two sockets among 8, at two thirds
+# bytes per second of a host's memory for each of 8 devices: 8 to 12 channels of DDR5 on two sockets, at two thirds
 HOST_MEMORY_EACH = 50e9
 
-# Failures and checkpoints: assumed, as nothing measures a cluster's storage
-# bytes per second of a host, to and from the storage of checkpoints
+# Failures and checkpoints: assumed, since no measurement of a cluster's storage is available
+# bytes per second of a host to and from the checkpoint storage
 STORAGE = 1e9
-# bytes per second that a rank writes beside the training, at the lowest priority and a tenth of its time
+# bytes per second that a rank writes in the background, at the lowest priority and a tenth of its time
 CHECKPOINT_WRITE = 1e8
-# bytes per second at which a rank copies its part of the state, while the next step computes
+# bytes per second at which a rank copies its part of the state, during the next step
 CHECKPOINT_COPY = 5e9
-# of a checkpoint, however small: its files, and what training does for it
+# fixed time of a checkpoint: its files, and the work of the training process
 CHECKPOINT_WRITE_S = 0.5
 CHECKPOINT_STALL_S = 0.005
-# of the time in which a checkpoint is written, how much longer the steps take
+# slowdown of steps, relative to the duration of writing a checkpoint
 CHECKPOINT_SLOWS = 0.005
-# from a failure to ranks that are ready to read a checkpoint; a host in the place of a lost one is at hand
+# from a failure to ranks that are ready to read a checkpoint, with a spare host available
 RESTART_S = 15.0
-# beyond the step that is repeated, where replicas go on in place
+# in addition to the repeated step, if replicas continue in place
 RECOVERY_S = 1.0
-# of a rank's state, in memory, where a plan has one replica: two versions of its own and of another rank's
+# copies of a rank's state in memory if a plan has one replica: two versions each of its own state and of another rank's
 STATE_COPIES = 4
-# of the time between two such copies, or two states that a run may go back to: the most that taking one may cost
+# maximum cost of taking a copy or a restorable state, as a share of the time between two of them
 STATE_SHARE = 0.01
-# cost of a copy, as a multiple of the time that a rank waits for it: it also travels, and another comes
+# cost of a copy, as a multiple of a rank's wait for it: the copy is also sent, and another one arrives
 COPY_TRAFFIC = 3

@@ -55,9 +55,9 @@ def memory_fits(layout: Layout) -> bool:
 
 
 def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
-    """Bytes of copies of ranks' states in each other's memory, where a run makes them (`training.recovery.mirror`).
+    """Return the bytes of copies of other ranks' states in memory (`training.recovery.mirror`).
 
-    It makes none where they do not fit.
+    It is 0 if the copies do not fit, since runs then make none.
     """
     alone = layout.dp == layout.cp == layout.ep == 1 and layout.ranks > 1
     if not (alone and layout.machines.device.is_core and layout.framework.name == FrameworkProfile().name):
@@ -67,12 +67,12 @@ def copies(layout: Layout, held: dict[str, float]) -> dict[str, float]:
 
 
 def inputs_of(layout: Layout) -> StepInputs:
-    """Inputs of a step: measured ones if the machine was calibrated, else the catalogue's."""
+    """Return the inputs of a step, measured on a calibrated machine or from the catalogue."""
     return measured_inputs(layout) or _catalogue_inputs(layout)
 
 
 def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
-    """Seconds of a step by `PARTS`."""
+    """Return the seconds of a step by `PARTS`."""
     slow, count = inputs.times.slowest, layout.microbatches
     parts = dict.fromkeys(PARTS, 0.0)
     parts["compute"] = count * (slow.forward_s + slow.backward_s)
@@ -90,7 +90,7 @@ def step_parts(layout: Layout, inputs: StepInputs) -> dict[str, float]:
 
 
 def timeline(layout: Layout) -> list[Span]:
-    """Timeline of every pipeline stage in one step, by simulation of each rank's schedule."""
+    """Simulate each rank's schedule, and return the timeline of every pipeline stage."""
     inputs = inputs_of(layout)
     return simulated(layout, inputs.times, inputs.hop_s)
 
@@ -118,9 +118,10 @@ def _catalogue_inputs(layout: Layout) -> StepInputs:
 
 
 def _fixed_s(layout: Layout) -> float:
-    """Seconds of a step that depend neither on the model nor on the batch.
+    """Return the fixed seconds of a step, independent of the model and the batch.
 
-    Several ranks on cores have more of them than one, which no division of the work makes up for in a short step.
+    Several ranks on cores have a larger fixed time than one. In a short step, dividing the work does not compensate for
+    it.
     """
     if not layout.machines.device.is_core:
         return constants.STEP_S
@@ -128,9 +129,9 @@ def _fixed_s(layout: Layout) -> float:
 
 
 def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
-    """Exposed time of activations that wait for the backward pass in the host's memory.
+    """Return the exposed time of activations that are offloaded to the host's memory.
 
-    They travel beside both passes, and beside what these show of other traffic, which has other links.
+    They are transferred during both passes, in parallel to exposed traffic on other links.
     """
     if not layout.offload_activations:
         return 0.0
@@ -139,9 +140,9 @@ def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
 
 
 def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
-    """Seconds of fsdp, of dp and of the update, beside the slowest rank's passes.
+    """Return the seconds of fsdp, dp and the update beside the slowest rank's passes.
 
-    The search bounds plans by it, with stages that compute nothing, or for ever.
+    The search computes bounds with it, for stages that compute nothing, or for ever.
     """
     return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 
@@ -149,7 +150,7 @@ def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, floa
 def _fsdp_s(layout: Layout, slow: StageCost) -> float:
     """FSDP all-gather and reduce-scatter time that compute cannot overlap, in seconds.
 
-    Each block is gathered and scattered by itself, with the latency of its group; the next one's is prefetched.
+    Each block is gathered and scattered by itself, with the latency of its group; the next block is prefetched.
     """
     if layout.fsdp == 1:
         return 0.0
@@ -173,14 +174,17 @@ def _fsdp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _trained(layout: Layout, slow: StageCost) -> float:
-    """Numbers of a rank's trained parameters; adapters have two narrow matrices for each wide one."""
+    """Return the number of a rank's trained parameters.
+
+    Adapters have two narrow matrices for each wide one.
+    """
     return slow.parameters * trained_part(layout)
 
 
 def _dp_s(layout: Layout, slow: StageCost) -> float:
-    """Time of the gradients' all-reduce that the last backward pass cannot overlap.
+    """Return the time of the gradients' all-reduce that the last backward pass cannot overlap.
 
-    Where each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
+    If each replica updates a part (`zero_dp`), it is a reduce-scatter, and an all-gather of the new parameters.
     """
     same_s = _same_weights_s(layout, slow)
     if layout.dp == 1:
@@ -204,16 +208,16 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _summed_s(seconds: float, layout: Layout, slow: StageCost) -> float:
-    """Exposed seconds of gradients' sums. Those of the last block have nothing to hide behind."""
+    """Return the exposed seconds of gradient reductions. The last block's cannot be overlapped."""
     if not layout.framework.overlaps_gradients:
         return seconds
     return exposed_s(seconds, slow.backward) + seconds / slow.blocks
 
 
 def _same_weights_s(layout: Layout, slow: StageCost) -> float:
-    """Seconds of summing gradients over ranks of cp and ep, which have the same weights.
+    """Return the seconds of reducing gradients over cp and ep ranks with equal weights.
 
-    Experts are the same along cp alone. None where these ranks share the state as those of fsdp do.
+    Experts are the same only along cp. It is 0 if these ranks share the state as fsdp ranks do.
     """
     apart = layout.ep * layout.cp
     if apart == 1 or (layout.shards_over_cp and (layout.fsdp > 1 or layout.zero_dp)):
@@ -227,7 +231,7 @@ def _same_weights_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
-    """Seconds of an exchange of so many numbers with parameter servers."""
+    """Return the seconds of exchanging a number of values with parameter servers."""
     up, down = exchanged(layout, shared)
     up_s, down_s = send_s(up * layout.sync_bytes, layout, "dp"), send_s(down * layout.gradient_bytes, layout, "dp")
     apply_s = _optimizer_s(layout, slow) * up / shared
@@ -236,22 +240,22 @@ def _with_servers_s(layout: Layout, slow: StageCost, shared: float) -> float:
 
 
 def _behind_chunks_s(seconds: float, behind: float, chunks: int, blocks: float) -> float:
-    """Exposed seconds of what travels chunk by chunk.
+    """Return the exposed seconds of traffic that is sent chunk by chunk.
 
-    All but one of a rank's chunks hide theirs behind other chunks' work.
+    Except for one, a rank's chunks hide their traffic behind the work of other chunks.
     """
     own = seconds / chunks
     return exposed_s(own, behind / chunks) + own / blocks * chunks + constants.CONTENTION * (seconds - own)
 
 
 def _single_experts(layout: Layout, slow: StageCost) -> float:
-    """Numbers of a rank's experts that no other rank has, before fsdp divides them."""
+    """Return the number of a rank's expert parameters that no other rank has, before fsdp."""
     single = layout.expert_ranks and layout.expert_copies < 2
     return trained_part(layout) * slow.experts / layout.fsdp if single else 0.0
 
 
 def _optimizer_s(layout: Layout, slow: StageCost) -> float:
-    """Time to read and write parameters, gradients and the optimizer's state once."""
+    """Return the time to read and write parameters, gradients and optimizer state once."""
     shards = layout.fsdp * (layout.dp if layout.zero_dp else 1)
     numbers = stepped(layout, _trained(layout, slow) / shards)
     if layout.expert_ranks and layout.zero_dp and slow.experts:
@@ -265,9 +269,10 @@ def _optimizer_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _on_host_s(layout: Layout, numbers: float) -> float:
-    """Time of an update in the host's memory: gradients go there, new parameters come back.
+    """Return the time of an update in the host's memory.
 
-    The host's processors read and write the state (as ZeRO-Offload's Adam, arXiv:2101.06840); its memory is shared.
+    Gradients are sent to the host, and new parameters are sent back. The host's processors read and write the state (as
+    in ZeRO-Offload's Adam, arXiv:2101.06840), and share its memory.
     """
     device = layout.machines.device
     travel_s = numbers * max(layout.gradient_bytes, layout.number_bytes) / device.host_link.bandwidth
@@ -285,12 +290,12 @@ class FailureCosts:
     """Costs of failures for one plan, in seconds.
 
     Attributes:
-        between_s: mean time from a failure of any host in use to the next one.
-        step_s: a step.
-        stall_s: what a checkpoint adds to the steps.
-        write_s: from the start of a checkpoint until a run can go back to it.
-        restart_s: from a failure to the first step of the new attempt, the reading of the checkpoint included.
-        in_place: True if after the loss of any host the other ones hold the whole state, so that replicas go on.
+        between_s: mean time between failures of the hosts in use.
+        step_s: duration of a step.
+        stall_s: time that a checkpoint adds to the steps.
+        write_s: time from the start of a checkpoint until a run can restart from it.
+        restart_s: time from a failure to the first step of the new attempt, including reading the checkpoint.
+        in_place: True if, after the loss of any host, the other hosts hold the whole state, so that replicas continue.
         copied_s: seconds of steps between two copies of the only replica in other hosts' memory; 0 without copies.
     """
 
@@ -303,9 +308,9 @@ class FailureCosts:
     copied_s: float = 0.0
 
     def goodput(self, interval_s: float) -> float:
-        """Predicted goodput for a given checkpoint interval, in seconds of steps.
+        """Predict the goodput for a given checkpoint interval, in seconds of steps.
 
-        With recovery in place where the plan allows it, else with restarts.
+        It assumes recovery in place if the plan allows it, else restarts.
         """
         return self.recovering(interval_s) if self.goes_on else self.restarting(interval_s)
 
@@ -315,9 +320,10 @@ class FailureCosts:
         return self.in_place or self.copied_s > 0
 
     def restarting(self, interval_s: float) -> float:
-        """Goodput where every failure is a restart from the newest whole checkpoint.
+        """Return the goodput if every failure is a restart from the newest complete checkpoint.
 
-        Exact for this model: of a lifetime of mean `between_s` count the intervals whose checkpoint is written in it.
+        It is exact for this model: lifetimes have the mean `between_s`, and only intervals whose checkpoint is written
+        within a lifetime count.
         """
         cycle_s = interval_s + self.stalled_s(interval_s)
         exponent = (self.restart_s + self.write_s + cycle_s) / self.between_s
@@ -327,10 +333,10 @@ class FailureCosts:
         return interval_s / (self.between_s * lost * math.expm1(cycle_s / self.between_s))
 
     def recovering(self, interval_s: float) -> float:
-        """Goodput where ranks go on in place: a failure costs a step and the gap.
+        """Return the goodput if ranks continue in place.
 
-        With copies in memory it costs the wait for a host, and the steps since the newest copy. Checkpoints are written
-        all the same, for the loss of more than memory covers.
+        A failure then costs a step and the gap. With copies in memory, a failure costs the wait for a host, and the
+        steps since the newest copy. Checkpoints are still written, since memory does not cover every loss.
         """
         saving = interval_s / (interval_s + self.stalled_s(interval_s))
         if not self.in_place:
@@ -339,16 +345,16 @@ class FailureCosts:
 
     @property
     def failure_s(self) -> float:
-        """Seconds that one failure costs where ranks go on in place."""
+        """Seconds that one failure costs if ranks continue in place."""
         waits_s = 0.0 if self.in_place else constants.RESTART_S + self.copied_s / 2
         return self.step_s + constants.RECOVERY_S + waits_s
 
     @property
     def best_interval_s(self) -> float:
-        """Seconds of steps between checkpoints that lose the least, by restarts.
+        """Seconds of steps between checkpoints that lose the least time, with restarts.
 
-        Not shorter than a step or than writing takes. The stationary point of `restarting`, by Newton's method from
-        Young's first order; Daly's formula is a series of it.
+        The interval is not shorter than a step or than writing takes. It is the stationary point of `restarting`, found
+        by Newton's method from Young's first-order approximation; Daly's formula is a series expansion of it.
         """
         stall = self.stall_s / self.between_s
         share = min(1.0, math.sqrt(2 * stall))  # of `between_s`
@@ -361,23 +367,23 @@ class FailureCosts:
 
     @property
     def best_every_steps(self) -> int:
-        """`best_interval_s` as a number of steps, the better of its neighbours."""
+        """`best_interval_s` as a number of steps: the better of the two neighbouring integers."""
         below = max(1, math.floor(self.best_interval_s / self.step_s))
         return max((below, below + 1), key=lambda steps: self.restarting(steps * self.step_s))
 
     def stalled_s(self, interval_s: float) -> float:
-        """Stall of a checkpoint, and the wait of a next one that comes early."""
+        """Return the stall of a checkpoint, and the wait if the next one comes early."""
         return self.stall_s + max(0.0, self.write_s - interval_s)
 
 
 def failure_costs(
     layout: Layout, step_s: float, failures_per_host_day: float, ranks_per_host: Sequence[int], *, copied: bool = False
 ) -> FailureCosts:
-    """Costs of failures for a plan, from its state and the assumptions in `constants`.
+    """Compute the costs of failures for a plan from its state and assumed constants.
 
     Args:
-        failures_per_host_day: failures of one host in a day, above 0.
-        ranks_per_host: of every host; a failure of one without ranks costs nothing.
+        failures_per_host_day: failures of one host per day, above 0.
+        ranks_per_host: ranks of every host; a failure of a host without ranks costs nothing.
         copied: the plan keeps `copies` of ranks' states in other ranks' memory.
     """
     most, hosts = max(ranks_per_host), sum(ranks > 0 for ranks in ranks_per_host)
@@ -387,7 +393,8 @@ def failure_costs(
     rate = min(constants.CHECKPOINT_WRITE, constants.STORAGE / most)
     write_s = constants.CHECKPOINT_WRITE_S + written_bytes / rate
     copy_s = written_bytes / constants.CHECKPOINT_COPY
-    # a copy is as seldom as its share of the time says; on another host only where none has more than half of the ranks
+    # the interval of copies follows from their share of the time; copies are on other hosts only if no host has more
+    # than half of the ranks
     apart_s = max(constants.COPY_TRAFFIC * copy_s / constants.STATE_SHARE, step_s)
     copied_s = apart_s if copied and 2 * most <= layout.ranks else 0.0
     return FailureCosts(

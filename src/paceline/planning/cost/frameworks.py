@@ -1,7 +1,7 @@
-"""Frameworks that others train with, as profiles of the cost model.
+"""Other frameworks, as profiles of the cost model.
 
-How each works, from its documentation and code. Some of their numbers are only
-starting values of a fit; `FRAMEWORKS_FITTED` has the results.
+The profiles follow their documentation and code. Some of their numbers are only initial values of a fit;
+`FRAMEWORKS_FITTED` has the results.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Literal
 from paceline.planning.cost.constants import FRAMEWORKS as FRAMEWORKS_FITTED
 from paceline.planning.cost.layout import FrameworkProfile, Layout
 
-# part of the traffic of tp that user buffers and async TP hide
+# share of tp traffic that user buffers and async TP hide
 OVERLAPPED_TP = 0.6
-MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # pp's neighbours are the farthest
+MEGATRON_ORDER = ("tp", "ep", "cp", "fsdp", "dp", "pp")  # neighbours along pp are the farthest apart
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's profile, and the state that it keeps of each parameter, in bytes.
+    """A framework's profile, and the bytes of state that it keeps for each parameter.
 
     Attributes:
         full: True if parameters are kept in fp32 and cast (autocast), not in 16 bits with a master copy.
-        gradient_bytes, sync_bytes: of gradients as they are kept and sent, where parameters have 16 bits.
+        gradient_bytes, sync_bytes: bytes of gradients as kept and as sent, if parameters have 16 bits.
         order: axes, beginning with those whose ranks are nearest.
-        shards: how ranks with the same data share state, where a run does not say.
+        shards: sharding of the state among data-parallel ranks, if a run does not state it.
         folds: True if experts are divided among ranks of tp and dp, whole.
         sequence: True if tp divides norms and residuals as well.
-        shards_over_cp: True if ranks of cp share the state, as those of fsdp do.
+        shards_over_cp: True if cp ranks shard the state as fsdp ranks do.
     """
 
     profile: FrameworkProfile
@@ -43,7 +43,7 @@ class Framework:
 
     @property
     def fitted(self) -> FrameworkProfile:
-        """The profile with the values that were found on published runs."""
+        """Return the profile with the values that were fitted on published runs."""
         return replace(self.profile, **FRAMEWORKS_FITTED.get(self.name, {}))  # type: ignore[arg-type]
 
     @property
@@ -54,12 +54,12 @@ class Framework:
     def laid_out(
         self, layout: Layout, *, fp32_gradients: bool = False, pure: bool = False, moment_bytes: float = 4.0
     ) -> Layout:
-        """A layout with this framework's profile, order of ranks, and bytes for each parameter.
+        """Return a layout with this framework's profile, order of ranks, and bytes for each parameter.
 
         Args:
-            fp32_gradients: gradients are added up, and sent, in four bytes.
-            pure: gradients are sent in 16 bits whatever is kept.
-            moment_bytes: of each of Adam's two moments: 4, in bf16 2, in 8 bits 1 (arXiv:2110.02861).
+            fp32_gradients: gradients are accumulated, and sent, in four bytes.
+            pure: gradients are sent in 16 bits, independent of how they are kept.
+            moment_bytes: bytes of each of Adam's two moments: 4, in bf16 2, in 8 bits 1 (arXiv:2110.02861).
         """
         layout = replace(layout, framework=self.fitted, order=self.order, shards_over_cp=self.shards_over_cp)
         if layout.precision in ("fp32", "tf32", "fp64") or self.full:
@@ -77,8 +77,9 @@ class Framework:
         return min(size, self.sync_bytes) if self.full else size
 
 
-# paceline runs the model's own code: traces have its kernels one by one. A GPT of 124M on an H100 takes 53.7 ms a step,
-# and 42.6 compiled (benchmarks/gpu.py), which fuses what only reads and writes
+# paceline runs the model's own code: traces list its kernels individually. A GPT of 124M on an H100 takes 53.7 ms per
+# step,
+# and 42.6 if compiled (benchmarks/gpu.py), which fuses memory-bound kernels
 PACELINE = FrameworkProfile(vector=0.9)
 PACELINE_COMPILED = FrameworkProfile(vector=0.45, kernels=0.5, loss=0.6)
 
@@ -86,12 +87,12 @@ _MEGATRON = FrameworkProfile(
     overlaps_gradients=False, overlaps_parameters=False, flash=False, softmax_of=4, stops_early=False
 )
 _EAGER = replace(_MEGATRON, loss=2.5, kernels=5.5)
-# Megatron-LM of 2021 to 2022, and DeepSpeed's copy, whose kernels are fused less
+# Megatron-LM of 2021 to 2022, and DeepSpeed's copy, with less fused kernels
 MEGATRON_DEEPSPEED = Framework(replace(_EAGER, name="Megatron-DeepSpeed", sums_gradients=True), order=MEGATRON_ORDER)
 MEGATRON_LM = Framework(
     replace(_MEGATRON, name="Megatron-LM", loss=2.0, kernels=2.0, scatters_hops=True), order=MEGATRON_ORDER
 )
-# Megatron Core with Transformer Engine: cuDNN's attention, traffic of all kinds overlapped
+# Megatron Core with Transformer Engine: cuDNN's attention, all kinds of traffic overlapped
 MEGATRON_CORE = Framework(
     FrameworkProfile(
         "Megatron Core",
@@ -117,7 +118,7 @@ MEGATRON_CORE_FUSED = replace(
     MEGATRON_CORE,
     profile=replace(MEGATRON_CORE.profile, name="Megatron Core of NeMo 26.06", mixtures=0.4, overlaps_ep=0.5),
 )
-# DeepSeek's own: DualPipe hides the exchange of experts behind computing, whose tokens go to 4 hosts at most
+# DeepSeek's own: DualPipe hides the exchange of experts behind compute, and tokens go to at most 4 hosts
 # (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.2.1)
 HAI_LLM = Framework(
     FrameworkProfile(
@@ -138,7 +139,7 @@ TORCHTITAN = Framework(
     sequence=True,
     shards_over_cp=True,
 )
-# torch.compile fuses what only reads and writes
+# torch.compile fuses memory-bound kernels
 TORCHTITAN_COMPILED = Framework(
     FrameworkProfile("torchtitan, compiled", kernels=0.7, vector=0.9, keeps="half"),
     full=True,
@@ -146,15 +147,15 @@ TORCHTITAN_COMPILED = Framework(
     sequence=True,
 )
 DDP = Framework(FrameworkProfile("DDP", flash=False, kernels=1.5), full=True)
-# Horovod's ranks agree on what is ready once in a cycle, of 5 ms until its release 0.21 (its release notes)
+# Horovod's ranks coordinate which gradients are ready once per cycle, of 5 ms until release 0.21 (its release notes)
 _CYCLE_S = 0.005
 HOROVOD = Framework(FrameworkProfile("TensorFlow with Horovod", flash=False, kernels=1.0, agrees_s=_CYCLE_S), full=True)
-# before XLA was usual: each operation and each cast is a kernel
+# before XLA was common: each operation and each cast is a kernel
 HOROVOD_UNFUSED = Framework(
     FrameworkProfile("TensorFlow of 2019 with Horovod", flash=False, kernels=2.0, vector=4.0, agrees_s=_CYCLE_S),
     full=True,
 )
-# convolutions' kernels are others than those of transformers
+# kernels of convolutions differ from those of transformers
 TORCH_IMAGES = Framework(FrameworkProfile("DDP of images", flash=False, kernels=1.5), full=True)
 TENSORFLOW_IMAGES = Framework(
     FrameworkProfile("TensorFlow with Horovod of images", flash=False, kernels=3.0, vector=1.2, agrees_s=_CYCLE_S),
@@ -198,15 +199,16 @@ FRAMEWORKS = (
 
 
 def summed(layout: Layout, parameters: float) -> float:
-    """Numbers whose all-reduce moves as much as the sum of a rank's gradients.
+    """Return the size of an equivalent all-reduce to a rank's gradient reduction.
 
-    Every rank gets the rows of all, as in an all-gather, which moves half of what an all-reduce does.
+    For sparse tables, every rank gets the rows of all ranks, as in an all-gather, which moves half as much as an
+    all-reduce.
     """
     return parameters - _whole(layout) + layout.dp * _own(layout) / 2
 
 
 def stepped(layout: Layout, parameters: float) -> float:
-    """Numbers that an update reads and writes, of a rank's parameters."""
+    """Return how many of a rank's parameters an update reads and writes."""
     return parameters - _whole(layout) + layout.dp * _own(layout)
 
 
@@ -220,7 +222,7 @@ def _own(layout: Layout) -> float:
 
 
 def _keeps_rows(layout: Layout) -> bool:
-    """True where the engine does (`engine/calls.py`); an optimizer with a state steps on all rows."""
+    """True if the engine keeps sparse rows (`engine/calls.py`). A stateful optimizer updates all rows."""
     if not layout.trace.sparse or layout.optimizer_bytes or not layout.machines.device.is_core:
         return False
     by_itself = layout.sync_every == 1 and not layout.servers and layout.framework == PACELINE

@@ -1,7 +1,7 @@
 """Inputs of the cost model: work, machines, layout, and times of collectives on it.
 
-Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). Neither torch nor a job is
-needed.
+Collectives have latency and bandwidth over the links of a group (NCCL's rings and trees). This module needs neither
+torch nor a job.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-# Precision of products with weights, where it is lower than that of activations: scales for a tensor, a row, a block
+# Precision of products with weights, if lower than that of activations, with scales per tensor, per row, per block
 # of 128 × 128, or 32 numbers in hardware (OCP MX, 2023).
 Products = Literal["", "int8", "fp8", "fp8-row", "fp8-block", "mxfp8", "fp4"]
 
 
 @dataclass(frozen=True)
 class FrameworkProfile:
-    """Framework profile: what the software that runs a plan adds to the physics.
+    """Properties of the software that runs a plan, beyond the physics.
 
-    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`),
-    the others not.
+    `derating`, `vector`, `mixtures`, `kernels`, `loss` and `overlaps_ep` are fitted (`FRAMEWORKS_FITTED`), the others
+    are not.
 
     Attributes:
         name: such as `paceline`, `Megatron-LM`, `Megatron-DeepSpeed`, `FSDP`.
-        derating: multiplies all compute times.
+        derating: factor on all compute times.
         overlaps_gradients: True if gradients are reduced during the backward pass.
-        sums_gradients: True if ZeRO-1's gradients are summed whole, not scattered (DeepSpeed without `reduce_scatter`).
+        sums_gradients: True if ZeRO-1's gradients are all-reduced, not scattered (DeepSpeed without `reduce_scatter`).
         overlaps_parameters: True if parameters that ZeRO-1 updates in parts are gathered during the next forward pass.
-        agrees_s: seconds until ranks have agreed that the last gradients are ready.
-        overlaps_tp, overlaps_ep: part of the traffic of tensor and expert parallelism that products hide.
+        agrees_s: seconds of coordination until all ranks know that the last gradients are ready.
+        overlaps_tp, overlaps_ep: share of the traffic of tensor and expert parallelism that products hide.
         overlaps_hops: True if stages of a pipeline send while they compute.
         flash: True if attention is one fused kernel that does not store its scores.
-        attention: the generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN's since 9.0).
-        vector: memory traffic of kernels beside products, relative to the trace's; below 1 if more are fused.
-        mixtures: the same of layers with experts, relative to `vector`; of their casts and of their kernels, too.
+        attention: generation of that kernel: FlashAttention 1, 2, or 3 (also cuDNN since 9.0).
+        vector: memory traffic of kernels other than products, relative to the trace's; below 1 if more are fused.
+        mixtures: the same for layers with experts, relative to `vector`; also for their casts and their kernels.
         graphs: True if kernels are replayed as graphs, without Python.
         blocking: True if Python waits for every kernel (CUDA_LAUNCH_BLOCKING=1).
-        keeps: what remat=selective keeps: all but attention's squares, all results of products, or of every second one.
-        node_limit: hosts that a token's experts are on, at most; 0: as chance has it. A token is sent to each once.
+        keeps: what remat=selective keeps: everything except attention's squares, all results of products, or every
+            second one.
+        node_limit: maximum number of hosts with a token's experts; a token is sent once to each. 0 for no limit.
         loss: memory traffic of its loss over a vocabulary, relative to torch's.
-        kernels: number of kernels launched for each of the trace's; above 1 if it is less fused.
-        softmax_of: its fused softmax needs a multiple of so many score matrices; for other numbers it takes several
-            kernels.
+        kernels: number of kernels launched for each of the trace's; above 1 if less is fused.
+        softmax_of: number of score matrices that its fused softmax needs a multiple of; for other numbers it takes
+            several kernels.
         stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there
-            (torch's does).
-        scatters_hops: True if the ranks of tp each send a part of a stage's output, and gather it in the next stage.
+            (as in torch).
+        scatters_hops: True if each tp rank sends a part of a stage's output, which is gathered in the next stage.
     """
 
     name: str = "paceline"
@@ -90,16 +91,16 @@ class FrameworkProfile:
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster as the cost model sees it: equal hosts with two levels of links.
+    """The cost model's view of a cluster: equal hosts with two levels of links.
 
     Attributes:
         device: the slowest of the devices in use.
-        hosts: number of hosts; of domains where links inside a host join several (an NVL72, a TPU pod).
-        per_host: devices of each.
-        between: link between hosts, in bytes per second of *one device* (a host's divided by its devices).
-        oversubscription: how many times less bandwidth groups have that span more than `oversubscribed_beyond` hosts.
+        hosts: number of hosts, or of domains if links inside a host join several (an NVL72, a TPU pod).
+        per_host: devices of each host.
+        between: link between hosts, in bytes per second of *one device* (a host's link divided by its devices).
+        oversubscription: factor of lower bandwidth for groups that span more than `oversubscribed_beyond` hosts.
         speeds: each host's speed relative to `device`, if they differ; else ().
-        memory_bytes: memory of one device that a job may use; None: the catalogue's.
+        memory_bytes: memory of one device that a job may use; None uses the catalogue's value.
     """
 
     device: Accelerator
@@ -108,11 +109,11 @@ class Machines:
     between: LinkSpec
     speeds: tuple[float, ...] = ()
     memory_bytes: int | None = None
-    # of one device
+    # price of one device
     price_per_hour: float | None = None
-    # what was measured here; it goes before the catalogue
+    # measurements on this machine, which take precedence over the catalogue
     calibration: Calibration | None = None
-    # factors of runs that were measured, which whole predictions are multiplied with
+    # factors of measured runs, by which whole predictions are multiplied
     adjustment: Adjustment | None = field(default=None, compare=False)
     oversubscription: float = 1.0
     oversubscribed_beyond: int = 1
@@ -131,30 +132,31 @@ class Layout:
     `order` says otherwise.
 
     Attributes:
-        samples: samples of one microbatch of one data-parallel rank (dp × fsdp × ep of them).
+        samples: samples of one microbatch of one data-parallel rank (there are dp × fsdp × ep of them).
         microbatches: microbatches of one data-parallel rank in a step.
-        chunks: virtual stages of a pipeline's rank.
-        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 of
-            others).
-        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts to the optimizer.
-        cut: number of blocks of each virtual stage, in order; (): as even as the blocks' times allow.
+        chunks: virtual stages of a pipeline rank.
+        zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 in
+            other frameworks). parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy
+            counts as optimizer state.
+        cut: number of blocks of each virtual stage, in order; () is as even as the blocks' times allow.
         sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
-        servers: parameter servers that sum gradients, or, where `served`, own the parameters; 0: replicas sum by
-            themselves.
+        servers: number of parameter servers, which sum gradients, or own the parameters if `served`; 0 if replicas
+            reduce without servers.
         order: axes, beginning with those whose ranks are nearest.
         products: precision of products with weights inside layers, if lower than `precision`.
-        expert_ranks: ranks that a layer's experts are divided among whole, where that is not `ep` (Megatron Core's
-            folding, arXiv:2504.14960: they may be ranks of dp and tp); 0: `ep`, and tp divides each expert.
-        shards_over_cp: True if ranks of cp share the state as those of fsdp, or of a sharded dp, do.
-        offload_activations: True if what remat keeps waits in the host's memory.
-        ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around.
-        remat_share: part of the layers that remat=block computes again.
-        lora: rank of adapters that are trained in place of the weights; 0: the weights are.
-        imbalance: tokens of the rank whose experts get the most, relative to the mean (benchmarks balance by force: 1).
-        gather_bytes: bytes of a parameter as it is gathered, if fewer than activations have (ZeRO++'s quantised
-            weights, arXiv:2306.10209); 0: those of activations.
-        regather_ranks: ranks of fsdp, the nearest, that keep a further copy for the backward pass (ZeRO++'s
-            hierarchical partition; `reshard_after_forward` of torch's FSDP as a number); 0: it gathers from all.
+        expert_ranks: number of ranks among which a layer's whole experts are divided, if it differs from `ep` (Megatron
+            Core's folding, arXiv:2504.14960: they may be dp and tp ranks). 0: it is `ep`, and tp divides each expert.
+        shards_over_cp: True if cp ranks shard the state as the ranks of fsdp, or of a sharded dp, do.
+        offload_activations: True if the activations that remat keeps are offloaded to the host's memory.
+        ulysses: True if cp exchanges heads for tokens (arXiv:2309.14509) instead of passing keys around a ring.
+        remat_share: share of the layers that remat=block recomputes.
+        lora: rank of adapters that are trained instead of the weights; 0 trains the weights.
+        imbalance: tokens of the rank whose experts get the most, relative to the mean; 1 in benchmarks with forced
+            balance.
+        gather_bytes: bytes of a parameter during the gather, if fewer than for activations (ZeRO++'s quantised weights,
+            arXiv:2306.10209); 0 uses the bytes of activations.
+        regather_ranks: number of nearest fsdp ranks that keep a further copy for the backward pass (ZeRO++'s
+            hierarchical partition; `reshard_after_forward` of torch's FSDP as a number); 0 gathers from all fsdp ranks.
     """
 
     trace: ModelTrace
@@ -185,10 +187,10 @@ class Layout:
     served: bool = False
     framework: FrameworkProfile = field(default_factory=FrameworkProfile)
     order: tuple[str, ...] = AXES[::-1]
-    # of a rank on CPUs
+    # threads of a rank on CPUs
     threads: int = 1
     transport: str = "auto"  # between ranks on CPUs
-    # the optimizer's update as one kernel
+    # the optimizer's update is one kernel
     fused: bool = False
     products: Products = ""
     expert_ranks: int = 0
@@ -202,10 +204,13 @@ class Layout:
     regather_ranks: int = 0
 
     def changed(self, **values: Any) -> Layout:
-        """The layout with other values, as of `dataclasses.replace`; searches make a hundred thousand."""
+        """Return the layout with other values, like `dataclasses.replace` but faster.
+
+        Searches make a hundred thousand layouts.
+        """
         other = object.__new__(Layout)
         other.__dict__.update(self.__dict__, **values)
-        other.__dict__.pop("stride", None)  # was of the old degrees
+        other.__dict__.pop("stride", None)  # it belonged to the old degrees
         return other
 
     @property
@@ -215,7 +220,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of data-parallel ranks, into which the global batch is dealt."""
+        """Number of data-parallel ranks, among which the global batch is divided."""
         return self.dp * self.fsdp * self.ep
 
     @property
@@ -230,12 +235,12 @@ class Layout:
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of a parameter as it is gathered."""
+        """Bytes of a parameter during the gather."""
         return self.gather_bytes or min(self.parameter_bytes, self.number_bytes)
 
     @property
     def expert_parts(self) -> int:
-        """Number of parts of a layer's experts: whole ones, or slices of each by tp."""
+        """Number of parts of a layer's experts: whole experts, or slices of each by tp."""
         return self.expert_ranks or self.tp * self.ep
 
     @property
@@ -253,12 +258,15 @@ class Layout:
         return strides
 
     def link(self, axis: str) -> LinkSpec:
-        """The slowest link of a message along the axis. It is the link inside a host if each group is within one."""
+        """Return the slowest link of a message along the axis.
+
+        It is the link inside a host if each group is within one host.
+        """
         span = self.stride[axis] * getattr(self, axis)
         return self.machines.device.inside if span <= self.machines.per_host else self.machines.between
 
 
-# the parts of a predicted step, with their names for people
+# parts of a predicted step, with their names for people
 PART_NAMES: Mapping[str, str] = {
     "compute": "computing",
     "recompute": "computing again",
@@ -281,7 +289,7 @@ class Span:
     """One span of a pipeline's timeline, in seconds from the step's start."""
 
     stage: int
-    # forward, backward, weight, wait
+    # forward, backward, weight or wait
     what: str
     microbatch: int
     start_s: float
@@ -290,11 +298,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval that holds a measured step time with a probability of 80 %.
+    """Interval that contains a measured step time with a probability of 80 %.
 
     Attributes:
-        low_s, high_s: its ends, in seconds.
-        rests_on: what it rests on, for people.
+        low_s, high_s: bounds of the interval, in seconds.
+        rests_on: basis of the interval, for people.
     """
 
     low_s: float
@@ -303,15 +311,15 @@ class Interval:
 
     @property
     def relative(self) -> float:
-        """Half of its width, relative to its middle (the geometric mean of its ends)."""
+        """Half of its width, relative to its middle (the geometric mean of its bounds)."""
         return math.sqrt(self.high_s / self.low_s) - 1
 
     def __contains__(self, seconds: float) -> bool:
-        """True if a time is inside."""
+        """True if a time is inside the interval."""
         return self.low_s <= seconds <= self.high_s
 
     def times(self, factor: float) -> Interval:
-        """The interval of a time that is multiplied."""
+        """Return the interval of a time multiplied by a factor."""
         return replace(self, low_s=self.low_s * factor, high_s=self.high_s * factor)
 
 
@@ -324,12 +332,13 @@ class Prediction:
         memory_bytes: peak memory of one rank on its device.
         throughput: samples per second.
         mfu: FLOPs of the model (without recomputation) over the peak of all devices; None if the peak is not known.
-        cost_per_run: in the currency of the user's prices; None without prices or without a known number of steps.
+        cost_per_run: cost of the run in the currency of the user's prices; None without prices or without a known
+            number of steps.
         breakdown: seconds of the step by `PARTS`; they sum to `step_time_s`.
         memory: bytes by holder; they sum to `memory_bytes`.
         fits: True if there is enough memory.
-        notes: sentences on what the prediction does not know.
-        interval: that of the step time; None in the middle of a search.
+        notes: sentences on what the prediction ignores.
+        interval: interval of the step time; None during a search.
     """
 
     step_time_s: float
@@ -354,7 +363,7 @@ class Prediction:
         return f"<Prediction: {step} a step, {rate(self.throughput)}, {memory}{cost}>"
 
     def times(self, factor: float) -> Prediction:
-        """The prediction with all times multiplied."""
+        """Return the prediction with all times multiplied by a factor."""
         if factor == 1.0:
             return self
         return replace(
@@ -374,9 +383,9 @@ class LinkPath(NamedTuple):
     Attributes:
         ranks: ranks of the group, on `hosts` hosts, `together` on each.
         bandwidth: achievable bytes per second that each rank sends in a ring.
-        around_s: latency of once around the ring.
+        around_s: latency of one round along the ring.
         tree_s: latency up and down a tree.
-        inside, between: achievable bytes per second from one rank to others of its host, and to other hosts, where each
+        inside, between: achievable bytes per second from one rank to others of its host, and to other hosts, if each
             sends to all.
     """
 
@@ -391,23 +400,23 @@ class LinkPath(NamedTuple):
 
 
 def link_path(layout: Layout, axis: str) -> LinkPath:
-    """Link path of the groups along an axis.
+    """Return the link path of the groups along an axis.
 
-    A host's ranks of one group share all of its links to other hosts with the host's other groups.
+    The groups with ranks on a host share the host's links to other hosts.
     """
     return group_path(layout, getattr(layout, axis), layout.stride[axis])
 
 
 def expert_path(layout: Layout) -> LinkPath:
-    """Link path of the ranks that a layer's experts are divided among.
+    """Return the link path of the ranks among which a layer's experts are divided.
 
-    Experts that are divided among ranks of other axes have the nearest ranks of a stage.
+    Experts that are divided among ranks of other axes use the nearest ranks of a stage.
     """
     return group_path(layout, layout.expert_ranks, 1) if layout.expert_ranks else link_path(layout, "ep")
 
 
 def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
-    """Link path of groups of a given size and distance between ranks."""
+    """Return the link path of groups of a given size and distance between ranks."""
     machines = layout.machines
     inside = machines.device.inside
     within = inside.bandwidth * constants.LINK_TOP_INSIDE * _of_torus(layout, ranks)
@@ -428,9 +437,9 @@ def group_path(layout: Layout, ranks: int, apart: int) -> LinkPath:
 
 
 def _of_torus(layout: Layout, ranks: int) -> float:
-    """Part of a device's links that a group uses.
+    """Return the share of a device's links that a group uses.
 
-    On a torus small groups lie along one dimension; of a mesh between pairs, a group has only its own links.
+    On a torus, small groups lie along one dimension. In a mesh of pairwise links, a group has only its own links.
     """
     device, torus = layout.machines.device, layout.machines.device.torus
     if device.mesh and 1 < ranks < device.per_host:
@@ -441,7 +450,7 @@ def _of_torus(layout: Layout, ranks: int) -> float:
 
 
 def _to_all(layout: Layout, ranks: int, within: float) -> float:
-    """Bytes per second of a rank that sends to all others of its host.
+    """Return a rank's bytes per second when it sends to all others of its host.
 
     Half of the data crosses the middle of a torus: a side of s links carries 8 / s of a link for each rank.
     """
@@ -454,9 +463,9 @@ def _to_all(layout: Layout, ranks: int, within: float) -> float:
 
 
 def all_reduce_s(nbytes: float, path: LinkPath) -> float:
-    """Seconds of an all-reduce over a ring, or a tree of less latency.
+    """Return the seconds of an all-reduce over a ring or a tree.
 
-    Each rank sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
+    The tree has less latency. Each rank sends 2 (n − 1) / n of the bytes (Thakur et al., 2005).
     """
     if path.ranks < 2:
         return 0.0
@@ -468,12 +477,13 @@ def all_reduce_s(nbytes: float, path: LinkPath) -> float:
 
 
 def gather_s(nbytes: float, path: LinkPath, parts: float = 1.0) -> float:
-    """Seconds of an all-gather or a reduce-scatter of `nbytes` on each rank. Each rank sends (n − 1) / n of them.
+    """Return the seconds of an all-gather or a reduce-scatter of `nbytes` on each rank.
 
-    NCCL's rings have a step for each rank; from many hosts on its PAT has a logarithm of them (NCCL 2.23).
+    Each rank sends (n − 1) / n of the bytes. NCCL's rings have a step for each rank; for many hosts, its PAT algorithm
+    has a logarithmic number of steps (NCCL 2.23).
 
     Args:
-        parts: number of collectives in which the bytes go.
+        parts: number of collectives into which the bytes are divided.
     """
     if path.ranks < 2:
         return 0.0
@@ -482,12 +492,13 @@ def gather_s(nbytes: float, path: LinkPath, parts: float = 1.0) -> float:
 
 
 def all_to_all_s(nbytes: float, path: LinkPath, copies: float = 1.0, node_limit: int = 0) -> float:
-    """Seconds of an all-to-all, on the slower of both levels of links.
+    """Return the seconds of an all-to-all, on the slower of both levels of links.
 
     Args:
-        nbytes: what a rank has for all ranks together.
-        copies: experts that a token goes to.
-        node_limit: hosts that these are on, at most, each of which gets a token once; 0: each expert gets its own copy.
+        nbytes: bytes that a rank sends to all ranks together.
+        copies: number of experts that a token is sent to.
+        node_limit: maximum number of hosts with these experts; each of these hosts gets a token once. 0: each expert
+            gets its own copy.
     """
     if path.ranks < 2:
         return 0.0
@@ -504,7 +515,7 @@ def all_to_all_s(nbytes: float, path: LinkPath, copies: float = 1.0, node_limit:
 
 
 def send_s(nbytes: float, layout: Layout, axis: str = "pp") -> float:
-    """Seconds of one message from a rank to its neighbour along an axis."""
+    """Return the seconds of one message from a rank to its neighbour along an axis."""
     inside = layout.stride[axis] * getattr(layout, axis) <= layout.machines.per_host
     link = layout.machines.device.inside if inside else layout.machines.between
     top = constants.LINK_TOP_INSIDE if inside else constants.LINK_TOP_BETWEEN
@@ -516,11 +527,11 @@ _HOLD_PARTS = ("fsdp", "tp", "pp")
 
 
 def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
-    """Numbers that a replica pushes in a step, and gets back.
+    """Return how many numbers a replica pushes and pulls in a step.
 
-    Servers that own the parameters take only rows of sparse tables that its samples look up, and send those that all
-    replicas have changed. Elsewhere, with a period, and where a replica has several ranks, tables are dense. Of these
-    ranks the first pushes for all.
+    If servers own the parameters, a replica pushes only the rows of sparse tables that its samples looked up, and pulls
+    the rows that any replica has changed. Without such servers, with a period, or if a replica has several ranks,
+    tables are treated as dense. If a replica has several ranks, the first one pushes for all.
 
     Args:
         parameters: numbers of a rank's gradients.
@@ -535,7 +546,7 @@ def exchanged(layout: Layout, parameters: float) -> tuple[float, float]:
 
 
 def joined_s(layout: Layout, parameters: float, send_s: Callable[[float, str], float]) -> float:
-    """Seconds in which a worker's first rank gets gradients of the others, or sends parameters.
+    """Return the seconds to join gradients on a worker's first rank, or to send parameters.
 
     Args:
         parameters: numbers of a rank's gradients.
@@ -549,21 +560,21 @@ def joined_s(layout: Layout, parameters: float, send_s: Callable[[float, str], f
 
 
 def _divided(layout: Layout) -> list[str]:
-    """Axes of a replica's ranks, the farthest first."""
+    """Return the axes of a replica's ranks, the farthest first."""
     return sorted((axis for axis in _INNER if getattr(layout, axis) > 1), key=lambda axis: -layout.stride[axis])
 
 
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
-    """Seconds that a step waits for servers, beside its own work.
+    """Return the seconds that a step waits for servers, in addition to its own work.
 
-    What replicas push may be coded, and what they get back is not. A server's link carries that of all replicas,
-    divided by the servers. Where servers own the parameters nobody waits for others, but for a server that has more to
-    do than one step lasts.
+    What replicas push may be coded, but what they pull is not. A server's link carries the traffic of all replicas,
+    divided by the servers. If servers own the parameters, workers do not wait for one another. They wait only for a
+    server whose work takes longer than a step.
 
     Args:
-        up_s, down_s: of one replica's gradients to a server that has nothing else to do, and back.
+        up_s, down_s: seconds to send one replica's gradients to an otherwise idle server, and back.
         work_s: compute of a step.
-        apply_s: of an optimizer step on all parameters.
+        apply_s: seconds of an optimizer step on all parameters.
     """
     load = layout.dp / layout.servers
     if not layout.served:

@@ -1,12 +1,12 @@
 """Step times on CPUs: the engine's order of work with measured times.
 
 A rank computes its microbatches one after the other. Each takes the measured time of a pass of the undivided model at
-that size, with as many busy ranks, times the fraction that remains on one rank of tp, plus the overhead of each split.
-That overhead, and the time of updates and reductions, are fitted to the calibration points, a few steps of the engine
-at other sizes.
+that size, with the same number of busy ranks, times the fraction that remains on one tp rank, plus the overhead of each
+split. This overhead, and the time of updates and reductions, are fitted to the calibration points, a few steps of the
+engine at other sizes.
 
-Precisions and axes that were not measured are assumed to be as slow as the measured ones, so that
-no plan is chosen for a speed that was never measured. Traffic on CPU links is at the end.
+Precisions and axes without measurements are assumed to be as slow as the measured ones, so that no plan is chosen for a
+speed that was never measured. Traffic on CPU links is at the end.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paceline.planning.sync_info import (
     bucket_bytes_between_hosts,
 )
 
-# fraction of the time to read a calibration point's samples that does not grow with their number
+# share of the time to read a calibration point's samples that does not grow with their number
 _DATA_FIXED = 0.3
-# fraction of a pass by which the engine may seem faster than the pass alone, which has the timer's overhead
+# fraction of a pass by which the engine may seem faster than the pass alone, because of the timer's overhead
 _LEAST_ADDED = 0.05
-# cost of an axis that was not measured, relative to its best possible result
+# cost of an axis without measurements, relative to its best possible result
 _UNSEEN = 1.3
-# bounds of the fraction of a pass that remains on a rank of tp
+# bounds of the fraction of a pass that remains on a tp rank
 _TP_SHARES = (0.3, 1.2)
 
 
@@ -64,7 +64,7 @@ class Added:
     Attributes:
         share: fraction of a pass that remains on a rank.
         each_s: seconds added to each microbatch.
-        comm_s, optimizer_s: seconds of a step; `data_s` for `samples`.
+        comm_s, optimizer_s: seconds of a step; `data_s`: seconds to read `samples`.
     """
 
     share: float = 1.0
@@ -76,7 +76,7 @@ class Added:
 
 
 def measured_inputs(layout: Layout) -> StepInputs | None:
-    """Inputs of a step from the layout's calibration; None without one."""
+    """Return the inputs of a step from the layout's calibration; None without a calibration."""
     found = calibration_of(layout)
     if found is None:
         return None
@@ -95,7 +95,7 @@ def measured_inputs(layout: Layout) -> StepInputs | None:
 
 
 def calibration_of(layout: Layout) -> Calibration | None:
-    """The calibration of a layout's machines, if it has all that a step needs."""
+    """Return the calibration of a layout's machines, if it is complete enough for a step."""
     found = layout.machines.calibration
     return found if found is not None and found.timings and found.points else None
 
@@ -104,7 +104,7 @@ def calibration_of(layout: Layout) -> Calibration | None:
 
 
 def passes_of(layout: Layout, found: Calibration) -> Passes:
-    """Passes at the layout's microbatch size, with as many busy ranks."""
+    """Return passes at the layout's microbatch size, with the same number of busy ranks."""
     return _times(
         layout.trace, found, layout.ranks, found.nearest_precision(layout.precision), layout.samples, layout.remat
     )
@@ -123,7 +123,10 @@ def _times(trace: ModelTrace, found: Calibration, ranks: int, precision: str, sa
 
 @lru_cache(maxsize=64)
 def _again(found: Calibration, remat: str) -> float:
-    """Time of recomputation, in forward passes: the median of all measurements; 1 without any."""
+    """Return the time of recomputation, in forward passes.
+
+    It is the median of all measurements; 1 without any.
+    """
     plain = {(p.ranks, p.precision, p.samples): p for p in found.timings if p.remat == "none"}
     pairs = [(p, plain.get((p.ranks, p.precision, p.samples))) for p in found.timings if p.remat == remat]
     ratios = [(again.seconds - once.seconds) / sum(once.forward_s) for again, once in pairs if once is not None]
@@ -131,10 +134,10 @@ def _again(found: Calibration, remat: str) -> float:
 
 
 def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[float]) -> tuple[float, ...]:
-    """The measured time of each block of the trace.
+    """Divide the measured time among the blocks of the trace.
 
-    A segment has the name of its first module; a block without a segment's name gets a part of the current one by its
-    FLOPs.
+    A segment has the name of its first module. A block without its own segment gets a part of the current segment by
+    its FLOPs.
     """
     places = {name: i for i, name in enumerate(segments)}
     last = len(segments) - 1
@@ -144,13 +147,13 @@ def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[floa
             # equal blocks all have the first one's name
             now = min(places[block.name] + seen.get(block.name, 0), max(last - 1, 0))
             seen[block.name] = seen.get(block.name, 0) + 1
-        # behind the last of the repeated blocks
+        # after the last of the repeated blocks
         elif now == last - 1 and last > 1:
             now = last
         belongs.append(now)
     weights = [max(block.flops, 1.0) for block in trace.blocks]
     of = [sum(w for w, b in zip(weights, belongs, strict=True) if b == i) for i in range(len(segments))]
-    # seconds of segments that the trace does not know
+    # seconds of segments that are not in the trace
     lost = sum(s for s, w in zip(seconds, of, strict=True) if not w)
     found = [seconds[b] * w / of[b] for w, b in zip(weights, belongs, strict=True)]
     scale = 1 + lost / sum(found) if sum(found) else 1.0
@@ -161,7 +164,7 @@ def _by_block(trace: ModelTrace, segments: Sequence[str], seconds: Sequence[floa
 
 
 def added_by(layout: Layout, found: Calibration) -> Added:
-    """Combined overhead of all axes of the layout."""
+    """Return the combined overhead of all axes of the layout."""
     axes, precision = _axes(layout), found.nearest_precision(layout.precision)
     each = [_added(layout.trace, found, precision, axis, getattr(layout, axis, 1)) for axis in axes]
     base = _added(layout.trace, found, precision, "none", 1) if len(each) > 1 else Added()
@@ -185,7 +188,7 @@ def _axes(layout: Layout) -> list[str]:
 
 
 def _fused_gain_s(layout: Layout, found: Calibration) -> float:
-    """Seconds that the fused update saves for the rank's part of the model."""
+    """Return the seconds that the fused update saves for the rank's part of the model."""
     if not layout.fused or "fused" not in found.optimizer_s:
         return 0.0
     return (found.optimizer_s["plain"] - found.optimizer_s["fused"]) / (layout.fsdp * layout.tp * layout.pp)
@@ -193,7 +196,7 @@ def _fused_gain_s(layout: Layout, found: Calibration) -> float:
 
 @lru_cache(maxsize=256)
 def _added(trace: ModelTrace, found: Calibration, precision: str, axis: str, ranks: int) -> Added:
-    """Overhead of an axis: its calibration points less the model without overhead."""
+    """Return the overhead of an axis: its calibration points minus the model without overhead."""
     points = found.points_of(axis, precision)
     if not points:
         other = next(other for other in ("tp", "dp", "none", "fsdp", "pp") if found.points_of(other, precision))
@@ -245,7 +248,10 @@ def _as_layout(trace: ModelTrace, found: Calibration, point: CalibrationPoint, p
 
 
 def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], plain: Sequence[Passes]) -> float:
-    """Fraction of a pass that remains on a rank of tp. Two points separate it from the overhead of each microbatch."""
+    """Return the fraction of a pass that remains on a tp rank.
+
+    Two points separate it from the overhead of each microbatch.
+    """
     per = [c / a.microbatches for a, c in zip(points, computed, strict=True)]
     long, short = plain[0].seconds, plain[-1].seconds
     slope = (per[0] - per[-1]) / (long - short) if abs(long - short) > 0.2 * long else per[0] / long
@@ -256,7 +262,7 @@ def _remaining(points: Sequence[CalibrationPoint], computed: Sequence[float], pl
 
 
 def _stages(layout: Layout, passes: Passes, added: Added, links: Links) -> tuple[StageTimes, float]:
-    """Times of the pipeline's virtual stages, and seconds of a message between them."""
+    """Return times of the pipeline's virtual stages, and seconds of a message between them."""
     again = passes.again_s / max(passes.seconds, 1e-12)
     each = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
     virtual = layout.pp * layout.chunks if layout.pp > 1 else 1
@@ -294,13 +300,16 @@ def _whole_s(layout: Layout, times: StageTimes, hop: float) -> float:
 
 
 def _calls(layout: Layout) -> float:
-    """Number of FSDP2's collectives for each unit and microbatch: 3 with zero=3."""
+    """Return the number of FSDP2's collectives for each unit and microbatch: 3 with zero=3."""
     once = 1 / layout.microbatches
     return {3: 3.0, 2: 1 + once, 1: 2 * once}[layout.zero]
 
 
 def _dp_s(layout: Layout, found: Calibration, times: Passes, links: Links) -> float:
-    """Seconds of the gradients' reduction beyond the calibration point's, which used shared memory."""
+    """Return the additional seconds of the gradients' reduction compared to the calibration point.
+
+    The calibration point used shared memory.
+    """
     if layout.dp == 1:
         return links.step_s(layout)
     held = found.parameters / layout.fsdp / layout.tp / layout.pp
@@ -326,13 +335,13 @@ def _data_s(layout: Layout, added: Added) -> float:
     return added.data_s * (_DATA_FIXED + (1 - _DATA_FIXED) * share / added.samples)
 
 
-# bytes on an Ethernet link for each of TCP's
+# bytes on an Ethernet link per byte of TCP
 HEADERS = 1514 / 1448
-# TCP's use of a link: it slows down after a full queue
+# TCP's utilization of a link: it slows down after a full queue
 _EFFICIENCY = 0.95
-# a transport without shared memory between passes, whose buffers are in no cache, relative to it alone
+# slowdown of a transport without shared memory between passes, since its buffers are not cached
 _COLD = 2.0
-# fraction of the shorter of the transport's and the wire's time that is not overlapped
+# share of the shorter of the transport's and the wire's time that does not overlap
 _OWN_BESIDE = 0.1
 _REPLICA = ("tp", "pp", "fsdp")
 _NETWORK = LinkSpec("network", 1e12, 0.0)
@@ -343,9 +352,9 @@ class Links:
     """The links that carry a layout's messages.
 
     Attributes:
-        within: the transport between ranks of a host; `across` that between hosts.
+        within: the transport between ranks of a host; `across`: the transport between hosts.
         far: the axes whose ranks are on several hosts.
-        rate: bytes per second of a host's link; `latency_s` one way.
+        rate: bytes per second of a host's link; `latency_s`: its one-way latency.
     """
 
     found: Calibration
@@ -361,27 +370,27 @@ class Links:
         return "dp" in self.far
 
     def all_reduce_s(self, size: float, axis: str) -> float:
-        """Seconds of an all-reduce over the ranks of an axis."""
+        """Return the seconds of an all-reduce over the ranks of an axis."""
         return self._collective_s("all_reduce", size, axis, sent=1.0, turns=2)
 
     def shared_all_reduce_s(self, size: float) -> float:
-        """Seconds of an all-reduce through shared memory."""
+        """Return the seconds of an all-reduce through shared memory."""
         return _time(self.found, WITHIN_HOST, "all_reduce", size)
 
     def gather_s(self, size: float, axis: str) -> float:
-        """Seconds of an all-gather of `size` bytes."""
+        """Return the seconds of an all-gather of `size` bytes."""
         return self._collective_s("all_gather", size, axis, sent=0.5, turns=1)
 
     def scatter_s(self, size: float, axis: str) -> float:
-        """Seconds of a reduce-scatter of `size` bytes."""
+        """Return the seconds of a reduce-scatter of `size` bytes."""
         return self._collective_s("reduce_scatter", size, axis, sent=0.5, turns=1)
 
     def message_s(self, size: float, axis: str) -> float:
-        """Seconds of a message from one rank to the next."""
+        """Return the seconds of a message from one rank to the next."""
         return self._collective_s("send_receive", size, axis, sent=1.0, turns=1)
 
     def tp_s(self, layout: Layout) -> float:
-        """Seconds of the tensor-parallel all-reduces of one microbatch, forward and backward."""
+        """Return the seconds of one microbatch's tensor-parallel all-reduces, forward and backward."""
         if layout.tp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -392,7 +401,7 @@ class Links:
         )
 
     def cp_s(self, layout: Layout) -> float:
-        """Seconds of passing one microbatch's keys and values around, forward and backward."""
+        """Return the seconds of passing one microbatch's keys and values around, forward and backward."""
         if layout.cp == 1:
             return 0.0
         width = layout.samples * layout.number_bytes
@@ -402,14 +411,14 @@ class Links:
         return 3 * blocks / layout.pp
 
     def ep_s(self, layout: Layout) -> float:
-        """Seconds of sending one microbatch's tokens to experts and back."""
+        """Return the seconds of sending one microbatch's tokens to experts and back."""
         width = layout.samples * layout.number_bytes
         if layout.ep > 1:
             return 4 * sum(self.gather_s(block.routed * width, "ep") for block in layout.trace.blocks if block.routed)
         return 0.0
 
     def fsdp_s(self, layout: Layout) -> float:
-        """Seconds of gathering and scattering for all microbatches of a step."""
+        """Return the seconds of gathering and scattering for all microbatches of a step."""
         if layout.fsdp == 1:
             return 0.0
         width = 2 if layout.precision == "bf16" else 4
@@ -425,16 +434,16 @@ class Links:
         return layout.microbatches * total
 
     def hop_s(self, layout: Layout, boundary: float) -> float:
-        """Seconds to send a microbatch's activations to the next stage.
+        """Return the seconds to send a microbatch's activations to the next stage.
 
         `boundary` is their number of elements per sample.
         """
         return self.message_s(boundary * layout.samples * 4, "pp")
 
     def step_s(self, layout: Layout) -> float:
-        """Seconds of a step's small reduction beyond those of shared memory.
+        """Return the additional seconds of a step's small reduction compared to shared memory.
 
-        0 for a replica of one rank on one host.
+        It is 0 for a replica of one rank on one host.
         """
         if layout.ranks == 1:
             return 0.0
@@ -449,12 +458,12 @@ class Links:
         return max(own_s, wire_s) + _OWN_BESIDE * min(own_s, wire_s) + turns * self.latency_s
 
     def wire_s(self, size: float) -> float:
-        """Seconds of `size` bytes on a host's link, one way."""
+        """Return the seconds of `size` bytes on a host's link, one way."""
         return size * HEADERS / (_EFFICIENCY * self.rate)
 
 
 def links_of(layout: Layout, found: Calibration) -> Links:
-    """Links of a layout, by its transport and its ranks' hosts."""
+    """Return the links of a layout, from its transport and its ranks' hosts."""
     machines = layout.machines
     far = frozenset(
         axis
@@ -467,7 +476,7 @@ def links_of(layout: Layout, found: Calibration) -> Links:
 
 @cache
 def _carriers(transport: str) -> tuple[str, str]:
-    """Names of what carries a plan's messages, within a host and between hosts."""
+    """Return the names of the transports of a plan, within a host and between hosts."""
     if transport == "auto":
         return WITHIN_HOST, BETWEEN_HOSTS
     info = TRANSPORTS[transport]
@@ -475,24 +484,24 @@ def _carriers(transport: str) -> tuple[str, str]:
 
 
 def _measured(found: Calibration, transport: str) -> str:
-    """The transport if it was measured; else gloo, which always is."""
+    """Return the transport if it was measured; else gloo, which is always measured."""
     known = any(c.transport == transport for c in found.collectives)
     return transport if known else WITHOUT_SHARED_MEMORY
 
 
 def here(found: Calibration) -> Machines:
-    """The measured machine, as a cluster of one host."""
+    """Return the measured machine, as a cluster of one host."""
     return Machines(CATALOGUE["CPU"], 1, max(found.cores, found.ranks), _NETWORK)
 
 
 def between_hosts_s(
     links: Links, size: float, backward_s: Sequence[float], weights: Sequence[float], *, whole: bool
 ) -> float:
-    """Seconds of gradient all-reduces after the backward pass, with the slow-down they cause.
+    """Return the seconds of gradient all-reduces after the backward pass, and of their slowdown.
 
-    Gradients fill buckets from the last block to the first, and a full one is sent while others are computed; one at a
-    time uses the link, and the last starts at the end of the backward pass. With a divided model, all of them start
-    then.
+    Gradients fill buckets from the last block to the first. A full bucket is sent while further gradients are computed.
+    One bucket at a time uses the link, and the last one starts at the end of the backward pass. With a divided model,
+    all of them start then.
     """
     count = max(1, round(size / bucket_bytes_between_hosts(size) + 0.499))
     each = size / count
@@ -508,9 +517,9 @@ def between_hosts_s(
 
 
 def _ready(count: int, backward_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Times at which the buckets are full, relative to the backward pass's end, in seconds.
+    """Return when the buckets are full, in seconds relative to the backward pass's end.
 
-    The last one is full at its end.
+    The last one is full at the end.
     """
     done, total = [0.0, *accumulate(reversed(weights))], sum(weights)
     clock = [0.0, *accumulate(reversed(backward_s))]
@@ -530,7 +539,7 @@ def _time(found: Calibration, transport: str, name: str, size: float) -> float:
 
 @lru_cache(maxsize=64)
 def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
-    """Tensor-parallel all-reduces of a forward pass: their elements per sample, and counts."""
+    """Return tensor-parallel all-reduces of a forward pass: elements per sample, and counts."""
     found: dict[float, int] = {}
     for block in trace.blocks:
         if block.reductions:
@@ -540,23 +549,23 @@ def _reductions(trace: ModelTrace) -> tuple[tuple[float, int], ...]:
 
 @lru_cache(maxsize=64)
 def _pieces(trace: ModelTrace, found: Calibration) -> tuple[int, ...]:
-    """Parameters of FSDP2's units: of each repeated block, and of the remainder."""
+    """Return the parameters of FSDP2's units: of each repeated block, and of the remainder."""
     named = set(found.segments[1:-1])
     blocks = [block.parameters for block in trace.blocks if block.name in named]
     return (*blocks, max(0, found.parameters - sum(blocks)))
 
 
-# fraction of activations that every rank of tp keeps whole: norms, residuals, inputs of matrices
+# share of activations that every tp rank keeps whole: norms, residuals, inputs of matrices
 _UNDIVIDED = 0.6
-# largest fraction of the baseline that an engine takes besides tensors
+# largest share of the baseline that an engine uses besides tensors
 _MOST_BESIDE = 0.3
 
 
 def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
-    """The bytes of `held`, adjusted to sum to the calibration's prediction.
+    """Adjust the bytes of `held` so that they sum to the calibration's prediction.
 
-    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference, and if
-    that is negative, all are reduced in proportion.
+    They are unchanged without a calibration. A process holds more than tensors: `runtime` gets the difference. If the
+    difference is negative, all are reduced in proportion.
     """
     found = layout.machines.calibration
     if found is None or not found.timings or not found.baseline_bytes:
@@ -569,12 +578,12 @@ def measured_memory(layout: Layout, held: dict[str, float]) -> dict[str, float]:
 
 
 def peak_bytes(layout: Layout, found: Calibration) -> float:
-    """Bytes of the rank that holds the most."""
+    """Return the bytes of the rank that holds the most."""
     return found.baseline_bytes + _beside(layout, found) + _state_bytes(layout, found) + _pass_bytes(layout, found)
 
 
 def _beside(layout: Layout, found: Calibration) -> float:
-    """Bytes of an engine besides tensors, from the process's first calibration point.
+    """Return the bytes of an engine besides tensors, from the process's first calibration point.
 
     Later points were measured with memory left over from earlier ones.
     """
@@ -603,15 +612,15 @@ def _known_bytes(layout: Layout, found: Calibration, point: CalibrationPoint) ->
 
 
 def _state_bytes(layout: Layout, found: Calibration) -> float:
-    """Bytes of parameters and optimizer state; gradients come with the pass.
+    """Return the bytes of parameters and optimizer state; gradients are counted with the pass.
 
-    FSDP2 has one unit of the model gathered besides.
+    FSDP2 additionally holds one gathered unit of the model.
     """
     return found.parameters * (layout.parameter_bytes + layout.optimizer_bytes) / (layout.fsdp * layout.tp * layout.pp)
 
 
 def _pass_bytes(layout: Layout, found: Calibration) -> float:
-    """Bytes of gradients and of activations in flight on the first stage."""
+    """Return the bytes of gradients and of activations in flight on the first stage."""
     precision = found.nearest_precision(layout.precision)
     plain = found.timings_of(layout.ranks, precision)
     whole = interpolated(

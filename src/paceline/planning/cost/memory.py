@@ -1,8 +1,8 @@
 """Peak bytes of the fullest rank of a plan, by holder.
 
-State as in ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations as in Korthikanti et al. (2022,
-arXiv:2205.05198, §4), those of a pipeline by the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473,
-§2.2; Qi et al., 2024, arXiv:2401.10241).
+State follows ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations Korthikanti et al. (2022, arXiv:2205.05198,
+§4). Activations of a pipeline follow the microbatches in flight (Narayanan et al., 2021, arXiv:2104.04473, §2.2; Qi et
+al., 2024, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ RUNTIME_BYTES = 1.4e9
 RUNTIME_BYTES_ON_CPU = 3.95e8
 # fraction of a step's temporary memory lost to fragmentation
 FRAGMENTS = 0.03
-# fraction of a GPU for its driver and for errors of predictions; proposed plans leave it free
+# share of a GPU for its driver and for prediction errors; proposed plans leave it free
 RESERVE = 0.03
 
 
 class MemoryModel(NamedTuple):
-    """Memory model parameters of a framework, beside the formulas.
+    """Memory parameters of a framework, in addition to the formulas.
 
     Attributes:
         workspace_bytes: its buckets and buffers, independent of the model.
         update_bytes: temporary bytes during an update, per parameter whose optimizer state a rank holds.
-        narrow_gradients: True if computed gradients stay beside those that are accumulated in four bytes.
-        stage_results: number of copies of a stage's output that stay until its gradient arrives.
-        products: True if remat=selective keeps matrix products only, and recomputes the remainder.
-        head: memory of the head at its peak, relative to what it saves, log-probabilities of 32 bits: below 1 if the
-            loss is computed in place of the logits. Torch's cross entropy has logits, these and two gradients: 14 bytes
-            for each logit of 16 bits where 4 are saved (measured: 17.2 GB of a GPT on an H100, benchmarks/gpu.py).
-        head_wide: the same where logits have 32 bits.
-        apart: True if fsdp gathers embedding and head each by itself.
-        at_once: blocks that fsdp has in memory at once.
+        narrow_gradients: True if computed gradients are kept beside the accumulated four-byte gradients.
+        stage_results: number of copies of a stage's output that are kept until its gradient arrives.
+        products: True if remat=selective keeps only matrix products, and recomputes the remainder.
+        head: peak memory of the head, relative to its saved log-probabilities of 32 bits; below 1 if the loss is
+            computed in place of the logits. Torch's cross entropy holds logits, log-probabilities and two gradients: 14
+            bytes for each 16-bit logit, of which 4 are saved (measured: 17.2 GB for a GPT on an H100,
+            benchmarks/gpu.py).
+        head_wide: the same for logits of 32 bits.
+        apart: True if fsdp gathers embedding and head separately.
+        at_once: number of blocks that fsdp holds in memory at once.
         narrow_scattered: True if gradients are scattered in the precision of activations.
-        fragments: fraction of a step's temporary memory lost to fragmentation.
+        fragments: share of a step's temporary memory lost to fragmentation.
     """
 
     workspace_bytes: float = 0.0
@@ -70,25 +71,29 @@ class MemoryModel(NamedTuple):
     fragments: float = FRAGMENTS
 
 
-# by the beginning of the framework's name
+# by the prefix of the framework's name
 _MEMORY_MODELS = {
     "paceline": MemoryModel(products=True, head=3.5, head_wide=4.0),
     "Megatron-DeepSpeed eager": MemoryModel(workspace_bytes=2e9, update_bytes=4.0),  # two buckets of 5e8 numbers
-    # And what ZeRO 1 flattens into them: fitted, the least that lines 2, 17, 32 and 47 of bloom_tr11_a100.csv lack.
+    # In addition, what ZeRO 1 flattens into them: fitted to the least that lines 2, 17, 32 and 47 of
+    # bloom_tr11_a100.csv lack.
     "Megatron-DeepSpeed": MemoryModel(workspace_bytes=8.2e9, update_bytes=4.0, narrow_gradients=True),
-    # frees a stage's result once it is sent
+    # frees a stage's result after sending it
     "Megatron": MemoryModel(stage_results=0),
     "Composer": MemoryModel(head=1 / 2),  # FlashAttention's cross entropy
     "torchtitan, compiled": MemoryModel(apart=True, head=2.55, fragments=0.1),
-    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=0.1),  # as printed: what the allocator holds
-    # XLA places all buffers in advance, and computes logits in parts
+    "torchtitan": MemoryModel(apart=True, head=3.0, fragments=0.1),  # as printed: the memory that the allocator holds
+    # XLA allocates all buffers in advance, and computes logits in parts
     "MaxText": MemoryModel(apart=True, head=0.375, at_once=1, narrow_scattered=True, fragments=0.0),
 }
 _OTHER = MemoryModel()
 
 
 def memory(layout: Layout) -> dict[str, float]:
-    """Bytes of the worst rank by `HOLDERS`, the largest sum over a pipeline's ranks."""
+    """Return the bytes of the fullest rank by `HOLDERS`.
+
+    In a pipeline, it is the rank with the largest sum.
+    """
     memory_model = _memory_model(layout.framework.name)
     worst = max(
         (_of_rank(layout, memory_model, stage, chunks) for stage, chunks in _ranks(layout, memory_model)), key=sum
@@ -108,7 +113,7 @@ def _memory_model(framework: str) -> MemoryModel:
 
 
 def capacity_bytes(layout: Layout) -> float:
-    """Memory of a rank's device.
+    """Return the memory of a rank's device.
 
     On CPUs it is a part of its host's memory, which is larger if there are fewer ranks than cores.
     """
@@ -116,19 +121,22 @@ def capacity_bytes(layout: Layout) -> float:
     own = float(machines.memory_bytes or machines.device.memory_bytes)
     if not machines.device.is_core:
         return own
-    on_a_core = -(-layout.ranks // machines.devices)  # hosts are filled in their order
+    on_a_core = -(-layout.ranks // machines.devices)  # hosts are filled in order
     return own * machines.per_host / min(layout.ranks, machines.per_host * on_a_core)
 
 
 def usable_bytes(layout: Layout) -> float:
-    """Bytes of `capacity_bytes` that a proposed plan may use. A GPU's driver keeps some, and predictions err."""
+    """Return the bytes of `capacity_bytes` that a proposed plan may use.
+
+    The remainder is for a GPU's driver and for prediction errors.
+    """
     return capacity_bytes(layout) * (1 if layout.machines.device.is_core else 1 - RESERVE)
 
 
 def _of_rank(
     layout: Layout, memory_model: MemoryModel, stage: int, chunks: tuple[BlockMemory, ...]
 ) -> tuple[float, ...]:
-    """Bytes of a rank in the order of `HOLDERS`, up to the buffers."""
+    """Return the bytes of a rank in the order of `HOLDERS`, up to the buffers."""
     sample = layout.samples / layout.cp * layout.number_bytes
     kept = logits = 0.0
     head = memory_model.head_wide if layout.number_bytes > 2 else memory_model.head
@@ -140,13 +148,13 @@ def _of_rank(
     parameters, gradients, optimizer, gathered, update = _state(layout, memory_model, chunks)
     kept, logits = kept * sample, logits * sample
     if layout.offload_activations:
-        # of what is kept, two blocks' are on their way
+        # of the kept activations, two blocks' are in transfer
         kept *= min(2 * layout.pp / max(len(layout.trace.blocks), 1), 1.0)
     if layout.dp == layout.fsdp == layout.pp == layout.microbatches == 1 and memory_model.products:
         kept = _while_gradients_come(layout, kept, sample)
     working += max(update - kept - logits - working - gathered, 0.0)
     received = 0.0
-    # torch allocates what every microbatch receives, of activations and of gradients
+    # torch allocates buffers for all activations and gradients that a microbatch receives
     if layout.pp > 1 and memory_model.products:
         received = 2 * layout.microbatches * max(held.result for held in chunks) * sample
     return parameters, gradients, optimizer, kept, logits, working, gathered, received
@@ -155,9 +163,9 @@ def _of_rank(
 def _state(
     layout: Layout, memory_model: MemoryModel, chunks: tuple[BlockMemory, ...]
 ) -> tuple[float, float, float, float, float]:
-    """Bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
+    """Return the bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
 
-    Gathered by FSDP, temporary during an update.
+    Gathered tensors are FSDP's, temporaries exist during an update.
     """
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule in V_SCHEDULES and chunks[0].outside and chunks[-1].outside):
@@ -176,7 +184,7 @@ def _state(
             outside /= 2 if layout.pp == 1 and not layout.trace.tied else 1
         in_turn = max(memory_model.at_once * largest, outside) if memory_model.apart else 2 * largest + outside
         gathered = narrow * (numbers if whole else in_turn)
-        # a gradient before and while it is scattered
+        # a gradient before and during its scatter
         scattered = 0.0 if memory_model.narrow_scattered else layout.gradient_bytes
         gathered += (narrow + scattered) * max(largest, outside)
         if layout.regather_ranks and not whole:
@@ -196,13 +204,13 @@ def _state(
 
 
 def kept_bytes(layout: Layout) -> float:
-    """Bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
+    """Return the bytes that a microbatch's forward pass keeps on a rank, averaged over stages."""
     held = block_memories(layout.trace, _memory_config(layout, _memory_model(layout.framework.name)))
     return sum(block.kept for block in held) / layout.pp * layout.samples / layout.cp * layout.number_bytes
 
 
 def trained_part(layout: Layout) -> float:
-    """Part of the parameters that is trained.
+    """Return the share of the parameters that is trained.
 
     Adapters have two narrow matrices for each wide one.
     """
@@ -212,9 +220,9 @@ def trained_part(layout: Layout) -> float:
 
 
 def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
-    """Peak of activations on top of all gradients.
+    """Return the peak of activations in addition to all gradients.
 
-    One backward pass frees activations block by block, while the blocks' gradients appear.
+    A backward pass frees activations block by block, while it creates the blocks' gradients.
     """
     held = block_memories(layout.trace, _memory_config(layout, _MEMORY_MODELS["paceline"]))
     later, most = 0.0, 0.0
@@ -226,13 +234,13 @@ def _while_gradients_come(layout: Layout, kept: float, sample: float) -> float:
 
 
 def _in_flight(layout: Layout, stage: int) -> list[int]:
-    """Largest number of microbatches in flight, for each chunk of a rank."""
+    """Return the largest number of microbatches in flight, for each chunk of a rank."""
     pp, chunks, count = layout.pp, layout.chunks, layout.microbatches
     if pp == 1:
         return [1] * chunks
     if layout.schedule == "gpipe" or (layout.schedule == "interleaved" and (count < pp or count % (count // pp))):
         return [count] * chunks
-    # a V: down through the first chunks, up through the second ones
+    # V schedule: down through the first chunks, up through the second ones
     if layout.schedule in V_SCHEDULES:
         return [min(count, 2 * pp - stage), min(count, stage + 1)][:chunks]
     if chunks == 1:
@@ -243,9 +251,9 @@ def _in_flight(layout: Layout, stage: int) -> list[int]:
 
 
 def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[BlockMemory, ...]]]:
-    """Pipeline ranks with distinct content, with their chunks.
+    """Return pipeline ranks with distinct content, with their chunks.
 
-    Of equal ones the first, which has the most microbatches in flight.
+    Among equal ranks, it is the first one, which has the most microbatches in flight.
     """
     config = _memory_config(layout, memory_model)
     cut = layout.cut or _even_cut(layout)
@@ -263,7 +271,10 @@ def _ranks(layout: Layout, memory_model: MemoryModel) -> list[tuple[int, tuple[B
 
 
 def _even_cut(layout: Layout) -> tuple[int, ...]:
-    """Number of blocks of each virtual stage if the plan names none. The time prediction uses the same cut."""
+    """Return the number of blocks of each virtual stage if the plan names no cuts.
+
+    The time prediction uses the same cut.
+    """
     if layout.pp == 1:
         return (len(layout.trace.blocks),)
     degrees = (layout.pp, layout.chunks, layout.tp, layout.cp, layout.ep, layout.sequence, layout.samples)
@@ -299,9 +310,9 @@ def _baseline_bytes(layout: Layout) -> float:
     return float(measured or RUNTIME_BYTES_ON_CPU)
 
 
-# of the activations inside layers, what is left where products keep their inputs in 8 bits: these are about half
+# share of the activations inside layers that remains if products keep their inputs in 8 bits: these are about half
 LOW_KEPT = 0.75
-# kinds of blocks that are layers, also where there is only one of a kind
+# kinds of blocks that are layers, even if there is only one of a kind
 LAYERS = ("layer", "mixture", "encoder", "mamba", "delta", "attention", "feed_forward", "mtp")
 
 
@@ -310,11 +321,11 @@ class BlockMemory(NamedTuple):
 
     Attributes:
         dense, experts: parameters, after tp, and after tp and ep.
-        outside: those of `dense` that are not in layers.
+        outside: parameters in `dense` that are not in layers.
         largest: parameters of the largest layer.
-        kept: saved for the backward pass; `logits` for the head.
-        working: further memory of a layer while its backward pass recomputes it.
-        result: output to the next stage.
+        kept: elements saved for the backward pass; `logits`: the same for the head.
+        working: additional memory while the backward pass recomputes a layer.
+        result: size of the output to the next stage.
     """
 
     dense: float
@@ -328,14 +339,14 @@ class BlockMemory(NamedTuple):
 
 
 class MemoryConfig(NamedTuple):
-    """Everything that a block's `BlockMemory` depends on, but for the block.
+    """Everything that a block's `BlockMemory` depends on, except the block itself.
 
     Attributes:
         expert_parts: as `Layout.expert_parts`.
         squares: True if attention keeps its squares.
         products: True if remat=selective keeps matrix products only.
-        kept_products: part of the products with weights that it keeps then.
-        share: part of the layers that remat=block computes again.
+        kept_products: share of the products with weights that it then keeps.
+        share: share of the layers that remat=block recomputes.
         narrow: True if products keep their inputs in low precision.
     """
 
@@ -351,7 +362,10 @@ class MemoryConfig(NamedTuple):
 
 
 def block_memories(trace: ModelTrace, config: MemoryConfig) -> tuple[BlockMemory, ...]:
-    """Memory of every block. Equal blocks share one object, so that equal sums are equal to the last bit."""
+    """Return the memory of every block.
+
+    Equal blocks share one object, so that equal sums are equal to the last bit.
+    """
     if config not in trace.memo:
         kinds = [block.kind for block in trace.blocks]
         repeated = {kind for kind in kinds if kinds.count(kind) > 1 or kind in LAYERS}
@@ -389,7 +403,7 @@ def _held(block: BlockTrace, config: MemoryConfig, layer: bool) -> BlockMemory:
 
 
 def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
-    """Elements of the results of products with weights that are kept, and of attention's."""
+    """Return kept elements of the results of products with weights, and of attention."""
     width = {"n": config.tp, "batch": config.tp}
     weights = sum(
         gemm.rows * gemm.n * gemm.times / width.get(gemm.divided, across) for gemm in block.gemms if not gemm.batch
@@ -399,7 +413,7 @@ def _products(block: BlockTrace, config: MemoryConfig, across: int) -> float:
 
 
 def summed(memories: tuple[BlockMemory, ...]) -> BlockMemory:
-    """Memory of consecutive blocks."""
+    """Return the memory of consecutive blocks."""
     dense, experts, outside, largest, kept, logits, working, _ = zip(*memories, strict=True)
     return BlockMemory(
         sum(dense), sum(experts), sum(outside), max(largest), sum(kept), sum(logits), max(working), memories[-1].result

@@ -28,16 +28,15 @@ from paceline.planning.model.graph import BlockTrace, ModelTrace
 class StageCost(NamedTuple):
     """Seconds of one microbatch on one rank of a (virtual) stage, and its parameters.
 
-    Seconds of communication are exposed ones.
+    Seconds of communication are exposed seconds.
 
     Attributes:
-        again_s: recomputation of the forward pass, if remat asks for it.
+        again_s: recomputation of the forward pass, if remat requires it.
         launch_forward_s, launch_backward_s: Python's time to launch the kernels; it runs ahead of the device.
-        tp_backward_s: with the collectives of recomputation.
-        parameters: numbers on one rank, before fsdp; `experts`: of experts among these.
-        tail_forward_s, tail_backward_s: compute time of the head beyond its launch time; nothing else is left to launch
-            then.
-        added_s: measured overhead of a split, half of it forward.
+        tp_backward_s: includes the collectives of recomputation.
+        parameters: numbers on one rank, before fsdp; `experts`: those that belong to experts.
+        tail_forward_s, tail_backward_s: compute time of the head beyond its launch time; no other launches remain then.
+        added_s: measured overhead of a split; half of it is in the forward pass.
         waited_s: launches that Python waits for.
     """
 
@@ -59,7 +58,7 @@ class StageCost(NamedTuple):
     waited_s: float = 0.0
 
     def plus(self, other: StageCost, times: float = 1.0) -> StageCost:
-        """Cost with so many times the other one."""
+        """Return the cost plus a multiple of another cost."""
         return StageCost._make([mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     @property
@@ -84,10 +83,10 @@ class StageCost(NamedTuple):
 
 
 def _step_time_s(device_s: float, python_s: float, meets: bool) -> float:
-    """Step time of Python and the device together. It is the slower of the two, as Python runs ahead.
+    """Combine the times of Python and the device. The slower one counts, since Python runs ahead.
 
-    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up; modelled as a p-norm of the
-    two times.
+    With tensor parallelism every layer is a barrier, so launch and kernel jitter add up. This is modelled as a p-norm
+    of the two times.
     """
     if not meets or not python_s:
         return max(device_s, python_s)
@@ -110,15 +109,15 @@ class StageTimes(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Step inputs, by the catalogue or measured on this machine.
+    """Inputs of a step, from the catalogue or measured on this machine.
 
     Attributes:
-        times: of the pipeline's virtual stages, for one microbatch.
+        times: times of the pipeline's virtual stages, for one microbatch.
         hop_s: seconds to send one microbatch to the next stage.
         whole_s: seconds from the first microbatch's start to the last gradient's end.
-        fsdp_s, dp_s: seconds of a step's collectives beside its passes.
+        fsdp_s, dp_s: seconds of a step's collectives in addition to its passes.
         optimizer_s: seconds of the update.
-        other_s: seconds of a step in which nothing of these is done.
+        other_s: remaining seconds of a step.
     """
 
     times: StageTimes
@@ -131,12 +130,15 @@ class StepInputs(NamedTuple):
 
 
 def stages(layout: Layout) -> tuple[StageCost, ...]:
-    """Costs of the virtual stages, in the order in which a microbatch passes them."""
+    """Return the costs of the virtual stages, in the order of a microbatch."""
     return stage_times(layout).costs
 
 
 def stage_times(layout: Layout) -> StageTimes:
-    """Stage costs, and the rank that all others wait for; cached, since searches repeat them."""
+    """Return stage costs, and the rank that all others wait for.
+
+    The result is cached, since searches repeat the calls.
+    """
     paths = link_path(layout, "tp"), link_path(layout, "cp"), expert_path(layout)
     return _stage_times(
         layout.trace,
@@ -174,7 +176,7 @@ def _stage_times(
 
 
 def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
-    """Stage times of virtual stages that are dealt to ranks in turn."""
+    """Return stage times of virtual stages that are assigned to ranks in turn."""
     own = [costs[rank::ranks] for rank in range(ranks)]
     working = [sum(cost.forward + cost.backward for cost in stages) for stages in own]
     slowest = own[working.index(max(working))]
@@ -185,13 +187,13 @@ def times_of(costs: tuple[StageCost, ...], ranks: int) -> StageTimes:
 
 
 def _mixed(full: StageCost, plain: StageCost, share: float) -> StageCost:
-    """Cost where a part of the layers is computed again."""
+    """Return the cost if a share of the layers is recomputed."""
     return StageCost._make([share * one + (1 - share) * other for one, other in zip(full, plain, strict=True)])
 
 
 @lru_cache(maxsize=4096)
 def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath) -> tuple[StageCost, ...]:
-    """Costs of the first 0, 1, 2, … blocks."""
+    """Return the costs of the first 0, 1, 2, … blocks."""
     found = [StageCost()]
     for block, count in trace.runs:
         cost, until = block_cost(block, config, remat, *links), found[-1]
@@ -201,7 +203,10 @@ def _summed(trace: ModelTrace, config: BlockConfig, remat: str, *links: LinkPath
 
 @lru_cache(maxsize=4096)
 def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
-    """Number of blocks of each stage, so that the slowest is fastest. Each has at least one."""
+    """Return the number of blocks of each stage that minimizes the slowest stage's time.
+
+    Each stage has at least one block.
+    """
     until = [cost.forward_s + cost.backward_s + cost.again_s for cost in prefix]
     blocks = [late - early for early, late in pairwise(until)]
     return contiguous(blocks, virtual) if virtual <= len(blocks) else (len(blocks),)
@@ -211,7 +216,7 @@ def _even(prefix: tuple[StageCost, ...], virtual: int) -> tuple[int, ...]:
 def block_cost(
     block: BlockTrace, config: BlockConfig, remat: str, tp_path: LinkPath, cp_path: LinkPath, ep_path: LinkPath
 ) -> StageCost:
-    """Cost of one block."""
+    """Compute the cost of one block."""
     time = block_time(block, config)
     layer = block.kind not in ("embedding", "between", "head")
     again, launch_again, reductions = _again(block, time, remat if layer else "none", config)
@@ -238,12 +243,12 @@ def block_cost(
 
 
 def _shown(travel_s: float, hidden: float) -> float:
-    """Communication time that is left where products hide a part of it and slow down."""
+    """Return the communication time that products do not hide, plus their slowdown."""
     return travel_s * (1 - hidden + constants.CONTENTION * hidden)
 
 
 def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
-    """Exposed seconds of sending a microbatch's tokens to experts, or back."""
+    """Return the exposed seconds of sending a microbatch's tokens to experts, or back."""
     sent = block.routed * config.samples / config.cp * BYTES[config.precision]
     if config.sequence or config.expert_ranks:
         sent /= config.tp
@@ -253,7 +258,10 @@ def _routed_s(block: BlockTrace, config: BlockConfig, path: LinkPath) -> float:
 
 
 def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: LinkPath) -> float:
-    """Exposed seconds of a ring of keys and values, or of heads exchanged for tokens."""
+    """Return the exposed seconds of context parallelism.
+
+    These are of a ring of keys and values, or of heads exchanged for tokens.
+    """
     each = config.samples * BYTES[config.precision]
     if config.ulysses:
         keys = block.keys or 2 * block.boundary
@@ -267,12 +275,12 @@ def _context_s(block: BlockTrace, config: BlockConfig, time: BlockTime, path: Li
 
 
 def exposed_s(travel_s: float, compute_s: float) -> float:
-    """Communication time that compute does not overlap, with its slow-down of compute."""
+    """Return communication time that compute does not overlap, plus the slowdown of compute."""
     return max(travel_s - compute_s, 0.0) + constants.CONTENTION * min(travel_s, compute_s)
 
 
 def _again(block: BlockTrace, time: BlockTime, remat: str, config: BlockConfig) -> tuple[float, float, int]:
-    """Seconds, launch seconds and reductions of recomputation in the backward pass."""
+    """Return seconds, launch seconds and reductions of recomputation in the backward pass."""
     if remat == "block" and block.trained:
         if config.stops_early:
             return time.forward_s - time.last_s, time.launch_forward_s, max(block.reductions - 1, 0)
@@ -294,11 +302,11 @@ def pipeline_s(
     schedule: str,
     overlaps: bool = False,
 ) -> float:
-    """Seconds from the first microbatch's start to the last gradient's end.
+    """Return the seconds from the first microbatch's start to the last gradient's end.
 
     Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in sequence fill and
-    drain the pipeline, and the slowest rank determines the time between. Interleaved stages fill it by one chunk of
-    each rank only.
+    drain the pipeline, and the slowest rank determines the time between. Interleaved stages fill it with only one chunk
+    of each rank.
     """
     times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
     if ranks == 1:
@@ -318,9 +326,9 @@ def pipeline_s(
 def dualpipe_bubble_s(forward_s: float, backward_s: float, ranks: int) -> float:
     """Bubble of DualPipe over `ranks` ranks with two stages each.
 
-    It is (PP / 2 - 1) (F&B + B - 3 W) with PP stages (Liu et al., 2024, arXiv:2412.19437, table 2). A forward and a
-    backward pass at once take the sum of both here, as torch runs one after the other. The weights' gradients are as
-    many products as the forward pass.
+    It is (PP / 2 - 1) (F&B + B - 3 W) with PP stages (Liu et al., 2024, arXiv:2412.19437, table 2). Here, a
+    simultaneous forward and backward pass takes the sum of both, since torch runs one after the other. The weights'
+    gradients take as many products as the forward pass.
 
     Args:
         forward_s, backward_s: seconds of a stage.
@@ -330,7 +338,7 @@ def dualpipe_bubble_s(forward_s: float, backward_s: float, ranks: int) -> float:
 
 
 def hop_s(layout: Layout) -> float:
-    """Seconds to send one microbatch's activations to the next stage."""
+    """Return the seconds to send one microbatch's activations to the next stage."""
     if layout.pp == 1:
         return 0.0
     boundary = max(block.boundary for block, _ in layout.trace.runs)
@@ -341,7 +349,7 @@ def hop_s(layout: Layout) -> float:
 
 
 def simulated(layout: Layout, times: StageTimes, hop: float) -> list[Span]:
-    """Spans of every rank in one step of a layout's schedule."""
+    """Return spans of every rank in one step of a layout's schedule."""
     orders = [
         work_of(rank, layout.pp, layout.microbatches, layout.schedule, layout.chunks) for rank in range(layout.pp)
     ]
@@ -355,9 +363,9 @@ Work = tuple[str, int, int]
 def simulate(
     forwards: Sequence[float], backwards: Sequence[float], orders: Sequence[Sequence[Work]], hop: float
 ) -> list[Span]:
-    """Spans of each rank, which does its work in order as inputs arrive.
+    """Simulate each rank and return its spans; work is done in order as inputs arrive.
 
-    Between two stages microbatches travel one after the other, independently in each direction: over a slow link they
+    Microbatches between two stages are sent one after the other, independently in each direction: over a slow link they
     queue.
     """
     arrived: dict[Work, float] = {}
@@ -393,7 +401,7 @@ def _needs(what: str, stage: int, microbatch: int, last: int) -> list[Work]:
 
 
 def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int) -> list[Work]:
-    """Order of work of one rank."""
+    """Return one rank's work in order."""
     total = microbatches * chunks
     if chunks > 1:
         warmup = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
@@ -410,7 +418,7 @@ def work_of(rank: int, ranks: int, microbatches: int, schedule: str, chunks: int
 
 
 def _piece(what: str, index: int, rank: int, ranks: int, microbatches: int, chunks: int) -> Work:
-    """A rank's forward or backward number `index`.
+    """Return a rank's forward or backward number `index`.
 
     `ranks` microbatches run through one chunk, then through the next one.
     """

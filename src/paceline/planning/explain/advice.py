@@ -190,7 +190,7 @@ Floats = NDArray[np.float64]
 def weights_by_speed(case: Case, best: Candidate) -> tuple[tuple[float, ...] | None, float]:
     """Return weights of a plan's data-parallel ranks by speed, and the saved fraction.
 
-    The speed is that of a rank group's slowest rank. The result is None in these cases: all ranks are equally fast, the
+    A group is as fast as its slowest rank. The result is None in these cases: all ranks are equally fast, the
     job already has weights, stages of a pipeline need equal parts, or the batch is too small for other parts.
     """
     layout = best.layout

@@ -225,7 +225,7 @@ def _cluster(text: str) -> Change:
 
     def change(case: Case) -> Case:
         price = case.cluster.price_per_hour if cluster.price_per_hour is None else cluster.price_per_hour
-        # measurements of this machine do not apply to another; factors of runs apply to each machine
+        # measurements of this machine do not apply to another; factors of runs are kept for each kind of device
         basis = case.calibration if isinstance(case.calibration, Adjustment) else None
         return case._replace(cluster=cluster.model_copy(update={"price_per_hour": price}), calibration=basis, plans=())
 
