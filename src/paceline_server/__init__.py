@@ -1,7 +1,7 @@
-"""Functions, parameters and modules in other processes of the run.
+"""Functions, parameters and modules that live in other processes of the run.
 
-Read `service` (serves functions), `client` (calls them), then `values` (arguments and results). `modules` is built on
-them; users see it by the names of this package.
+Read `service` (serves functions), `client` (calls them), then `values` (arguments and results). `modules` builds on
+them, and this package exports its public names.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def command(
 ) -> None:
     """Serve modules, objects and functions to other processes.
 
-    Clients can use nothing else. Between hosts, both ends prove that they have the key of the run. A Unix socket is
-    private to this user. Ctrl-C or SIGTERM ends the service.
+    Clients can call only what is listed here. Between hosts, both ends prove that they have the run's key. A Unix
+    socket is private to this user. Ctrl-C or SIGTERM ends the service.
     """
     import threading
 

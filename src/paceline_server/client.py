@@ -1,7 +1,7 @@
-"""Client: calls functions of a service in another process.
+"""Client that calls functions of a service in another process.
 
-The thread that waits for an answer reads the connection itself, so that no other thread has to wake first. If
-several threads wait, one reads for all, and hands over to another when it has its own answer.
+The thread that waits for an answer reads the connection itself, so that no other thread has to wake up first. If
+several threads wait, one of them reads for all, and another thread takes over when it has its own answer.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from paceline_server.talk import (
 )
 from paceline_server.values import pack, unpack
 
-ANSWER_BYTES = 2**34  # of the tensors in one answer, at most
-STREAM_AHEAD = 8  # results of a stream that may be under way
+ANSWER_BYTES = 2**34  # limit for the tensors in one answer
+STREAM_AHEAD = 8  # results of a stream that may be in flight
 
 
 def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
-    """Convert `"address:port"` or a path to an address as sockets take it."""
+    """Convert `"address:port"` or a path to a socket address."""
     if not isinstance(where, str):
         return where
     address, colon, port = where.rpartition(":")
@@ -53,25 +53,25 @@ def place_of(where: tuple[str, int] | str | Path | Any) -> Any:
 
 
 class Client(Closing):
-    """Calls functions of a service in another process, over one connection. Any thread may call.
+    """Connection to a service in another process, to call its functions from any thread.
 
-    A lost connection fails the calls under way and all later ones; `lost` says when it has ended.
+    If the connection is lost, the pending calls and all later calls fail, and `lost` is True.
 
     Args:
-        where: the service's address and port, for TLS with the run's key; or its Unix socket, without TLS.
-        name: for messages about this client.
-        identity: by which the service knows this client again on another connection; random by default.
-        deadline_s: of calls that are given none, and of connecting.
+        where: address and port of the service, for TLS with the run's key, or its Unix socket, without TLS.
+        name: name of this client in messages.
+        identity: identity by which the service recognises this client on a new connection; random by default.
+        deadline_s: default deadline of a call, and deadline for connecting.
 
     Attributes:
-        talk: messages with the service.
-        error: why the connection has ended.
-        service: identity of the service. If it has changed, the state that this client left there is lost.
-        known: the service knew this client from an earlier connection.
+        talk: the exchange of messages with the service.
+        error: the error that ended the connection, or None.
+        service: identity of the service. If it has changed, this client's state in the service is lost.
+        known: True if the service knew this client from an earlier connection.
 
     Raises:
-        DeadlineError: no service of the run answers there.
-        ChannelError: the service has another key, or takes no more clients.
+        DeadlineError: no service of the run answers at the address.
+        ChannelError: the service has another key, or accepts no more clients.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Client(Closing):
         self.deadline_s, self.identity, self.peer = deadline_s, identity or secrets.token_hex(16), name_of(where)
         self.error: ChannelError | None = None
         self._numbers = itertools.count()
-        self._changed = threading.Condition(threading.Lock())  # notified on messages, and when no thread reads any more
+        self._changed = threading.Condition(threading.Lock())  # notified on messages, and when a thread stops reading
         self._pending: dict[int, Pending] = {}
-        self._is_read = False  # by one of the waiting threads
+        self._is_read = False  # True while one of the waiting threads reads
         until = time.monotonic() + deadline_s
         limits = frame_limits(ANSWER_BYTES, within_host=isinstance(where, Path))
         connection = connect(where, key, FromService, deadline_s=deadline_s, limits=limits)
         try:
             left_s = max(0.05, until - time.monotonic())
-            # a service that takes no more clients says so first, and may have closed the connection since
+            # a service that refuses more clients sends the reason first, and may already have closed the connection
             answer = connection.take()
             if answer is None:
                 connection.send(Hello(VERSION, name, self.identity), left_s)
@@ -117,33 +117,35 @@ class Client(Closing):
 
     @property
     def lost(self) -> bool:
-        """True if there is no connection any more."""
+        """True if the connection has ended."""
         return self.error is not None or self.talk.connection.lost
 
     def call(self, function: str, *args: Any, deadline_s: float | None = None) -> Any:
-        """Call a function there, and return its result.
+        """Call a function of the service, and return its result.
 
         Raises:
-            RemoteError: it raised there, there is no such function, or a value cannot be sent.
-            DeadlineError: it did not answer in time. It may still run.
-            ChannelError: the connection is lost. It may have run or not.
+            RemoteError: the function raised or does not exist, or a value cannot be sent.
+            DeadlineError: the service did not answer in time. The function may still run.
+            ChannelError: the connection is lost. The function may or may not have run.
         """
         return self.begin(function, *args, deadline_s=deadline_s).result()
 
     def begin(self, function: str, *args: Any, deadline_s: float | None = None, lane: str = "") -> Pending:
-        """Send a call, and return without its answer. Raises as `call`.
+        """Send a call without waiting for the answer. Raises the same errors as `call`.
 
         Args:
-            lane: the service runs calls of one lane one after the other, in the order sent.
+            lane: the service runs the calls of one lane one at a time, in the order in which they were sent.
         """
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         return self._begin(function, args, deadline_s, stream=False, lane=lane)
 
     def stream(self, function: str, *args: Any, deadline_s: float | None = None) -> Iterator[Any]:
-        """Results of a function that yields, as they come. It is called when the first is asked for.
+        """Iterate over the results of a generator function as they arrive.
+
+        The service calls the function when the first result is requested.
 
         Args:
-            deadline_s: for each result.
+            deadline_s: deadline for each result.
         """
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         pending = self._begin(function, args, deadline_s, stream=True)
@@ -164,17 +166,20 @@ class Client(Closing):
             pending.forget()
 
     def close(self) -> None:
-        """Close the connection. Who waits for an answer gets a ChannelError."""
+        """Close the connection. Pending calls raise ChannelError."""
         self._fail(ChannelError("remote.client_closed", "the client of {peer} was closed", peer=self.peer))
 
     def drop(self, pending: Pending) -> bool:
-        """Expect no more messages on a call; False if none was."""
+        """Stop expecting messages on a call; return False if none were expected."""
         with self._changed:
             self._changed.notify_all()
             return self._pending.pop(pending.number, None) is not None
 
     def wait(self, condition: Callable[[], bool], until: float) -> bool:
-        """Read messages until a condition holds, or have another thread do it. False at the deadline."""
+        """Read messages, or let another thread read, until a condition holds.
+
+        Return False at the deadline.
+        """
         with self._changed:
             while not condition() and self._is_read:
                 if not self._changed.wait(max(0.0, until - time.monotonic())):
@@ -194,7 +199,7 @@ class Client(Closing):
         return condition()
 
     def look(self) -> None:
-        """Take what is here, unless another thread reads."""
+        """Read the messages that have arrived, unless another thread reads."""
         with self._changed:
             if self._is_read:
                 return
@@ -232,7 +237,7 @@ class Client(Closing):
         return pending
 
     def _expect(self, pending: Pending, until: float) -> None:
-        """Expect messages on a call, once the service takes another one."""
+        """Expect messages on a call, as soon as the service accepts another call."""
         while True:
             with self._changed:
                 if self.error is not None:
@@ -252,7 +257,7 @@ class Client(Closing):
                 )
 
     def _send(self, message: Any, deadline_s: float, packed: Any = None) -> None:
-        """Send a message. What comes meanwhile is taken, so that neither end waits for the other for ever."""
+        """Send a message, and read incoming messages meanwhile to avoid a deadlock."""
         try:
             self.talk.send(message, packed, deadline_s, meanwhile=self.look)
         except ChannelError as error:
@@ -267,7 +272,7 @@ class Client(Closing):
             is_read, self._is_read = self._is_read, True
             self._changed.notify_all()
         self.talk.connection.end()
-        if not is_read:  # else by the thread that reads
+        if not is_read:  # otherwise the reading thread does this
             self.talk.close()
 
     def _arrived(self, message: Any, block: memoryview | None) -> None:
@@ -280,7 +285,7 @@ class Client(Closing):
             )
         with self._changed:
             pending = self._pending.get(message.number)
-            if pending is not None:  # else its time is over
+            if pending is not None:  # otherwise its deadline has passed
                 pending.arrived.append((message, block))
                 if not (pending.streams and isinstance(message, Answer)):
                     del self._pending[message.number]
@@ -296,7 +301,7 @@ class Client(Closing):
 
 
 class Pending:
-    """A call under way."""
+    """A pending call."""
 
     def __init__(self, client: Client, number: int, function: str, deadline_s: float, streams: bool) -> None:
         self._client, self.number, self.function, self.streams = client, number, function, streams
@@ -305,16 +310,16 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """True if `result` returns at once."""
+        """True if `result` returns immediately."""
         if not self._is_settled():
             self._client.look()
         return self._is_settled()
 
     def result(self, deadline_s: float | None = None) -> Any:
-        """The result, once; waited for. Raises as `Client.call`.
+        """Wait for the result and return it, once. Raises the same errors as `Client.call`.
 
         Args:
-            deadline_s: from now on; by default the call's own.
+            deadline_s: deadline from now on; by default the deadline of the call.
         """
         if deadline_s is not None:
             self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
@@ -322,18 +327,21 @@ class Pending:
         return unpack(message.value, block)
 
     def next(self, deadline_s: float) -> tuple[Any, memoryview | None]:
-        """The next message on this call: an Answer, or the End. Raises as `Client.call`."""
+        """Return the next message on this call: an Answer or an End.
+
+        Raises the same errors as `Client.call`.
+        """
         self._deadline_s = deadline_s
         return self._arrival(time.monotonic() + deadline_s)
 
     def forget(self) -> None:
-        """Let the service know that nobody waits, if it has not answered to the end."""
+        """Cancel the call at the service, unless it has fully answered."""
         if self._client.drop(self):
             with suppress(ChannelError):
                 self._client.talk.connection.post(Forget(self.number, []))
 
     def _is_settled(self) -> bool:
-        """True if something has arrived, or nothing can."""
+        """True if a message has arrived, or none can arrive any more."""
         return bool(self.arrived) or self._client.error is not None
 
     def _arrival(self, until: float) -> tuple[Any, memoryview | None]:

@@ -12,12 +12,12 @@ from typing import Any
 from paceline.errors import RemoteError
 
 MOST_OBJECTS = 2**16
-MOST_ANSWERS = 4096  # kept in one lane
+MOST_ANSWERS = 4096  # answers kept in one lane
 
 
 @dataclass(eq=False)
 class HeldObject:
-    """An object, what it was made from, and how often each client holds it."""
+    """An object, its origin, and the number of references of each client."""
 
     what: Any
     recipe: str
@@ -26,7 +26,7 @@ class HeldObject:
 
 
 class HeldObjects:
-    """Objects by number. An object ends when no client holds it any more."""
+    """Objects by number. An object is deleted when no client holds it any more."""
 
     def __init__(self) -> None:
         self._lock, self._naming = threading.Lock(), threading.Lock()
@@ -36,17 +36,17 @@ class HeldObjects:
         return len(self._objects)
 
     def make(self, client: str, recipe: str, name: str | None, make: Callable[[], Any]) -> str:
-        """Let a client hold a new object, or the existing object of that name.
+        """Make an object for a client, or reuse the existing object of that name.
 
         Returns:
             Number of the object.
 
         Raises:
-            RemoteError: another object has that name, or there are too many.
+            RemoteError: another object has that name, or there are too many objects.
         """
         if name is None:
             return self._add(client, HeldObject(make(), recipe, None))
-        with self._naming:  # two clients that ask for one name make one object
+        with self._naming:  # two clients that request the same name share one object
             with self._lock:
                 for number, held in self._objects.items():
                     if held.name == name:
@@ -64,10 +64,10 @@ class HeldObjects:
             return self._add(client, HeldObject(make(), recipe, name))
 
     def attach(self, client: str, number: str) -> None:
-        """Let a client hold an object that another client made.
+        """Give a client a reference to an object that another client made.
 
         Raises:
-            RemoteError: the object has ended.
+            RemoteError: the object was deleted.
         """
         with self._lock:
             if number not in self._objects:
@@ -79,7 +79,7 @@ class HeldObjects:
             self._objects[number].holders[client] += 1
 
     def get(self, client: str, number: str) -> Any:
-        """The object, for a client that holds it.
+        """Return the object to a client that holds it.
 
         Raises:
             RemoteError: the client does not hold the object.
@@ -96,14 +96,14 @@ class HeldObjects:
             return held.what
 
     def release(self, client: str, numbers: list[str]) -> None:
-        """End one hold of a client on each of these objects."""
+        """Drop one reference of a client to each of these objects."""
         with self._lock:
             for number in numbers:
                 if number in self._objects:
                     self._drop(client, number, 1)
 
     def leave(self, client: str) -> None:
-        """End all holds of a client."""
+        """Drop all references of a client."""
         with self._lock:
             for number, held in list(self._objects.items()):
                 self._drop(client, number, held.holders[client])
@@ -134,10 +134,10 @@ class HeldObjects:
 
 
 class Answers:
-    """Answers to the calls of one lane, so that a repeated call runs once.
+    """Answers to the calls of one lane, so that a repeated call runs only once.
 
-    A client numbers the calls of a lane. After a lost connection, it repeats the unanswered calls in order. The service
-    runs the calls of a lane one after the other, so only one thread at a time uses this object.
+    A client numbers the calls of a lane. After a lost connection, the client repeats the unanswered calls in order. The
+    service runs the calls of a lane one at a time, so only one thread uses this object.
     """
 
     def __init__(self) -> None:
@@ -148,10 +148,10 @@ class Answers:
         """Return the result of call `number`; run `work` if the call has not run yet.
 
         Args:
-            floor: the client no longer needs the answers to calls with lower numbers.
+            floor: the client no longer needs answers to calls below this number.
 
         Raises:
-            RemoteError: the client had given up this call, or it leaves too many answers unacknowledged.
+            RemoteError: the client has cancelled this call, or leaves too many answers unacknowledged.
         """
         for known in [known for known in self._kept if known < floor]:
             del self._kept[known]

@@ -1,4 +1,7 @@
-"""Connections to serving processes, by name, with calls repeated until answered; and objects there."""
+"""Named connections to serving processes, and references to objects in them.
+
+Calls are repeated until they are answered.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,17 @@ def connect(
     deadline_s: float = 60.0,
     client: str = "",
 ) -> Host:
-    """Connect to a serving process, which functions of `paceline_server` then know by `name`.
+    """Connect to a serving process, and register the connection under `name`.
 
     Args:
         where: address and port, `"address:port"`, or the path of a Unix socket.
-        key: of the run; the one handed to this process by PACELINE_KEY_FILE where none is given.
-        deadline_s: for each call that names no other.
-        client: name of this process in errors of others.
+        key: key of the run; by default the key in the file PACELINE_KEY_FILE.
+        deadline_s: default deadline of each call.
+        client: name of this process in error messages of other processes.
 
     Raises:
-        ChannelError: nobody with this key answers there.
-        PacelineError: this process is connected to another host of this name.
+        ChannelError: no process with this key answers at the address.
+        PacelineError: this process is already connected to another host under this name.
     """
     if name in _hosts:
         raise PacelineError(
@@ -59,10 +62,10 @@ def connect(
 
 
 def host_of(name: str | Host) -> Host:
-    """The host of this name.
+    """Return the host of this name.
 
     Raises:
-        PacelineError: there is no connection of that name.
+        PacelineError: no connection has that name.
     """
     if isinstance(name, Host):
         return name
@@ -79,36 +82,36 @@ def host_of(name: str | Host) -> Host:
 
 @dataclass(eq=False)
 class _Sent:
-    """A call that has no answer yet."""
+    """A call without an answer so far."""
 
     function: str
     lane: str
     number: int
     args: tuple[Any, ...]
     deadline_s: float
-    what: str  # for errors
+    what: str  # description for errors
     pending: Pending | None = None
     dropped: bool = False  # the answer is no longer needed
-    connection: int = 0  # number of the host's connection that carried it last
+    connection: int = 0  # number of the host's connection on which it was last sent
 
 
-_Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and first arguments
+_Release = tuple[str, str, tuple[Any, ...]]  # function, lane, and leading arguments
 
 
 class Answer:
-    """The result of a call, when it comes."""
+    """Future result of a call."""
 
     def __init__(self, host: Host, sent: _Sent) -> None:
         self._host = host
         self._sent: _Sent | None = sent
 
     def result(self) -> Any:
-        """Wait for the result, which can be had once.
+        """Wait for the result. It can be retrieved once.
 
         Raises:
             RemoteError: the function raised there.
-            DeadlineError: it did not answer in time. It may still be running.
-            ChannelError: the connection was lost, and nobody came back.
+            DeadlineError: the call was not answered in time. The function may still be running.
+            ChannelError: the connection was lost and could not be restored.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -125,9 +128,12 @@ class Answer:
 
 
 class Host(Closing):
-    """Connection to a serving process. A context manager; objects there that this process holds end with it.
+    """Connection to a serving process, as a context manager.
 
-    When a connection is lost, another one is made, and what has no answer is sent again; the other end runs it once.
+    Closing the connection releases the objects that this process holds there.
+
+    If the connection is lost, a new one is made, and unanswered calls are sent again. The serving process runs each
+    call once.
     """
 
     def __init__(
@@ -137,8 +143,8 @@ class Host(Closing):
         self._identity = secrets.token_hex(16)
         self._process, self._closed = os.getpid(), False
         self._lock = threading.RLock()
-        self._numbers: dict[str, int] = defaultdict(int)  # of the next call, by lane
-        self._sent: dict[str, dict[int, _Sent]] = defaultdict(dict)  # by lane, in the order sent
+        self._numbers: dict[str, int] = defaultdict(int)  # number of the next call, by lane
+        self._sent: dict[str, dict[int, _Sent]] = defaultdict(dict)  # unanswered calls by lane, in the order sent
         self._error: ChannelError | None = None
         self._connection = 0
         self._client = self._connected(deadline_s)
@@ -148,11 +154,14 @@ class Host(Closing):
         self._thread.start()
 
     def call(self, function: str, lane: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Any:
-        """The result of a function of the serving process. Raises as `Answer.result`."""
+        """Call a function of the serving process. Raises the same errors as `Answer.result`."""
         return self.begin(function, lane, *args, what=what, deadline_s=deadline_s).result()
 
     def begin(self, function: str, lane: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Answer:
-        """Send a call; `what` names it in errors. Those of one lane run in the order sent."""
+        """Send a call, which `what` names in errors.
+
+        Calls of one lane run in the order sent.
+        """
         self._must_be_open()
         with self._lock:
             sent = _Sent(function, lane, self._numbers[lane], args, deadline_s or self.deadline_s, what or function)
@@ -167,12 +176,12 @@ class Host(Closing):
         return Answer(self, sent)
 
     def stream(self, path: str, number: str | None, args: Any, kwargs: Any) -> Any:
-        """Results of a generator of the serving process, as they come. They are not repeated."""
+        """Iterate over the results of a remote generator. Lost results are not repeated."""
         self._must_be_open()
         return self._client.stream("stream", path, number, args, kwargs)
 
     def wait(self, sent: _Sent) -> Any:
-        """The result of a call; `Answer.result` is the door to it."""
+        """Wait for the result of a call. Use `Answer.result` instead."""
         try:
             while True:
                 pending, connection = sent.pending, sent.connection
@@ -198,18 +207,21 @@ class Host(Closing):
                         kind=error.kind,
                         remote_traceback=error.remote_traceback,
                     ) from None
-                except ChannelError:  # the connection went before the answer came
+                except ChannelError:  # the connection was lost before the answer arrived
                     pass
                 self._reconnect(connection)
         finally:
             self._sent[sent.lane].pop(sent.number, None)
 
     def release(self, function: str, lane: str, first: tuple[Any, ...], what: Any) -> None:
-        """Queue a release of `what` at the other end, by `function(*first, [what, …])`. For finalizers."""
-        self._released.put(((function, lane, first), what))  # takes no lock
+        """Queue a release of `what`, for finalizers.
+
+        The remote call is `function(*first, [what, …])`.
+        """
+        self._released.put(((function, lane, first), what))  # does not take a lock
 
     def close(self) -> None:
-        """Close the connection, and let go of everything that this process holds there."""
+        """Close the connection, and release all objects that this process holds there."""
         if _hosts.get(self.name) is self:
             del _hosts[self.name]
         if os.getpid() != self._process or self._closed:
@@ -256,7 +268,7 @@ class Host(Closing):
         return client
 
     def _reconnect(self, connection: int) -> None:
-        """Send what has no answer over a new connection, once for all threads."""
+        """Send the unanswered calls over a new connection, once for all threads."""
         with self._lock:
             if self._error is not None:
                 raise ChannelError("remote.host_failed", "{error}", error=self._error)
@@ -273,7 +285,7 @@ class Host(Closing):
                 raise self._error from error
             for lane in list(self._sent.values()):
                 for number in sorted(lane):
-                    with suppress(ChannelError):  # lost again, as who waits for it will find
+                    with suppress(ChannelError):  # lost again; the waiting thread will notice
                         self._send(lane[number])
 
     def _must_hold_what_it_held(self) -> None:
@@ -291,7 +303,7 @@ class Host(Closing):
             )
 
     def _release_all(self) -> None:
-        """Carry out queued releases, in a thread of its own, until None comes."""
+        """Send queued releases in a separate thread, until None is queued."""
         goes_on = True
         while goes_on:
             entries = [self._released.get()]
@@ -302,25 +314,25 @@ class Host(Closing):
             for call, what in filter(None, entries):
                 waiting[call].append(what)
             for (function, lane, first), released in waiting.items():
-                with suppress(PacelineError):  # the other end does it when this client has left
+                with suppress(PacelineError):  # the serving process releases them when this client has left
                     self.call(function, lane, *first, released)
 
 
 _hosts: dict[str, Host] = {}
 
 
-Named = str | Callable[..., Any]  # an import path as the serving process was told it, or what it leads to
+Named = str | Callable[..., Any]  # an import path that the serving process allows, or the function or class itself
 
 
 class Reference:
-    """An object in another process, which this process holds.
+    """A reference to an object in another process.
 
-    It ends there when nobody holds it any more: when every reference to it was released, was deleted, or is of a
-    process that could not be reached for longer than the serving process's grace time. As an argument of a call to the
-    same host it stands for the object.
+    The object is deleted when no reference is left. References end when they are released or deleted, or when their
+    process has been unreachable for longer than the serving process's grace time. If a reference is an argument of a
+    call to the same host, the call receives the object.
 
     Attributes:
-        token: by which another process can hold the object, too, with `remote.attach`.
+        token: pass it to `remote.attach` in another process to make another reference.
     """
 
     def __init__(self, host: Host, token: str, what: str) -> None:
@@ -328,31 +340,31 @@ class Reference:
         self._released = False
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of a public method of the object. Calls of one object run in the order sent."""
+        """Call a public method of the object. Calls of one object run in order."""
         return self.begin(method, *args, **kwargs).result()
 
     def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Answer:
-        """Send a call of a method, and wait for it by the answer's `result()`."""
+        """Send a method call. `result()` of the returned answer waits for it."""
         given = sent_to(self.host, (args, kwargs))
         return self.host.begin("call", self.token, method, self.number, *given, what=f"{self.what}.{method}")
 
     def ask(self, function: str, *args: Any, what: str = "", deadline_s: float | None = None) -> Answer:
-        """Send a call of a function of the `ServedModule` or `ServedOptimizer` itself."""
+        """Send a call to the `ServedModule` or `ServedOptimizer` itself."""
         what = f"{what or function} of {self.what}"
         return self.host.begin("of", self.token, self.number, function, args, what=what, deadline_s=deadline_s)
 
     def stream(self, method: str, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Results of a method that is a generator, as they come."""
+        """Iterate over the results of a generator method as they arrive."""
         given = sent_to(self.host, (args, kwargs))
         stream: Iterator[Any] = self.host.stream(method, self.number, *given)
         return stream
 
     @property
     def number(self) -> str:
-        """The object's number there.
+        """The object's number in the serving process.
 
         Raises:
-            PacelineError: it was released.
+            PacelineError: the reference was released.
         """
         if self._released:
             raise PacelineError(
@@ -361,7 +373,7 @@ class Reference:
         return self.token
 
     def release(self) -> None:
-        """Let go of the object; it cannot be used through this reference any more."""
+        """Release the object. This reference cannot be used afterwards."""
         if not self._released:
             self._released = True
             self.host.release("release", "release", (), self.token)
@@ -374,7 +386,7 @@ class Reference:
 
 
 class HasReference:
-    """Stands for an object in another process, as a remote module does."""
+    """A stand-in for an object in another process, such as a remote module."""
 
     reference: Reference
 
@@ -383,7 +395,7 @@ def create(host: str | Host, factory: Named, *args: Any, name: str | None = None
     """Make an object in another process.
 
     Args:
-        factory: a function or class that the serving process was told to serve.
+        factory: a function or class that the serving process serves.
         name: under which clients share one object: the first makes it, the others get it, too.
 
     Raises:
@@ -396,10 +408,10 @@ def create(host: str | Host, factory: Named, *args: Any, name: str | None = None
 
 
 def attach(host: str | Host, token: str) -> Reference:
-    """Hold an object that another process holds, by its `token`.
+    """Make a reference to an object that another process holds, by its `token`.
 
     Raises:
-        RemoteError: it has ended.
+        RemoteError: the object was deleted.
     """
     at = host_of(host)
     at.call("attach", "make", token)
@@ -407,9 +419,9 @@ def attach(host: str | Host, token: str) -> Reference:
 
 
 def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function in another process, without gradients.
+    """Call a function in another process, without gradients.
 
-    Calls of different functions run at the same time, where threads of this process make them.
+    Calls from several threads of this process run concurrently.
 
     Raises:
         RemoteError: it is not served there, or raised.
@@ -419,11 +431,11 @@ def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:
 
 
 def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Results of a generator function in another process, as they come.
+    """Iterate over the results of a generator function in another process.
 
     Raises:
         RemoteError: it is not served there, or raised.
-        ChannelError: the connection was lost; a stream is not begun again.
+        ChannelError: the connection was lost. A stream is not restarted.
     """
     at = host_of(host)
     results: Iterator[Any] = at.stream(path_of(function), None, *sent_to(at, (args, kwargs)))
@@ -431,10 +443,10 @@ def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iter
 
 
 def sent_to(host: Host, value: Any) -> Any:
-    """Arguments of a call, with numbers in the places of objects of that host.
+    """Replace objects of a host by their numbers in the arguments of a call.
 
     Raises:
-        PacelineError: an object is of another host.
+        PacelineError: an object belongs to another host.
     """
 
     def sent(leaf: Any) -> Any:
@@ -462,5 +474,5 @@ def sent_to(host: Host, value: Any) -> Any:
 
 
 def path_of(factory: Named) -> str:
-    """The import path of what is to be called."""
+    """Return the import path of a function or class."""
     return factory if isinstance(factory, str) else import_path_of(factory)

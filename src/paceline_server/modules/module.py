@@ -1,4 +1,4 @@
-"""Modules and optimizers whose parameters are in another process, and autograd through them."""
+"""Modules and optimizers whose parameters are in another process, with autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline_server.modules.host import Answer, HasReference, Host, Named, Refe
 from paceline_server.modules.served_module import ForwardCall, HasAnchor
 from paceline_server.values import tensors_of, with_tensors
 
-_PIECE_BYTES = 2**26  # of a state, in a call
+_PIECE_BYTES = 2**26  # bytes of a state in one call
 _STATE_TRIES = 5
 _graphs = itertools.count()  # of this process: their numbers
 
@@ -27,17 +27,18 @@ _graphs = itertools.count()  # of this process: their numbers
 def module(
     host: str | Host, factory: Named, *args: Any, name: str | None = None, seed: int | None = None, **kwargs: Any
 ) -> RemoteModule:
-    """A module that `factory(*args, **kwargs)` makes in another process, as an `nn.Module` of this one.
+    """Make a module in another process by `factory(*args, **kwargs)`, and return its `nn.Module` here.
 
     Args:
         host: name of a connection (`remote.connect`).
-        factory: what the serving process was told to serve, by its import path, or itself.
+        factory: a function or class that the serving process serves, or its import path.
         name: under which clients share one module: the first makes it, the others get it, too.
-        seed: from which its weights are initialised (as after `torch.manual_seed(seed)`), and from which it draws in
-            its forward passes, whatever else the process does. Without one it draws from that process's generator.
+        seed: seed for the initial weights (as after `torch.manual_seed(seed)`) and for the random numbers of forward
+            passes, independent of other work in the serving process. Without a seed, the module uses the process's
+            generator.
 
     Raises:
-        RemoteError: it is not served there, raised, or made no module.
+        RemoteError: the factory is not served there, raised, or did not return a module.
     """
     at = host_of(host)
     what = path_of(factory)
@@ -47,7 +48,7 @@ def module(
 
 
 class PendingOutput:
-    """Output of a forward pass under way.
+    """Output of a pending forward pass.
 
     Args:
         anchor: stands for the module's parameters in autograd; None if no graph is needed.
@@ -58,7 +59,7 @@ class PendingOutput:
         self._forward, self._anchor, self._inputs, self._device = forward, anchor, inputs, device
 
     def result(self) -> Any:
-        """Wait for the output, which is part of the autograd graph. Call this once."""
+        """Wait for the output, which is part of the autograd graph. Call this only once."""
         result, differentiable = self._forward.result()
         outputs = tensors_of(result)
         if self._anchor is not None and differentiable:
@@ -67,38 +68,38 @@ class PendingOutput:
 
 
 class RemoteModule(nn.Module, HasReference, HasAnchor):
-    """Stands for a module in another process.
+    """Local stand-in for a module in another process.
 
-    Calls go there and autograd goes through them, with the gradients of its parameters kept there; `remote.optimizer`
-    steps them. It has no parameters here, so optimizers and data parallelism of this process pass it over. Its mode
-    (`train`, `eval`), autocast and `no_grad` go along with each call; `state_dict` and `load_state_dict` reach its
-    parameters and buffers.
+    Calls run in the other process, and autograd works through them. Gradients of the module's parameters stay in that
+    process, and `remote.optimizer` applies them. The module has no parameters in this process, so local optimizers and
+    data parallelism ignore it. Each call carries the mode (`train`, `eval`), autocast and `no_grad`. `state_dict` and
+    `load_state_dict` access the remote parameters and buffers.
     """
 
     def __init__(self, reference: Reference, training: bool, state: dict[str, tuple[list[int], int]]) -> None:
         super().__init__()
         self.reference = reference
         self.anchor = torch.zeros((), requires_grad=True)
-        self.training, self._state = training, state  # of each entry: shape and bytes
+        self.training, self._state = training, state  # shape and bytes of each entry
 
     @property
     def host(self) -> Host:
-        """Connection to the process where it is."""
+        """Connection to the process that holds the module."""
         return self.reference.host
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module there.
+        """Run the remote module's forward pass.
 
         Raises:
-            RemoteError: its forward pass raised.
-            DeadlineError: it did not end in time.
+            RemoteError: the forward pass raised.
+            DeadlineError: the forward pass did not end in time.
         """
         return self.begin(*args, **kwargs).result()
 
     def begin(self, *args: Any, **kwargs: Any) -> PendingOutput:
-        """Send a forward pass, and wait for its output by `result()`.
+        """Send a forward pass. `result()` of the returned object waits for the output.
 
-        Passes of one module run in the order sent.
+        Forward passes of one module run in the order sent.
         """
         given = tensors_of((args, kwargs))
         graphs = torch.is_grad_enabled()
@@ -111,11 +112,11 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         return PendingOutput(forward, self.anchor if graphs else None, [given[n] for n in needs], device)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of another public method of the module, without gradients."""
+        """Call another public method of the module, without gradients."""
         return self.reference.call(method, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Its factory and host, for `print`."""
+        """Return the factory and host, for `print`."""
         return f"{self.reference.what} on {self.host.name}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -162,7 +163,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         )
 
     def _pieces(self, names: Iterable[str]) -> list[list[str]]:
-        """Names in groups of limited bytes."""
+        """Group names so that each group has limited bytes."""
         groups: list[list[str]] = []
         size = _PIECE_BYTES
         for name in names:
@@ -185,7 +186,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refuse: what is trained is decided where the module is."""
+        """Raise, because only the serving process can change which parameters are trained."""
         raise PacelineError(
             "remote.requires_grad",
             "{reference!r}: its factory, in the other process, decides which parameters are trained. To keep it "
@@ -217,10 +218,11 @@ _current: ContextVar[str] = ContextVar("context", default="")
 
 @contextmanager
 def context() -> Iterator[str]:
-    """Keep the gradients of forward passes within apart from all others, in this thread.
+    """Keep gradients of forward passes in this context separate, for this thread.
 
-    A backward pass adds to the context of its forward pass, and `step` applies those of the context that it is called
-    in. Without one, all forward passes of a process are of one context, as with `.grad`.
+    A backward pass adds gradients to the context of its forward pass. `step` applies the gradients of the context in
+    which it is called. Outside of any context, all forward passes of a process share one default context, as with
+    `.grad`.
     """
     token = _current.set(secrets.token_hex(8))
     try:
@@ -230,7 +232,7 @@ def context() -> Iterator[str]:
 
 
 def current_context() -> str:
-    """Name of the context that this thread is in."""
+    """Return the name of this thread's context."""
     return _current.get()
 
 
@@ -238,15 +240,16 @@ T = TypeVar("T")
 
 
 def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight: int = 4) -> list[T]:
-    """Results of `step(batch)`, forward and backward of one microbatch, with several at a time.
+    """Run `step(batch)` for each microbatch, several at a time, and return the results.
 
-    Each runs in a thread of its own, and stages on several hosts work on different ones at the same time: a pipeline
-    without a schedule. Gradients are added up as by one after the other, but in the order in which they come, so sums
-    round differently from run to run. The first error is raised when all that have begun are done.
+    `step` runs the forward and backward pass of one microbatch. Each microbatch has its own thread, so stages on
+    several hosts work on different microbatches at the same time: a pipeline without a schedule. Gradients are summed
+    in order of arrival, so the rounding differs from run to run. The first error is raised after all microbatches in
+    progress have ended.
 
     Args:
         step: e.g. `lambda b: (loss(second(first(b.x)), b.y) / count).backward()`.
-        in_flight: how many are under way at most; each holds its activations.
+        in_flight: largest number of microbatches in progress; each holds its activations.
     """
     if in_flight < 1:
         raise PacelineError(
@@ -257,7 +260,7 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     grad = torch.is_grad_enabled()
 
     def run(batch: Any) -> T:
-        with torch.set_grad_enabled(grad):  # which belongs to threads
+        with torch.set_grad_enabled(grad):  # autocast state belongs to threads
             return step(batch)
 
     with ThreadPoolExecutor(in_flight, thread_name_prefix="paceline-microbatch") as pool:
@@ -269,20 +272,23 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
 
 
 class ForwardPass:
-    """A forward pass that was sent. Its graph is freed there when nothing here can go back through it."""
+    """A forward pass that was sent.
+
+    Its remote graph is freed when no backward pass through it is possible any more.
+    """
 
     def __init__(self, module: Reference, graph: int, answer: Answer) -> None:
         self.module, self.graph, self._answer = module, graph, answer
         self.kept = True
 
     def result(self) -> tuple[Any, list[int]]:
-        """Outputs, and positions of the tensors among them that gradients may be given for."""
+        """Return the outputs, and the positions of the tensors that accept gradients."""
         result, differentiable = self._answer.result()
         self.kept = bool(differentiable)
         return result, differentiable
 
     def begin_backward(self, gradients: list[Tensor | None], *, accumulate: bool, keep: bool) -> Answer:
-        """Send the gradients of the outputs; the answer is those of the inputs."""
+        """Send the gradients of the outputs; the answer has the gradients of the inputs."""
         self.kept = keep
         return self.module.ask("backward", self.graph, gradients, accumulate, keep, what="the backward pass")
 
@@ -312,21 +318,24 @@ class _Remote(torch.autograd.Function):
                 "Compute what needs second derivatives in one process.",
                 what=forward.module.what,
             )
-        _ = ctx.saved_tensors  # raises torch's own error where a backward pass without retain_graph has run
+        _ = ctx.saved_tensors  # raises torch's own error if a backward pass without retain_graph has already run
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         answer = forward.begin_backward(list(gradients), accumulate=_is_wanted(ctx.edge.node), keep=keep)
         inputs = ctx.needs_input_grad[4:]
-        if not inputs:  # other hosts compute meanwhile; the backward pass ends when all have
+        if not inputs:  # other hosts compute meanwhile; the backward pass ends when all hosts have finished
             torch.autograd.Variable._execution_engine.queue_callback(answer.result)
             return None, None, None, None
         return None, None, None, None, *answer.result()
 
 
 def _is_wanted(node: Any) -> bool:
-    """True if this backward pass adds to parameters, as `loss.backward()` does and `torch.autograd.grad` does not."""
+    """True if this backward pass accumulates gradients in parameters.
+
+    `loss.backward()` does, and `torch.autograd.grad` does not.
+    """
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that torch.autograd.grad was asked for: a server's, of a module within its module
+    except RuntimeError:  # a leaf requested by torch.autograd.grad, such as a module nested in a served module
         return True
 
 
@@ -338,17 +347,17 @@ def optimizer(
     name: str | None = None,
     **settings: Any,
 ) -> RemoteOptimizer:
-    """An optimizer over the parameters of remote modules, one at each of their hosts.
+    """Make an optimizer of remote modules' parameters, with one part on each host.
 
     Args:
         make: "sgd", "adam", "adamw", "adagrad", "rmsprop", "sparse_adam", or an import path that the hosts serve.
-        together: number of clients that share these modules and step together, by the sum of their gradients, as ranks
-            of data parallelism do. All give the same `name`.
-        settings: of the optimizer, such as `lr`.
+        together: number of clients that share these modules and step together with the sum of their gradients, as in
+            data parallelism. All clients pass the same `name`.
+        settings: settings of the optimizer, such as `lr`.
 
     Raises:
         RemoteError: it is not served there, or raised.
-        PacelineError: there are no modules, or several clients without a name.
+        PacelineError: there are no modules, or `together` is greater than one without a `name`.
     """
     chosen = [modules] if isinstance(modules, RemoteModule) else list(modules)
     if not chosen:
@@ -370,25 +379,25 @@ def optimizer(
 
 
 class RemoteOptimizer:
-    """Steps parameters where they are.
+    """Optimizer that steps parameters in the processes that hold them.
 
-    Gradients stay there until `step` applies them: those of this process and of the context that it is called in. Each
-    is applied once, even where a connection is lost on the way; afterwards they are gone, as after `zero_grad`.
+    `step` applies the gradients of this process in the current context. Each gradient is applied once, even if a
+    connection is lost meanwhile, and is dropped afterwards, as by `zero_grad`.
     """
 
     def __init__(self, parts: list[Reference]) -> None:
         self._parts = parts
 
     def step(self, *, scale: float = 1.0, deadline_s: float | None = None) -> None:
-        """One step on every host at the same time.
+        """Take one step on every host concurrently.
 
         Args:
             scale: factor for the gradients, e.g. to clip their norm.
-            deadline_s: for it; with `together`, the other clients have to call `step` within.
+            deadline_s: deadline of the step. With `together`, the other clients must call `step` within this time.
 
         Raises:
-            RemoteError: the optimizer raised; or the clients that step together did not all come, and the gradients are
-                still there.
+            RemoteError: the optimizer raised; or some of the clients that step together did not call `step`, in which
+                case the gradients are kept.
             DeadlineError: a host did not answer in time.
         """
         if not math.isfinite(scale):
@@ -408,7 +417,10 @@ class RemoteOptimizer:
         self._ask("zero_grad", current_context())
 
     def gradient_norm(self) -> float:
-        """L2 norm of the gradients of this context, over all hosts. Apart from `together`: of this process alone."""
+        """Return the L2 norm of this process's gradients in this context, over all hosts.
+
+        The gradients of other clients (`together`) are not included.
+        """
         return math.sqrt(sum(self._ask("squared_norm", current_context())))
 
     def set(self, **settings: Any) -> None:
@@ -416,14 +428,14 @@ class RemoteOptimizer:
         self._ask("set", settings)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The optimizer's own state, by host."""
+        """Return the optimizer's state, by host."""
         return self._ask("state")
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Take what `state_dict` gave.
+        """Restore what `state_dict` returned.
 
         Raises:
-            PacelineError: it is the state over another number of hosts.
+            PacelineError: the state is for another number of hosts.
         """
         if len(states) != len(self._parts):
             raise PacelineError(
@@ -440,4 +452,4 @@ class RemoteOptimizer:
         return [answer.result() for answer in answers]
 
 
-_SLACK_S = 5.0  # for the answer, after the deadline there
+_SLACK_S = 5.0  # extra time for the answer, after the remote deadline

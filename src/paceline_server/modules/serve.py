@@ -37,23 +37,23 @@ def serve(
     grace_s: float = GRACE_S,
     limits: Limits | None = None,
 ) -> Serving:
-    """Serve functions and classes to clients of the run, in threads of this process.
+    """Serve functions and classes to clients of the run from threads of this process.
 
-    Clients make modules and objects by them, and call them; they can name nothing else. What they make lives as long as
-    somebody holds it.
+    Clients use these to make modules and objects, and to call functions. They cannot name anything else. An object
+    lives for as long as a client holds it.
 
     Args:
-        what: import paths (`pkg.mod:name`, `file.py:name`), or functions and classes themselves. Clients name each by
-            that path.
-        where: address and port (0: any), `"address:port"`, or the path of a Unix socket in a private folder.
-        key: of the run; the one handed to this process where none is given.
-        threads: calls that may run at a time.
-        grace_s: seconds after which what a client holds is let go when it cannot be reached.
-        limits: on what one client may send and have under way.
+        what: import paths (`pkg.mod:name`, `file.py:name`), or functions and classes themselves. Clients refer to each
+            one by this path.
+        where: address and port (0 for any port), `"address:port"`, or the path of a Unix socket in a private folder.
+        key: key of the run; by default the key passed to this process.
+        threads: number of calls that may run concurrently.
+        grace_s: seconds after which the objects of an unreachable client are released.
+        limits: limits for the messages and pending calls of one client.
 
     Raises:
-        JobError: an import path leads nowhere.
-        ChannelError: it cannot listen there.
+        JobError: an import path cannot be resolved.
+        ChannelError: the service cannot listen at this address.
     """
     allowed = {path: load_object(resolved) for path, resolved in map(_path_of, what)}
     if not allowed:
@@ -66,15 +66,15 @@ def serve(
 
 
 class Serving(Closing):
-    """A service of modules and objects. A context manager, which ends it.
+    """A service of modules and objects, as a context manager.
 
     Args:
-        allowed: what clients may name, by import path.
-        threads: one of them stays free of clients whose steps wait for one another.
-        grace_s: seconds that a client whose connection was lost has to come back.
+        allowed: functions and classes that clients may use, by import path.
+        threads: number of threads. One of them never runs steps that wait for other clients.
+        grace_s: seconds within which a client must reconnect after a lost connection.
 
     Attributes:
-        address: where clients reach it.
+        address: address at which clients connect.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Serving(Closing):
     ) -> None:
         self._allowed, self._most_together = allowed, threads - 1
         self._held = HeldObjects()
-        self._answers: dict[str, defaultdict[str, Answers]] = {}  # by client and lane
+        self._answers: dict[str, defaultdict[str, Answers]] = {}  # answers by client and lane
         self._lock = threading.Lock()
-        # those that change anything run once, in the order of their lane
+        # functions with side effects run once, in the order of their lane
         once = (self.make, self.attach, self.release, self.call, self.optimizer, self.of)
         functions = {function.__name__: self._once(function) for function in once}
         functions |= {"leave": self.leave, "stream": self.stream}
@@ -101,22 +101,22 @@ class Serving(Closing):
 
     @property
     def unauthenticated(self) -> int:
-        """Number of connections that were turned away."""
+        """Number of refused connections."""
         return self._service.unauthenticated
 
     @property
     def objects(self) -> int:
-        """Number of objects that are held."""
+        """Number of objects that clients hold."""
         return len(self._held)
 
     def close(self) -> None:
-        """End the service; calls under way get an error."""
+        """End the service. Pending calls get an error."""
         self._service.close()
 
-    # Functions by the names that calls carry
+    # Functions, by their names in calls
 
     def leave(self, caller: Caller) -> None:
-        """Forget a client, as it wishes."""
+        """Forget a client at its own request."""
         self._service.presence.forget(caller)
 
     def make(
@@ -125,7 +125,7 @@ class Serving(Closing):
         """Make an object by the factory at the import path `path`.
 
         Returns:
-            The object's number. For a module, also its mode, and shape and bytes of each entry of its state.
+            The object's number. For a module, also its mode, and the shape and bytes of each entry of its state.
         """
         factory = self._named(path)
 
@@ -154,7 +154,7 @@ class Serving(Closing):
         return number, made_module.training, state
 
     def attach(self, caller: Caller, number: str) -> None:
-        """Let a client hold an object whose number it got from another client."""
+        """Give a client a reference to an object, whose number another client passed on."""
         self._held.attach(caller.identity, number)
 
     def release(self, caller: Caller, numbers: list[str]) -> None:
@@ -167,7 +167,7 @@ class Serving(Closing):
         return self._sent(function(*self._received(caller, args), **self._received(caller, kwargs)))
 
     def stream(self, caller: Caller, path: str, number: str | None, args: Any, kwargs: Any) -> Iterator[Any]:
-        """Results of what `call` calls, as they come."""
+        """Iterate over the results of a generator that `call` would call."""
         for result in self.call(caller, path, number, args, kwargs):
             yield self._sent(result)
 
@@ -256,7 +256,7 @@ class Serving(Closing):
         return what
 
     def _received(self, caller: Caller, value: Any) -> Any:
-        """Arguments with the objects that they name."""
+        """Replace numbers in the arguments by their objects."""
 
         def found(leaf: Any) -> Any:
             if not isinstance(leaf, Held):
@@ -267,7 +267,7 @@ class Serving(Closing):
         return mapped(found, value)
 
     def _sent(self, value: Any) -> Any:
-        """Results without graphs: gradients go through modules alone."""
+        """Detach results, because gradients flow through modules only."""
         return mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 

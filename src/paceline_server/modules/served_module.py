@@ -1,4 +1,4 @@
-"""Served modules, with passes of many clients at once, and the optimizers that step them."""
+"""Served modules, which many clients use concurrently, and their optimizers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from paceline.errors import RemoteError
 from paceline_server.service import Caller
 from paceline_server.values import sendable, tensors_of, with_tensors
 
-MOST_GRAPHS = 4096  # forward passes of a client whose backward pass has yet to come
+MOST_GRAPHS = 4096  # limit of a client's forward passes without a backward pass so far
 
 
 class HasAnchor:
-    """A module whose parameters are elsewhere. Autograd reaches them by its anchor, a tensor that requires grad."""
+    """A module with remote parameters.
+
+    Autograd reaches them through its anchor, a tensor that requires grad.
+    """
 
     anchor: Tensor
 
 
-Context = tuple[str, str]  # client, and its name for one accumulation of gradients
+Context = tuple[str, str]  # client, and the client's name for one set of accumulated gradients
 
 
 @sendable
@@ -34,7 +37,7 @@ Context = tuple[str, str]  # client, and its name for one accumulation of gradie
 class ForwardCall:
     """Settings of one forward pass."""
 
-    graph: int  # number that its backward pass names
+    graph: int  # number to which the backward pass refers
     context: str
     training: bool
     gradients: bool
@@ -52,11 +55,11 @@ class _Graph:
 
 
 class ServedModule:
-    """Module with its graphs by client and number, and gradients by context.
+    """A module with its graphs by client and number, and gradients by context.
 
-    Gradients are returned by `torch.autograd.grad` and added up per context, never in `.grad`: passes of several
-    clients do not mix. An optimizer's step leaves the weights that a graph has seen as they are, by new parameters
-    (`make_writable`), so that a backward pass sees those of its forward pass.
+    `torch.autograd.grad` computes gradients, which are summed per context and never in `.grad`, so the passes of
+    several clients do not mix. An optimizer step does not write to weights that a graph uses, but replaces the
+    parameters (`make_writable`). A backward pass therefore uses the weights of its forward pass.
     """
 
     CALLED: ClassVar = {"forward", "backward", "free", "state", "load"}  # by clients
@@ -64,7 +67,7 @@ class ServedModule:
     def __init__(self, module: nn.Module, seeds: torch.Generator | None) -> None:
         self.module, self._seeds = module, seeds
         self.lock = threading.RLock()  # forward passes, steps, state
-        self._books = threading.Lock()  # graphs and gradients; a forward pass that hangs does not hold it
+        self._books = threading.Lock()  # for graphs and gradients; a hanging forward pass does not hold it
         self.version = 0  # of parameters and buffers: steps and loads
         self.optimizers: weakref.WeakSet[ServedOptimizer] = weakref.WeakSet()
         self._training = module.training
@@ -72,7 +75,7 @@ class ServedModule:
         self._gradients: dict[Context, dict[str, Tensor]] = {}
 
     def forward(self, caller: Caller, how: ForwardCall, args: Any, kwargs: Any) -> tuple[Any, list[int]]:
-        """Outputs without their graph, and positions of those that gradients may be given for."""
+        """Return the outputs without graph, and the positions of those that accept gradients."""
         given = tensors_of((args, kwargs))
         device = self._device()
         inputs = [tensor.to(device).requires_grad_(position in how.needs) for position, tensor in enumerate(given)]
@@ -90,15 +93,15 @@ class ServedModule:
     def backward(
         self, caller: Caller, number: int, gradients: list[Tensor | None], accumulate: bool, keep: bool
     ) -> list[Tensor | None]:
-        """Gradients of the inputs that need one.
+        """Compute the gradients of the inputs that need one.
 
-        Those of the parameters are added to the graph's context.
+        Gradients of parameters are added to the graph's context.
 
         Args:
-            number: of the forward pass.
-            gradients: of all output tensors; None where there is none.
+            number: number of the forward pass.
+            gradients: gradients of all output tensors; None for a tensor without gradient.
             accumulate: also compute the gradients of parameters.
-            keep: the graph, for another backward pass.
+            keep: True to keep the graph for another backward pass.
         """
         graph = self._graphs.get((caller.identity, number))
         if graph is None:
@@ -125,24 +128,24 @@ class ServedModule:
         return list(of_inputs)
 
     def free(self, caller: Caller, *graphs: int) -> None:
-        """Free graphs of a client, through which no backward pass will come."""
+        """Free graphs of a client that no backward pass will use."""
         for number in graphs:
             self._graphs.pop((caller.identity, number), None)
 
     def take_gradients(self, context: Context) -> dict[str, Tensor]:
-        """Gradients of a context by parameter, which has none afterwards."""
+        """Remove and return the gradients of a context by parameter."""
         with self._books:
             return self._gradients.pop(context, {})
 
     def add_gradients(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
-        """Add gradients to those of the context."""
+        """Add to the gradients of a context."""
         with self._books:
             sums = self._gradients.setdefault(context, {})
             for name, gradient in gradients.items():
                 sums[name] = sums[name] + gradient if name in sums else gradient
 
     def squared_norm(self, context: Context) -> float:
-        """Sum of squares of a context's gradients."""
+        """Return the sum of squares of a context's gradients."""
         with self._books:
             return sum(map(_squares, self._gradients.get(context, {}).values()))
 
@@ -153,9 +156,9 @@ class ServedModule:
             self._gradients = {context: sums for context, sums in self._gradients.items() if context[0] != client}
 
     def make_writable(self) -> None:
-        """Replace parameters that a graph may have kept by copies, which may be written.
+        """Replace parameters that a graph may use by writable copies.
 
-        A lookup in an embedding keeps its indices and not its table, which therefore stays as it is.
+        An embedding lookup saves its indices and not its table, so the table is not copied.
         """
         if not self._graphs:
             return
@@ -174,13 +177,13 @@ class ServedModule:
             optimizer.follow(new)
 
     def state(self, caller: Caller, names: list[str]) -> tuple[int, dict[str, Tensor]]:
-        """The version, and a copy of these entries of the module's state."""
+        """Return the version, and a copy of some entries of the module's state."""
         with self.lock:
             state = self.module.state_dict()
             return self.version, {name: state[name].detach().cpu().clone() for name in names}
 
     def load(self, caller: Caller, state: Mapping[str, Tensor]) -> None:
-        """Take these entries of a state."""
+        """Load some entries of a state."""
         with self.lock:
             self.version += 1
             self.make_writable()
@@ -220,8 +223,8 @@ class ServedOptimizer:
     """Optimizer over the parameters of served modules.
 
     Args:
-        make: torch's class, or anything that makes an optimizer of parameters.
-        together: number of clients whose gradients one step sums; each calls `step` once for it.
+        make: a torch class, or any function that makes an optimizer of parameters.
+        together: number of clients whose gradients one step sums. Each client calls `step` once for it.
     """
 
     CALLED: ClassVar = {"step", "set", "squared_norm", "zero_grad", "state", "load"}  # by clients
@@ -250,16 +253,16 @@ class ServedOptimizer:
             module.optimizers.add(self)
         self._lock = threading.RLock()
         self._rounds = threading.Condition()
-        self._arrived: dict[str, tuple[str, Gradients, float]] = {}  # by client: its name, gradients, scale
+        self._arrived: dict[str, tuple[str, Gradients, float]] = {}  # client -> name, gradients, scale
         self._round, self._problem = 0, ""
 
     def step(self, caller: Caller, context: str, scale: float, deadline_s: float) -> None:
-        """Apply the gradients of a context, times `scale`, once. They are gone afterwards.
+        """Apply the gradients of a context, times `scale`, once, and drop them.
 
-        With `together`, the sum over that many clients, when all have come.
+        With `together`, apply the sum over that number of clients as soon as all have called this.
 
         Raises:
-            RemoteError: not all came in time. The gradients are those of the context again.
+            RemoteError: some clients did not call this in time. The gradients are back in their context.
         """
         client = caller.identity
         key = (client, context)
@@ -306,7 +309,7 @@ class ServedOptimizer:
                 group.update(settings)
 
     def squared_norm(self, caller: Caller, context: str) -> float:
-        """Sum of squares of a context's gradients of the parameters that this optimizer steps."""
+        """Return the sum of squares of a context's gradients of this optimizer's parameters."""
         return sum(module.squared_norm((caller.identity, context)) for module in self.modules)
 
     def zero_grad(self, caller: Caller, context: str) -> None:
@@ -315,17 +318,17 @@ class ServedOptimizer:
             module.take_gradients((caller.identity, context))
 
     def state(self, caller: Caller) -> dict[str, Any]:
-        """State, as the optimizer's own `state_dict` gives it, on the CPU."""
+        """Return the optimizer's `state_dict` on the CPU."""
         with self._lock:
             return dict(self.optimizer.state_dict())
 
     def load(self, caller: Caller, state: dict[str, Any]) -> None:
-        """Take a state that `state` gave."""
+        """Load a state that `state` returned."""
         with self._lock:
             self.optimizer.load_state_dict(state)
 
     def follow(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Go on with new parameters in the places of old ones, and their state."""
+        """Replace old parameters by new ones, which take over their state."""
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
         state = self.optimizer.state
@@ -345,7 +348,7 @@ class ServedOptimizer:
 
     def _apply(self, given: list[tuple[Gradients, float]]) -> None:
         with self._lock, ExitStack() as stack:
-            for module in sorted(self.modules, key=id):  # other optimizers lock in the same order
+            for module in sorted(self.modules, key=id):  # all optimizers lock in the same order
                 stack.enter_context(module.lock)
                 module.make_writable()
             for position, module in enumerate(self.modules):
@@ -374,10 +377,10 @@ _under_way = {"ordinary": 0, "alone": 0}  # forward passes of this process
 
 @contextmanager
 def drawing_from(seeds: torch.Generator | None) -> Iterator[None]:
-    """Draw from a module's own stream, or without one from the process's.
+    """Draw from a module's own random stream, or from the process's if it has none.
 
-    Torch has one generator a process, which its threads share: while one draws from a stream of its own, no other
-    forward pass runs. That stream depends on the module's own passes alone, however many others the process runs.
+    All threads of a process share torch's default generator. While a module draws from its own stream, no other forward
+    pass runs, so the stream depends on the module's own passes only.
     """
     kind = "ordinary" if seeds is None else "alone"
     with _passes:
