@@ -20,10 +20,12 @@ _Owned = dict[int, list["ParameterShape"]]
 
 
 def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> ModelTrace:
-    """Trace with the blocks in the order of the pass. Empty parts outside of blocks are left out.
+    """Assemble a trace with its blocks in the order of the pass.
+
+    Empty parts outside of blocks are left out.
 
     Args:
-        weights: those that tensor parallelism divides.
+        weights: the weights that tensor parallelism divides.
     """
     owned, tied = _owned(seen, model_info)
     builder = _Builder(seen, model_info, loss, weights)
@@ -40,9 +42,9 @@ def assembled(seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeig
 
 
 def estimated(model_info: ModelInfo, tokens: int, why: str) -> ModelTrace:
-    """Trace estimated from the parameters alone.
+    """Estimate a trace from the parameters alone.
 
-    Every matrix is multiplied with every token once, but for token tables if there is a head as well.
+    It assumes that every matrix is multiplied with every token once, except token tables beside the head.
     """
     names = ("", *model_info.blocks, "") if model_info.blocks else ("",)
     shapes: dict[int, list[ParameterShape]] = defaultdict(list)
@@ -95,7 +97,7 @@ class _Builder:
     """
 
     def __init__(self, seen: Seen, model_info: ModelInfo, loss: str, weights: DividedWeights) -> None:
-        # True if a part so far has anything to train: from there on gradients are needed
+        # True if a part so far has trainable parameters: gradients are needed from there on
         self.trained = False
         self.seen, self.samples, self.weights = seen, seen.samples, weights
         self.shapes = {shape.name: shape for shape in model_info.parameters}
@@ -106,7 +108,7 @@ class _Builder:
         self.split = divided_kernels(seen, weights, keeps_logits=loss == "cross_entropy")
 
     def block(self, part: int, shapes: list[ParameterShape]) -> BlockTrace:
-        """The block of a part, with the shares that tensor parallelism divides."""
+        """Build the block of a part, with the shares that tensor parallelism divides."""
         kernels, each = self.kernels[part], 1 / self.samples
         split, of_samples = self.split, self.seen.of_samples
         numbers = _sums(
@@ -117,7 +119,7 @@ class _Builder:
             ("fixed" if storage not in of_samples else "inside" if storage in split.storages else "outside", kept)
             for storage, kept in self.kept[part].items()
         )
-        # attention scores that are written out are not kept
+        # attention scores that are materialized are not kept
         chosen = _sums(
             ("inside" if split.storages.issuperset(kernel.writes) else "outside", kernel.made)
             for _, kernel in kernels
@@ -152,11 +154,14 @@ class _Builder:
         )
 
     def _boundary(self, part: int) -> float:
-        """Elements passed to the next part: out of a block, or into the next one. At the end, one for each sample."""
+        """Count the elements passed out of a block, or into the next one.
+
+        After the last part, there is one for each sample.
+        """
         return self.seen.left.get(part) or self.seen.entered.get(part + 1) or float(self.samples)
 
     def _gemms(self, kernels: list[tuple[int, Kernel]]) -> tuple[Gemm, ...]:
-        """Products of one sample, with those of experts merged."""
+        """Return the products of one sample, with those of experts merged."""
         found: Counter[Gemm] = Counter()
         of_experts: dict[tuple[int, int], list[Product]] = defaultdict(list)
         for index, kernel in kernels:
@@ -201,7 +206,10 @@ def _sums(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def _kept(seen: Seen) -> dict[int, dict[int, float]]:
-    """Saved storages of each part with their elements. A storage that several parts need belongs to its maker."""
+    """Return the saved storages of each part with their elements.
+
+    A storage that several parts need belongs to the part that creates it.
+    """
     makers: dict[int, int] = {}
     for kernel in seen.kernels:
         for storage in kernel.writes:
@@ -214,7 +222,10 @@ def _kept(seen: Seen) -> dict[int, dict[int, float]]:
 
 
 def _owned(seen: Seen, model_info: ModelInfo) -> tuple[_Owned, int]:
-    """Parameters of each part, and the number of elements that are in two. Unused ones belong to the first part."""
+    """Return the parameters of each part, and the number of elements in two parts.
+
+    Unused parameters belong to the first part.
+    """
     owned: _Owned = defaultdict(list)
     begins = {name: part for part, name in reversed(list(enumerate(seen.parts))) if name}
     tied = 0
@@ -238,7 +249,7 @@ def _kind(part: int, parts: Sequence[str]) -> str:
 
 
 def _kinds(blocks: Sequence[BlockTrace]) -> list[BlockTrace]:
-    """Blocks with numbered kinds: different blocks of one kind are `layer`, `layer 2`."""
+    """Number the kinds of blocks: different blocks of one kind are `layer`, `layer 2`."""
     named: dict[int, BlockTrace] = {}
     often: Counter[str] = Counter()
     for block in blocks:
@@ -263,7 +274,7 @@ class DividedKernels:
     Attributes:
         how: division of kernels with products.
         inside: kernels that work on a rank's part of the elements.
-        storages: storages that hold a rank's part only.
+        storages: storages that hold only a rank's part.
         reductions: number of collectives, by part of the model.
     """
 
@@ -274,7 +285,7 @@ class DividedKernels:
 
 
 def divided_kernels(seen: Seen, weights: DividedWeights, *, keeps_logits: bool) -> DividedKernels:
-    """Division of a forward pass's kernels: from the columns of a region to its rows.
+    """Divide the kernels of a forward pass from a region's columns to its rows.
 
     Args:
         keeps_logits: True if the loss works on a rank's part of the logits.

@@ -1,6 +1,6 @@
 """A forward pass of a model and its loss, observed part by part.
 
-Parts are the repeated blocks, and what lies before, between and after them.
+Parts are the repeated blocks, and the modules before, between and after them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pass:
         self.seen.samples, self.seen.tokens = self.samples, tokens_of(self.batch)
 
     def module_of(self, error: Exception) -> str:
-        """The innermost module in the traceback, by its name in the model."""
+        """Name of the innermost module in the traceback."""
         names, found = {id(module): name for name, module in self.model.named_modules()}, "the model"
         frames = error.__traceback__
         while frames is not None:
@@ -71,7 +71,7 @@ class Pass:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> bool:
-        """Keep exceptions of the user's code; raise paceline's own."""
+        """Suppress exceptions of the user's code; raise paceline's own."""
         if not isinstance(error, Exception) or isinstance(error, PacelineError):
             return False
         self.error = error
@@ -82,7 +82,7 @@ def go_forward(forward: Pass, job: Job) -> Pass:
     """Run the model and the job's loss forward as the engine does.
 
     Raises:
-        JobError, DataError: the loss finds a fault in the job.
+        JobError, DataError: the loss finds an error in the job.
     """
     model, batch = forward.model.train(), forward.batch
     loss = job.loss.build()
@@ -98,7 +98,7 @@ def go_forward(forward: Pass, job: Job) -> Pass:
 
 @contextmanager
 def _following(forward: Pass) -> Iterator[None]:
-    """Tell the watcher when a repeated block begins and ends; each end begins another part."""
+    """Notify the watcher when a repeated block begins and ends. After each end, another part begins."""
     hooks = []
     for name in find_blocks(forward.model):
         module = forward.model.get_submodule(name)
@@ -136,7 +136,7 @@ def _look_up(
 
 
 def _numbers(forward: Pass, tree: Any) -> float:
-    """Elements of the first floating-point tensor, which is passed from block to block."""
+    """Count the elements of the first floating-point tensor, which is passed from block to block."""
     passed = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return next((forward.watcher.numbers(tensor) for tensor in passed), 0.0)
 
@@ -154,7 +154,7 @@ def _in_turn(
     watched: Pass, forward: Callable[..., Tensor], total: int, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Run the experts with evenly distributed indices, which are real tensors that code may read."""
-    # another convention than that of transformers and the zoo
+    # a different convention from transformers and the zoo
     if index.is_floating_point():
         return forward(hidden, index, weights)
     routed, part = watched.seen.routed, watched.watcher.part
@@ -172,19 +172,20 @@ _Found = list[tuple[str, nn.Module]]
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Names of a model's repeated blocks, in registration order; none lies inside another.
+    """Return the names of a model's repeated blocks, in registration order, without nesting.
 
-    A block is one of at least two modules of a class that are in lists (`ModuleList`, `Sequential`, children such as
-    `layer1`, `layer2`) and hold at least two weight matrices each: the layers of a transformer, the residual layers in
-    the stages of a ResNet. A list whose items only hold lists of blocks is a list of stages, and the blocks in them are
+    Blocks are at least two modules of the same class in lists (`ModuleList`, `Sequential`, children such as `layer1`,
+    `layer2`), each with at least two weight matrices: the layers of a transformer, or the residual layers in the stages
+    of a ResNet. If the items of a list only hold lists of blocks, they are stages, and the blocks inside them are
     taken. Experts of a mixture are parts of their block; they are recognised by the word "expert" in the name of their
     list.
 
-    A model without such blocks falls back to its single layers with a weight matrix, as in
-    `Sequential(Linear, Tanh, Linear)`, if those in lists hold at least half of its parameters. They make cuts of a
-    pipeline possible; activations and norms stay between them.
+    A model without such blocks falls back to its single layers with a weight matrix, as in `Sequential(Linear, Tanh,
+    Linear)`, if those in lists hold at least half of its parameters. Such layers allow cuts of a pipeline; activations
+    and norms stay between them.
 
-    No forward pass is run and no weight is read, so it works on the meta device. Returns [] if nothing repeats.
+    The function runs no forward pass and reads no weight, so it works on the meta device. It returns [] if nothing
+    repeats.
     """
     blocks = _repeated(list(_in_lists(model, "", matrices=2)))
     if not blocks:
@@ -195,10 +196,10 @@ def find_blocks(model: nn.Module) -> list[str]:
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules that hold all experts of a mixture in one tensor, with their names.
+    """Find the modules that hold all experts of a mixture in one tensor.
 
-    Such a module has `num_experts` of two or more, which every parameter of its own has as dim 0, one of three
-    dimensions, and is called with tokens, expert indices and weights.
+    The result has their names. Such a module has `num_experts` of two or more. Each of its own parameters has three
+    dimensions, with `num_experts` as dim 0. It is called with tokens, expert indices and weights.
     """
     return ((name, module) for name, module in model.named_modules() if _is_experts(module))
 
@@ -214,7 +215,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """The modules of these names.
+    """Return the modules with these names.
 
     Raises:
         AttributeError: the model has no module of that name.
@@ -223,9 +224,12 @@ def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost list items with at least `matrices` weight matrices; blocks inside of stages, not stages."""
+    """Find outermost list items with at least `matrices` weight matrices.
+
+    If items are stages, the blocks inside them are returned instead.
+    """
     listed = _listed(module)
-    # yields a module that is registered twice once
+    # a module that is registered twice is yielded once
     for name, child in module.named_children():
         if _EXPERTS.search(name):
             continue
@@ -236,18 +240,17 @@ def _in_lists(module: nn.Module, prefix: str, *, matrices: int) -> Iterator[tupl
 
 
 def _listed(module: nn.Module) -> set[str]:
-    """Names of the children that form a list: `0`, `1`, …, or several of `layer1`, `layer2`, …."""
+    """Return the names of the children that form a list: `0`, `1`, …, or `layer1`, `layer2`, …."""
     stems = {name: found[1] for name in _with_parameters(module) if (found := _NUMBERED.fullmatch(name))}
     often = Counter(stems.values())
     return {name for name, stem in stems.items() if not stem or often[stem] > 1}
 
 
 def _is_stage(item: nn.Module) -> bool:
-    """True if a list item is not a block but a stage.
+    """True if a list item is a stage rather than a block.
 
-    A stage has one list of blocks, and besides it at most modules that lead from stage to stage. A transformer's block
-    has norms or gates of its own; the list in a residual layer holds single layers, that in a block of T5 holds
-    different ones.
+    A stage has one list of blocks, and otherwise only modules that connect stages. A transformer's block has its own
+    norms or gates. The list in a residual layer holds single layers, the list in a block of T5 holds different ones.
     """
     if _is_list_of_blocks(item):
         return True
@@ -287,10 +290,10 @@ def _parameters(found: _Found) -> int:
 
 
 def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
-    """`samples` empty samples, as the job's data set would return them.
+    """Return `samples` empty samples, as the job's data set would return them.
 
     Raises:
-        DataError, JobError: a sample has to be read, and cannot be.
+        DataError, JobError: a sample must be read, but cannot be.
     """
     sample = _collated_sample(job) if job.data.collate is not None else _sample(job)
     if isinstance(sample, Mapping):
@@ -299,7 +302,7 @@ def batch_of(job: Job, samples: int, device: str = "meta") -> Batch:
 
 
 def with_values(batch: Batch) -> Batch:
-    """Copy of a batch with values: zeros for integers, ones for masks. Other numbers are small."""
+    """Copy a batch with values: zeros for integers, ones for masks, small numbers otherwise."""
 
     def real(part: Tensor, name: str = "") -> Tensor:
         if part.is_floating_point():
@@ -312,7 +315,7 @@ def with_values(batch: Batch) -> Batch:
 
 
 def tokens_of(batch: Batch) -> int:
-    """Length of the batch's sequences; 1 if the model reads none."""
+    """Return the length of the batch's sequences; 1 if the model reads none."""
     first = (
         next((part for name, part in batch.items() if name == "input_ids"), None)
         if isinstance(batch, Mapping)
@@ -339,7 +342,7 @@ def _sample(job: Job) -> Any:
 
 
 def _collated_sample(job: Job) -> Any:
-    """One sample as the job's own function collates it, without the batch dimension."""
+    """Collate one sample with the job's own function, without the batch dimension."""
     data: Any = job.data.build(input_shape=job.model.input_shape(), seed=job.seed).train
     try:
         batch = data.collate_fn(data.__getitems__([0]))
@@ -368,17 +371,17 @@ _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _ROOTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution)
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_local_scalar_dense", "resize_"}
-# assumed results of value queries
+# assumed results of queries for values
 _EXPECTED = {"all": True, "isfinite": True, "any": False, "isnan": False, "isinf": False}
 _LOOK_UPS = {"embedding", "_embedding_bag", "index", "index_select", "gather"}
 
 
 class Watcher:
-    """Watcher of a forward pass; `part` is set from outside.
+    """Watcher of a forward pass; the caller sets `part`.
 
     Args:
-        model: the model, whose parameters are told from activations.
-        unit: bytes of one element in counts; None: those of the model's own.
+        model: the model, whose parameters are distinguished from activations.
+        unit: bytes of one element in counts; None uses the size of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, unit: int | None = None) -> None:
@@ -389,15 +392,15 @@ class Watcher:
         self.seen.names.update({_storage(p): name for name, p in model.named_parameters()})
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = set(map(_storage, model.buffers()))
-        # storages that parameters had a part in
+        # storages that depend on parameters
         self._learned = set(self._parameters)
-        # keeps storages alive, so that no address is used twice
+        # keeps storages alive, so that no address is reused
         self._all: list[Tensor] = []
         self.unit = unit or next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
 
     @contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
-        """Watch the operations on a batch in this context, and the tensors saved of it."""
+        """Watch the operations on a batch in this context, and the tensors saved for backward."""
         for tensor in tensors_in(batch):
             self.seen.of_samples.add(_storage(tensor))
         with ExitStack() as stack:
@@ -409,7 +412,10 @@ class Watcher:
             yield
 
     def numbers(self, tensor: Tensor) -> float:
-        """Stored elements, in units of the model's parameter size; broadcast dimensions count once."""
+        """Count stored elements, in units of the model's parameter size.
+
+        Broadcast dimensions count once.
+        """
         return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) / self.unit
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
@@ -440,7 +446,7 @@ class Watcher:
         reads, writes = tuple(dict.fromkeys(map(_storage, given))), tuple(map(_storage, made))
         self._all += made
         self._follow(reads, writes)
-        # dropout reads, writes and keeps a mask of a byte
+        # dropout reads, writes and keeps a one-byte mask
         more = (3.0, 1.25) if dropout else (0.0, 0.0)
         seen = Kernel("attention", self.part, reads, writes, products=(scored, mixed), made=self.numbers(made[0]))
         seen.keys = self.numbers(key) + self.numbers(value)
@@ -448,7 +454,7 @@ class Watcher:
         self.seen.kernels.append(seen)
 
     def _follow(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        """Propagate the parameters and the samples that results are made of."""
+        """Propagate the parameters and samples from which results are computed."""
         if not self._learned.isdisjoint(reads):
             self._learned.update(writes)
         named = [name for storage in reads if (name := self.seen.name_of(storage))]
@@ -482,12 +488,12 @@ class Watcher:
         if first and not second:  # W · x
             left, rows, n, second = right, n, rows, first
         if second:
-            # with more than one a weight for each: of experts, or of heads
+            # several products have one weight each: of experts, or of heads
             return Product(rows * max(batch, 1), n, k, weight=second, flops=flops, data=self._is_data(left))
         return Product(rows, n, k, batch or 1, flops=flops)
 
     def _of_images(self, image: Tensor, weight: Tensor, result: Tensor, flops: float) -> Product:
-        """A convolution as a matrix product of all positions of the result with the kernel."""
+        """Return a convolution as a product of all positions of the result with the kernel."""
         k, name = prod(weight.shape[1:]), self.seen.name_of(_storage(weight))
         rows = result.numel() / max(result.shape[1], 1)
         n = max(1, round(flops / (2.0 * max(rows * k, 1))))
@@ -495,11 +501,11 @@ class Watcher:
         return Product(rows, n, k, weight=name, flops=flops, read=read, taps=taps, data=self._is_data(image))
 
     def _is_data(self, tensor: Tensor) -> bool:
-        """True of a tensor that no parameter had a part in."""
+        """True if a tensor does not depend on parameters."""
         return _storage(tensor) not in self._learned
 
     def _touched(self, name: str, given: list[Tensor], results: list[Tensor]) -> float:
-        """Elements read and written; for a look-up, the looked-up rows."""
+        """Count elements read and written; for a look-up, only the looked-up rows."""
         written = sum(map(self.numbers, results))
         return written + (written if name in _LOOK_UPS else sum(map(self.numbers, given)))
 
@@ -511,7 +517,10 @@ class Watcher:
         return tensor
 
     def _answer(self, dtype: torch.dtype) -> bool | int | float:
-        """Answer of a tensor without a value: the usual one (`all` is True, `any` is False), else 1."""
+        """Answer a query of a tensor without a value.
+
+        The usual answer is given (`all` is True, `any` is False), else 1.
+        """
         last = self.seen.kernels[-1].name if self.seen.kernels else ""
         if dtype == torch.bool and last in _EXPECTED:
             return _EXPECTED[last]
@@ -539,7 +548,7 @@ class _Attention(TorchFunctionMode):
 
 @contextmanager
 def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
-    """Replace attention for torch's own modules, which call it past the function mode."""
+    """Replace attention for torch's own modules, whose calls bypass the function mode."""
     torch.nn.functional.scaled_dot_product_attention = partial(_fused, watcher)
     try:
         yield
@@ -549,7 +558,7 @@ def _attention_of_torch(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def _autocast_without_memory() -> Iterator[None]:
-    """Let code leave autocast on the meta device, for which torch has none."""
+    """Allow code to leave autocast on the meta device, for which torch has no autocast."""
     autocast = torch.autocast.__init__
 
     def of_any_device(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -563,7 +572,7 @@ def _autocast_without_memory() -> Iterator[None]:
 
 
 def _fused(watcher: Watcher, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
-    """`scaled_dot_product_attention` in autocast's precision, as one fused kernel."""
+    """Run `scaled_dot_product_attention` in autocast's precision, as one fused kernel."""
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
@@ -588,7 +597,7 @@ class _Fused(Function):
         dropout: bool,
     ) -> Tensor:
         *lead, rows, _ = query.shape
-        # heads behind the tokens in memory, as kernels leave them
+        # heads after the tokens in memory, as kernels return them
         if len(lead) > 1:
             result = query.new_empty((*lead[:-1], rows, lead[-1], value.shape[-1])).transpose(-3, -2)
         else:
@@ -608,7 +617,7 @@ class _Fused(Function):
 
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move real arguments, such as token indices, to meta if others are there."""
+    """Move real arguments, such as token indices, to meta if other arguments are there."""
     if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) < 2:
         return args, kwargs
     moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(

@@ -1,4 +1,4 @@
-"""Trace of a model on one sample: matrix products, other kernels, parameters, activations by block."""
+"""Trace of a model on one sample: products, other kernels, parameters and activations by block."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Divided = Literal["rows", "n", "k", "batch", "none"]
 
 @dataclass(frozen=True)
 class Gemm:
-    """Matrix products in one forward pass: (rows × k) · (k × n), `times` over.
+    """Matrix products in one forward pass: (rows × k) · (k × n), repeated `times` times.
 
     Attributes:
-        rows: rows of one sample. With a weight, the rows of all samples of a microbatch are one product.
+        rows: rows of one sample. If k × n is a weight, the rows of all samples of a microbatch form one product.
         n, k: the width of the result and the summed dimension.
         batch: products per sample if both operands are activations, such as heads in attention; 0: k × n is a weight.
-        divided: the dimension that tensor parallelism divides; `none`: every rank of tp computes all of it.
+        divided: the dimension that tensor parallelism divides; `none`: every tp rank computes all of it.
         times: number of such products.
-        experts: number of experts' weights that the rows are spread over; 0: one weight.
+        experts: number of experts' weights among which the rows are distributed; 0: one weight.
         causal: True if only half of the result is needed (attention with a causal mask).
-        read: elements of the left operand if they are not rows × k: those of an image that a convolution reads; else 0.
+        read: elements of the left operand if they differ from rows × k, as for the image that a convolution reads; else
+            0.
         taps: positions of a convolution's kernel, each of k / taps channels; else 1.
-        data: True if the left operand is of the batch, and not of parameters: it needs no gradient.
+        data: True if the left operand depends on the batch alone: it needs no gradient.
     """
 
     rows: float
@@ -44,7 +45,10 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of one sample: two for each multiplication, whole score matrices also if causal."""
+        """Forward FLOPs of one sample: two for each multiplication.
+
+        Score matrices count as a whole, even if causal.
+        """
         return 2.0 * self.rows * self.n * self.k * max(self.batch, 1) * self.times
 
 
@@ -52,15 +56,15 @@ class Gemm:
 class BlockTrace:
     """A part of the model that stays together, such as a layer of a transformer.
 
-    There are also parts before, between and after the repeated blocks. Activations are counted in elements per sample,
-    not in bytes: `precision` tells the size of one; masks of a byte are counted as fractions.
+    The parts before, between and after the repeated blocks are blocks as well. Activations are counted in elements per
+    sample, not in bytes: `precision` determines the size of one; one-byte masks count as fractions.
 
     Attributes:
         kind: equal for blocks that cost the same, such as `layer`, `embedding`, `head`.
         name: name of the module, or of the first of several.
         gemms: its matrix products.
-        inside: elements that the other kernels read and write, forward, where tp divides them.
-        outside: the same where only sequence parallelism does: norms, residuals.
+        inside: elements that the other kernels read and write in the forward pass, as far as tp divides them.
+        outside: the same for elements that only sequence parallelism divides: norms, residuals.
         scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has
             none.
         kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
@@ -69,13 +73,14 @@ class BlockTrace:
         kept_fixed: those of `fixed` saved for the backward pass.
         selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as
             `kept_` ones: results of products with weights and of fused attention; both 0 if unknown.
-        kernels: kernels launched in the forward pass, products included.
-        matrices, vectors, experts: parameters that tp divides, that it does not, and of experts (ep divides them).
-        boundary: elements per sample that are passed to the next block: pp sends them and remat=block keeps them.
+        kernels: kernels launched in the forward pass, including products.
+        matrices, vectors, experts: parameters that tp divides, parameters that it does not divide, and parameters of
+            experts (divided by ep).
+        boundary: elements per sample passed to the next block, which pp sends and remat=block keeps.
         reductions: all-reduces of `reduced` over tp in the forward pass; the backward pass has as many.
         keys: elements of keys and values per sample, which context parallelism passes around; 0 if there are none, or
-            unknown.
-        routed: elements per sample that are sent to experts and back, one way.
+            if unknown.
+        routed: elements per sample sent to experts, one way.
         trained: True if it has a backward pass.
     """
 
@@ -103,7 +108,7 @@ class BlockTrace:
     trained: bool = True
 
     def __hash__(self) -> int:
-        """Hash, computed once: searches look blocks up thousands of times."""
+        """Hash, computed only once: searches look blocks up thousands of times."""
         return self._hash
 
     @cached_property
@@ -124,10 +129,10 @@ class BlockTrace:
 
     @cached_property
     def reduced(self) -> float:
-        """Elements of a sample in one sum over tp.
+        """Elements of a sample in one reduction over tp.
 
-        The mean result of products whose summed dimension tp divides. In a layer these are `boundary`; in a model
-        without repeated layers they may be far more.
+        It is the mean result of products whose summed dimension tp divides. In a layer it equals `boundary`; in a model
+        without repeated layers it may be far more.
         """
         sums = [gemm for gemm in self.gemms if gemm.divided == "k" and not gemm.batch and not gemm.experts]
         wide = sum(gemm.rows * gemm.n * gemm.times for gemm in sums) / max(sum(gemm.times for gemm in sums), 1)
@@ -146,20 +151,20 @@ class SparseTable:
     ids: float
 
     def touched(self, samples: float) -> float:
-        """Largest count of numbers in the rows that the samples look up."""
+        """Return the largest count of numbers in the rows that the samples look up."""
         return min(self.rows, samples * self.ids) * self.width
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """A model, block by block in the order in which data passes them.
+    """A model, block by block in the order of the forward pass.
 
     Attributes:
-        blocks: equal ones are the same object, or equal.
+        blocks: the blocks; equal ones are the same object, or compare equal.
         tokens: tokens of one sample; 1 if it is not a sequence. Context parallelism divides them.
-        tied: parameters that are in two blocks and are one (an embedding that is also the head): counted in both.
+        tied: parameters that two blocks share (an embedding that is also the head) and that count in both.
         names: module name of each of `blocks`, `""` outside of repeated blocks; () if there is no module.
-        notes: sentences on facts that could not be found.
+        notes: sentences on facts that could not be determined.
         sparse: tables with sparse gradients.
     """
 
@@ -171,7 +176,7 @@ class ModelTrace:
     sparse: tuple[SparseTable, ...] = ()
 
     def __hash__(self) -> int:
-        """Hash, computed once: searches look traces up thousands of times."""
+        """Hash, computed only once: searches look traces up thousands of times."""
         return self._hash
 
     @cached_property
@@ -180,7 +185,7 @@ class ModelTrace:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters, tied ones once."""
+        """Number of parameters; tied ones count once."""
         return sum(block.parameters for block in self.blocks) - self.tied
 
     @cached_property
@@ -190,7 +195,7 @@ class ModelTrace:
 
     @cached_property
     def runs(self) -> tuple[tuple[BlockTrace, int], ...]:
-        """Runs of equal neighbouring blocks, each with its length."""
+        """Runs of equal consecutive blocks, each with its length."""
         return tuple((block, len(list(same))) for block, same in groupby(self.blocks))
 
     @cached_property
@@ -215,9 +220,9 @@ class Layer(NamedTuple):
     """Parts of one layer.
 
     Attributes:
-        kind: of its block.
-        mixer: `attention`, `mamba`, `delta` or none.
-        feed_forward: `dense`, `mixture` or none.
+        kind: kind of its block.
+        mixer: `attention`, `mamba`, `delta` or "".
+        feed_forward: `dense`, `mixture` or "".
         window: tokens that attention reaches back over; 0: all.
         cross: True if it attends to an encoder's tokens as well.
         encodes: True if it is part of an encoder.
@@ -234,7 +239,7 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts with a norm and a residual each."""
+        """Number of parts, each with a norm and a residual."""
         return bool(self.mixer) + bool(self.feed_forward) + self.cross
 
 
@@ -242,10 +247,10 @@ class Weight(NamedTuple):
     """The weight of a product, `out` × `into`.
 
     Attributes:
-        divided: the side that tensor parallelism divides; `none`: every rank has all of it.
+        divided: the side that tensor parallelism divides; `none`: every rank has the whole weight.
         bias: True if the product has a bias.
-        experts: number of experts that have one each; 0: it is no expert's.
-        source: True if it is for an encoder's tokens.
+        experts: number of experts, each with its own weight; 0: it belongs to no expert.
+        source: True if it is applied to an encoder's tokens.
     """
 
     name: str
@@ -263,19 +268,19 @@ class Weight(NamedTuple):
 
 
 def encoder_layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Layers of the encoder, if there is one."""
+    """Yield the layers of the encoder, if there is one."""
     return (Layer("encoder", encodes=True),) * d.encoder_layers
 
 
 def layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Layers of the model, or of its decoder."""
+    """Yield the layers of the model, or of its decoder."""
     if d.pattern is not None:
         return tuple(_of_letter(d, letter) for letter in d.pattern)
     return tuple(_of_index(d, index) for index in range(d.layers))
 
 
 def further_layers(d: Dimensions) -> tuple[Layer, ...]:
-    """Layers that predict further tokens.
+    """Return layers that predict further tokens.
 
     Each is like the last layer, with attention and a feed-forward part.
     """
@@ -286,7 +291,7 @@ def further_layers(d: Dimensions) -> tuple[Layer, ...]:
 
 
 def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
-    """Weights of a layer's products, in the order in which they are used."""
+    """Yield the weights of a layer's products, in the order of use."""
     found: list[Weight] = []
     if layer.joins:
         found.append(Weight("join", d.hidden, 2 * d.hidden, "n"))
@@ -306,7 +311,7 @@ def weights(d: Dimensions, layer: Layer) -> tuple[Weight, ...]:
 
 
 def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
-    """Names and sizes of a layer's norms, biases and other vectors."""
+    """Yield names and sizes of a layer's norms, biases and other vectors."""
     norms = [name for name, there in (("attention", layer.mixer), ("cross_attention", layer.cross)) if there]
     norms += ["mlp"] if layer.feed_forward and not (d.parallel and layer.mixer) else []
     norms += ["embedding", "output"] if layer.joins else []
@@ -327,7 +332,7 @@ def vectors(d: Dimensions, layer: Layer) -> tuple[tuple[str, int], ...]:
 
 
 def norm(name: str, d: Dimensions) -> Iterator[tuple[str, int]]:
-    """Names and sizes of a norm's parameters."""
+    """Return names and sizes of a norm's parameters."""
     yield f"{name}.weight", d.hidden
     if d.biased:
         yield f"{name}.bias", d.hidden
@@ -342,7 +347,7 @@ def _of_letter(d: Dimensions, letter: str) -> Layer:
 def _of_index(d: Dimensions, index: int) -> Layer:
     mixture = bool(d.experts) and index >= d.dense_layers and (index + 1) % d.moe_every == 0
     local = d.window is not None and d.window < d.seq and not (d.full_every and (index + 1) % d.full_every == 0)
-    # a mixture is a "layer" unless others are dense
+    # a mixture is called "layer" unless other layers are dense
     uniform = not d.dense_layers and d.moe_every == 1
     kind = "mixture" if mixture and not uniform else "layer"
     return Layer(
@@ -354,7 +359,7 @@ def _of_index(d: Dimensions, index: int) -> Layer:
 
 
 def key_value_weights(d: Dimensions, layer: Layer) -> int:
-    """Number of weights of a layer that make keys and values."""
+    """Count the weights of a layer that compute keys and values."""
     attentions = (layer.mixer == "attention") + layer.cross
     return attentions * 2 * d.key_value_heads * d.head_width * d.hidden
 
@@ -395,7 +400,7 @@ def _state_space(d: Dimensions) -> Iterator[Weight]:
 def _delta(d: Dimensions) -> Iterator[Weight]:
     assert d.delta is not None
     keys, values = d.delta.key_heads * d.delta.head_dim, d.delta.value_heads * d.delta.head_dim
-    # queries, keys, values, a gate as wide as values; a decay and a step for each head
+    # queries, keys, values, a gate of the values' width; a decay and a step for each head
     yield Weight("delta.into", 2 * keys + 2 * values + 2 * d.delta.value_heads, d.hidden, "n")
     yield Weight("delta.out", d.hidden, values, "k")
 
@@ -421,7 +426,7 @@ def _mixture(d: Dimensions) -> Iterator[Weight]:
 class Product:
     """A matrix product as computed: (batch ×) rows × k times k × n.
 
-    `weight` is the parameter that k × n, or a part of it, is.
+    `weight` is the parameter that contains k × n.
     """
 
     rows: float
@@ -431,11 +436,11 @@ class Product:
     weight: str = ""
     causal: bool = False
     flops: float = 0.0
-    # elements of the left operand, if they are not rows × k: of an image
+    # elements of the left operand if they differ from rows × k, as for an image
     read: float = 0.0
     # positions of a convolution's kernel
     taps: int = 1
-    # True if no parameter made the left operand
+    # True if the left operand does not depend on parameters
     data: bool = False
 
 
@@ -444,9 +449,9 @@ class Kernel:
     """One kernel; for attention, the two products and the softmax together.
 
     Attributes:
-        part: index of the part of the model in which it was launched.
-        numbers: elements that it reads and writes; products have none of their own.
-        fixed: True if it works on no sample, so that it costs the same for any number of them.
+        part: index of the part of the model that launched it.
+        numbers: elements that it reads and writes; 0 for products.
+        fixed: True if it does not process samples, so that its cost is independent of their number.
         reads, writes: storages.
         made: elements in its results.
         keys: elements of keys and values, for attention.
@@ -470,22 +475,23 @@ class Kernel:
 class Seen:
     """Observations of a whole forward pass.
 
-    Parts are the repeated blocks, and what lies before, between and after them.
+    Parts are the repeated blocks, and the modules before, between and after them.
 
     Attributes:
         samples: samples in the batch.
         tokens: length of the batch's sequences; 1 if the model reads none.
-        parts: the name of each part of the model in the order of the pass; `""` outside of repeated blocks.
+        parts: name of each part of the model in the order of the pass; `""` outside of repeated blocks.
         entered: elements that each repeated block received.
-        left: elements that each repeated block passed on.
-        kernels: in order.
+        left: elements that each repeated block returned.
+        kernels: kernels in order.
         kept: for each storage that the backward pass needs, its elements and the parts that saved it.
         routed: for each part, elements sent to experts.
         used: for each parameter, the parts that read it.
-        asked: the types of modules whose code read values that do not exist.
-        of_samples: storages whose content was made of the batch.
-        ids: for each table with sparse gradients, by module name, its rows and width, and ids looked up for a sample.
-        names: for each storage that holds a parameter, or was computed from parameters alone, the parameter's name.
+        asked: types of modules whose code read values that do not exist.
+        of_samples: storages whose content depends on the batch.
+        ids: for each table with sparse gradients, by module name, its rows and width, and the number of ids looked up
+            per sample.
+        names: for each storage that holds a parameter, or depends on parameters alone, the parameter's name.
     """
 
     samples: int = 1
@@ -503,5 +509,5 @@ class Seen:
     names: dict[int, str] = field(default_factory=dict)
 
     def name_of(self, storage: int) -> str:
-        """Name of the parameter that a storage holds or was computed from, or ""."""
+        """Return the name of the parameter that a storage holds or was computed from, or ""."""
         return self.names.get(storage, "")

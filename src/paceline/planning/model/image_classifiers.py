@@ -1,4 +1,4 @@
-"""Builder of a trace from convolutions, norms and pools, one after the other."""
+"""Builder of a trace from a sequence of convolutions, norms and pools."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.planning.model.graph import BlockTrace, Gemm, ModelTrace
 class ImageBuilder:
     """Trace of an image model under construction.
 
-    Elements count as the kernels of a training step move them: a batch norm reads its input twice and writes once, an
-    activation reads and writes, and so do pools; a convolution's own operands are in its `Gemm`. Kept for the backward
-    pass are the inputs of convolutions, norms and pools, each once.
+    Elements count as the kernels of a training step move them. A batch norm reads its input twice and writes once; an
+    activation or a pool reads and writes once; a convolution's own operands are in its `Gemm`. The inputs of
+    convolutions, norms and pools are kept for the backward pass, each once.
 
     Attributes:
-        channels, size: shape of one image at this place.
+        channels, size: shape of one image at the current position.
     """
 
     def __init__(self, channels: int, size: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class ImageBuilder:
 
     @property
     def elements(self) -> float:
-        """Number of elements of one image at this place."""
+        """Number of elements of one image at the current position."""
         return float(self.channels * prod(self.size))
 
     def convolution(
@@ -42,7 +42,7 @@ class ImageBuilder:
         bias: bool = False,
         padded: bool = True,
     ) -> ImageBuilder:
-        """A convolution, and the norm and activation behind it."""
+        """Add a convolution, and its norm and activation."""
         read = self.elements
         size = tuple((side if padded else side - kernel + 1) for side in self.size)
         self.size = tuple(-(-side // stride) for side in size)
@@ -55,7 +55,7 @@ class ImageBuilder:
         return self._behind(out, norm, activation, bias)
 
     def transposed(self, out: int, kernel: int = 2, norm: bool = False, activation: bool = False) -> ImageBuilder:
-        """A transposed convolution of stride 2, which doubles each side."""
+        """Add a transposed convolution of stride 2, which doubles each side."""
         rows, into = float(prod(self.size)), self.channels
         self._gemms.append(Gemm(rows, out * kernel ** len(self.size), into, read=self.elements))
         self._matrices += out * kernel ** len(self.size) * into
@@ -63,9 +63,9 @@ class ImageBuilder:
         return self._behind(out, norm, activation, bias=not norm)
 
     def linear(self, out: int, rows: int = 1, bias: bool = True) -> ImageBuilder:
-        """A product with a weight.
+        """Add a product with a weight.
 
-        Each of `rows` is a vector of as many of the elements that stand here.
+        Each of `rows` is a vector with an equal part of the current elements.
         """
         into = round(self.elements / rows)
         self._gemms.append(Gemm(float(rows), out, into))
@@ -78,29 +78,29 @@ class ImageBuilder:
         return self
 
     def normed(self) -> ImageBuilder:
-        """A norm and an activation of what stands here."""
+        """Add a norm and an activation of the current elements."""
         self._vectors += 2 * self.channels
         return self._moved(3 * self.elements, kept=self.elements)._moved(2 * self.elements, kept=0.0)
 
     def activated(self) -> ImageBuilder:
-        """An activation of what stands here."""
+        """Add an activation of the current elements."""
         return self._moved(2 * self.elements, kept=0.0)
 
     def pool(self, kernel: int = 2, stride: int = 2, padded: bool = False) -> ImageBuilder:
-        """A pool over a square of elements."""
+        """Add a pool over squares of elements."""
         before = self.elements
         reach = 0 if padded else kernel - stride
         self.size = tuple(-(-(side - reach) // stride) for side in self.size)
         return self._moved(before + self.elements, kept=self.elements)
 
     def mean(self) -> ImageBuilder:
-        """The mean over each channel."""
+        """Add the mean over each channel."""
         before = self.elements
         self.size = (1,) * len(self.size)
         return self._moved(before + self.elements, kept=self.elements)
 
     def excited(self, reduced: int) -> ImageBuilder:
-        """Squeeze and excitation: each channel is scaled by two products of all channels' means."""
+        """Add squeeze and excitation: two products of all channels' means scale each channel."""
         for out, into in ((reduced, self.channels), (self.channels, reduced)):
             self._gemms.append(Gemm(1.0, out, into))
             self._matrices += out * into
@@ -111,7 +111,7 @@ class ImageBuilder:
     def products(
         self, gemms: Sequence[Gemm], vectors: int, moved: float, kept: float, kernels: int, scores: float = 0.0
     ) -> ImageBuilder:
-        """Products of any kind, and what the kernels around them move and keep."""
+        """Add products of any kind, with the traffic and saved elements of surrounding kernels."""
         self._gemms += gemms
         self._matrices += sum(gemm.n * gemm.k * gemm.times for gemm in gemms if not gemm.batch)
         self._vectors += vectors
@@ -122,15 +122,15 @@ class ImageBuilder:
         return self
 
     def widened(self) -> ImageBuilder:
-        """Each side doubled by repeating elements."""
+        """Double each side by repeating elements."""
         before = self.elements
         self.size = tuple(2 * side for side in self.size)
         return self._moved(before + self.elements, kept=0.0)
 
     def plus(self, other: Callable[[ImageBuilder], object] | None, activation: bool = True) -> ImageBuilder:
-        """Sum with what another way leads to from where this block began.
+        """Add the result of another path from the block's input.
 
-        None: the block's input itself.
+        None is the input itself.
         """
         channels, size = self.channels, self.size
         if other is not None:
@@ -141,7 +141,7 @@ class ImageBuilder:
         return self._moved(2 * self.elements, kept=self.elements) if activation else self
 
     def joined(self, channels: int) -> ImageBuilder:
-        """Channels that come from before, put together with those here."""
+        """Concatenate channels from an earlier layer."""
         self.channels += channels
         return self._moved(2 * self.elements, kept=self.elements)
 
@@ -165,7 +165,7 @@ class ImageBuilder:
         return self
 
     def trace(self, classes: int = 0) -> ModelTrace:
-        """The whole model, with a loss over classes or over each element."""
+        """Return the whole model, with a loss over classes or over each element."""
         loss = float(classes) or self.elements
         head = replace(self._blocks.pop(), kind="head", inside=6.0 * loss, kept_inside=3.0 * loss, boundary=1.0)
         return ModelTrace((*self._blocks, head))
@@ -206,11 +206,13 @@ def resnet_stages(
     excited: bool = False,
     strides: tuple[int, ...] = (1, 2, 2, 2),
 ) -> ImageBuilder:
-    """The stem of a ResNet and its blocks (arXiv:1512.03385, table 1), stride in the 3 × 3 convolution (v1.5).
+    """Return the stem of a ResNet and its blocks.
+
+    They follow arXiv:1512.03385, table 1, with the stride in the 3 × 3 convolution (v1.5).
 
     Args:
         deep: three convolutions in a block instead of two.
-        groups, width: of the 3 × 3 convolutions: of ResNeXt (arXiv:1611.05431).
+        groups, width: groups and width of the 3 × 3 convolutions, as in ResNeXt (arXiv:1611.05431).
         excited: with squeeze and excitation (arXiv:1709.01507).
     """
     image.convolution(64, kernel=7, stride=2).pool(kernel=3, padded=True).close("embedding")
@@ -236,13 +238,13 @@ def resnet_stages(
 
 
 def resnet(depths: tuple[int, ...], side: int = 224, **kind: bool | int) -> ModelTrace:
-    """A ResNet that classifies images."""
+    """Build a ResNet that classifies images."""
     image = ImageBuilder(3, (side, side))
     return resnet_stages(image, depths, **kind).mean().linear(CLASSES).close().trace(CLASSES)  # type: ignore[arg-type]
 
 
 def vgg(depths: tuple[int, ...]) -> ModelTrace:
-    """VGG without norms (arXiv:1409.1556, table 1)."""
+    """Build VGG without norms (arXiv:1409.1556, table 1)."""
     image = ImageBuilder(3, (224, 224))
     for depth, out in zip(depths, (64, 128, 256, 512, 512), strict=True):
         for _ in range(depth):
@@ -252,8 +254,8 @@ def vgg(depths: tuple[int, ...]) -> ModelTrace:
 
 
 def alexnet() -> ModelTrace:
-    """AlexNet for one device (arXiv:1404.5997)."""
-    # a border of 2 instead of the one that keeps the size
+    """Build AlexNet for one device (arXiv:1404.5997)."""
+    # a padding of 2, unlike the padding that keeps the size
     image = ImageBuilder(3, (220, 220))
     image.convolution(64, kernel=11, stride=4, norm=False, bias=True).pool(kernel=3)
     image.convolution(192, kernel=5, norm=False, bias=True).pool(kernel=3)
@@ -264,13 +266,16 @@ def alexnet() -> ModelTrace:
 
 
 def densenet(depths: tuple[int, ...], growth: int = 32) -> ModelTrace:
-    """DenseNet (arXiv:1608.06993, table 1): each layer reads the channels of all before it."""
+    """Build DenseNet, in which each layer reads the channels of all earlier layers.
+
+    Source: arXiv:1608.06993, table 1.
+    """
     image = ImageBuilder(3, (224, 224)).convolution(64, kernel=7, stride=2).pool(kernel=3, padded=True)
     image.close("embedding")
     for stage, depth in enumerate(depths):
         for _ in range(depth):
             before = image.channels
-            # the norm stands before each convolution
+            # the norm precedes each convolution
             image.normed().convolution(4 * growth, kernel=1).convolution(growth, norm=False, activation=False)
             image.joined(before).close()
         image.normed()
@@ -280,7 +285,7 @@ def densenet(depths: tuple[int, ...], growth: int = 32) -> ModelTrace:
 
 
 def mobilenet_v2() -> ModelTrace:
-    """MobileNet v2 (arXiv:1801.04381, table 2)."""
+    """Build MobileNet v2 (arXiv:1801.04381, table 2)."""
     image = ImageBuilder(3, (224, 224)).convolution(32, stride=2).close("embedding")
     rows = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
     for expansion, out, depth, first in rows:
@@ -290,7 +295,7 @@ def mobilenet_v2() -> ModelTrace:
 
 
 def efficientnet(width: float, depth: float, side: int) -> ModelTrace:
-    """EfficientNet (arXiv:1905.11946, table 1), wider and deeper by these factors."""
+    """Build EfficientNet (arXiv:1905.11946, table 1), scaled by these factors in width and depth."""
     image = ImageBuilder(3, (side, side)).convolution(_rounded(32 * width), stride=2).close("embedding")
     rows = (
         (1, 16, 1, 1, 3),
@@ -309,7 +314,7 @@ def efficientnet(width: float, depth: float, side: int) -> ModelTrace:
 
 
 def efficientnet_v2_s(side: int = 384) -> ModelTrace:
-    """EfficientNetV2-S (arXiv:2104.00298, table 4)."""
+    """Build EfficientNetV2-S (arXiv:2104.00298, table 4)."""
     image = ImageBuilder(3, (side, side)).convolution(24, stride=2).close("embedding")
     for expansion, out, layers, first in ((1, 24, 2, 1), (4, 48, 4, 2), (4, 64, 4, 2)):
         for index in range(layers):
@@ -321,7 +326,7 @@ def efficientnet_v2_s(side: int = 384) -> ModelTrace:
 
 
 def _inverted(image: ImageBuilder, out: int, expansion: int, kernel: int, stride: int, squeezed: int) -> None:
-    """An inverted residual: wider, a convolution of each channel alone, and narrow again."""
+    """Add an inverted residual: expansion, depthwise convolution, and projection."""
     before = image.channels
     inner = before * expansion
     if expansion > 1:
@@ -336,7 +341,7 @@ def _inverted(image: ImageBuilder, out: int, expansion: int, kernel: int, stride
 
 
 def _fused(image: ImageBuilder, out: int, expansion: int, stride: int) -> None:
-    """An inverted residual whose first two convolutions are one."""
+    """Add an inverted residual whose first two convolutions are fused."""
     before = image.channels
     if expansion > 1:
         image.convolution(before * expansion, stride=stride).convolution(out, kernel=1, activation=False)
@@ -348,17 +353,20 @@ def _fused(image: ImageBuilder, out: int, expansion: int, stride: int) -> None:
 
 
 def _rounded(channels: float) -> int:
-    """Channels as a multiple of 8, at most a tenth fewer."""
+    """Round channels to a multiple of 8, with at most a tenth fewer."""
     whole = max(8, int(channels + 4) // 8 * 8)
     return whole + 8 if whole < 0.9 * channels else whole
 
 
-# classes of COCO with that of no object; boxes at each place of the six feature maps (arXiv:1512.02325)
+# COCO's classes plus background; boxes at each position of the six feature maps (arXiv:1512.02325)
 SSD_CLASSES, SSD_BOXES = 81, (4, 6, 6, 6, 4, 4)
 
 
 def unet_medical() -> ModelTrace:
-    """U-Net of arXiv:1505.04597 without borders, as in NVIDIA's UNet_Medical: 572 × 572 to 388 × 388."""
+    """Build the U-Net of NVIDIA's UNet_Medical, without padding: 572 × 572 to 388 × 388.
+
+    Source: arXiv:1505.04597.
+    """
     image, kept = ImageBuilder(1, (572, 572)), []
     for out in (64, 128, 256, 512):
         _twice(image, out, padded=False)
@@ -375,7 +383,7 @@ def unet_medical() -> ModelTrace:
 
 
 def unet_industrial() -> ModelTrace:
-    """NVIDIA's UNet_Industrial in its small form (TinyUNet, 512 × 512)."""
+    """Build the small form of NVIDIA's UNet_Industrial (TinyUNet, 512 × 512)."""
     image, kept = ImageBuilder(1, (512, 512)), []
     for out in (32, 32, 64, 128):
         _twice(image, out)
@@ -393,7 +401,7 @@ def unet_industrial() -> ModelTrace:
 
 
 def unet_3d_medical(classes: int = 4) -> ModelTrace:
-    """NVIDIA's UNet_3D_Medical: 128³ voxels of 4 kinds."""
+    """Build NVIDIA's UNet_3D_Medical: 128³ voxels of 4 kinds."""
     image, kept = ImageBuilder(4, (128, 128, 128)), []
     image.convolution(32).convolution(32).close()
     for out in (64, 128, 256, 320, 320):
@@ -405,7 +413,10 @@ def unet_3d_medical(classes: int = 4) -> ModelTrace:
 
 
 def ssd300() -> ModelTrace:
-    """NVIDIA's SSD300 with a ResNet-50 up to its fourth stage, which keeps 38 × 38 places."""
+    """Build NVIDIA's SSD300 on a ResNet-50 up to its fourth stage.
+
+    This stage keeps 38 × 38 positions.
+    """
     image = resnet_stages(ImageBuilder(3, (300, 300)), (3, 4, 6), strides=(1, 2, 1))
     shapes = [(image.channels, image.size)]
     for index, (out, inner) in enumerate(((512, 256), (512, 256), (256, 128), (256, 128), (256, 128))):

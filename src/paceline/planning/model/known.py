@@ -36,7 +36,7 @@ KERNELS = 6
 def vision_transformer(
     layers: int, hidden: int, ffn: int, heads: int, patch: int = 16, side: int = 224, classes: int = 1000
 ) -> ModelTrace:
-    """ViT (arXiv:2010.11929): patches as tokens, one of them for the class."""
+    """Build ViT (arXiv:2010.11929): patches as tokens, plus a class token."""
     patches = (side // patch) ** 2
     d = _plain(layers, hidden, ffn, heads, patches + 1)
     head = _part("head", (Gemm(1.0, classes, hidden),), extra=2 * hidden + classes)
@@ -46,9 +46,9 @@ def vision_transformer(
 
 
 def diffusion_transformer(layers: int, hidden: int, heads: int, side: int = 32, patch: int = 2) -> ModelTrace:
-    """DiT (arXiv:2212.09748) on latents of 4 channels.
+    """Build DiT (arXiv:2212.09748) on latents of 4 channels.
 
-    Each layer makes its scales and shifts from time and class.
+    Each layer computes its scales and shifts from time and class.
     """
     tokens, out = (side // patch) ** 2, patch**2 * 8
     d = _plain(layers, hidden, 4 * hidden, heads, tokens)
@@ -60,7 +60,10 @@ def diffusion_transformer(layers: int, hidden: int, heads: int, side: int = 32, 
 
 
 def wan(layers: int, hidden: int, ffn: int, heads: int, tokens: int, text: int = 512, latent: int = 16) -> ModelTrace:
-    """Wan 2.1 (arXiv:2503.20314, §4.2): every layer attends to the video's tokens and to the text's."""
+    """Build Wan 2.1, whose layers attend to the video's and the text's tokens.
+
+    Source: arXiv:2503.20314, §4.2.
+    """
     d = Dimensions(
         layers=layers,
         hidden=hidden,
@@ -75,7 +78,7 @@ def wan(layers: int, hidden: int, ffn: int, heads: int, tokens: int, text: int =
         positions=False,
     )
     decoder = transformer(d).blocks[3:-1]
-    # the scales of all layers come from one product; each layer adds six vectors of its own
+    # one product computes the scales of all layers; each layer adds six vectors of its own
     blocks = tuple(_modulated(block, hidden, tokens, 0) for block in decoder)
     patch = latent * 4
     told = (Gemm(1.0, hidden, TIME), Gemm(1.0, hidden, hidden), Gemm(1.0, 6 * hidden, hidden))
@@ -92,7 +95,7 @@ def _plain(layers: int, hidden: int, ffn: int, heads: int, tokens: int) -> Dimen
 
 
 def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> BlockTrace:
-    """A layer whose norms and results are scaled and shifted by vectors of each sample."""
+    """Return a layer whose norms and results are scaled and shifted per sample."""
     made = (Gemm(1.0, 6 * hidden, hidden),) if weight else ()
     width = float(tokens * hidden)
     return replace(
@@ -102,13 +105,13 @@ def _modulated(block: BlockTrace, hidden: int, tokens: int, weight: int) -> Bloc
         kept_outside=block.kept_outside + 4 * width,
         kernels=block.kernels + KERNELS,
         matrices=block.matrices + weight,
-        # without shifts of norms where the sample's take their place
+        # without shifts of norms if the sample's shifts replace them
         vectors=block.vectors + (2 if weight else 6) * hidden,
     )
 
 
 def _part(kind: str, gemms: tuple[Gemm, ...], extra: int) -> BlockTrace:
-    """The first or the last part: products, and what stands around each."""
+    """Return the first or the last part: products, and the kernels around each."""
     made = sum(gemm.rows * gemm.n for gemm in gemms)
     return BlockTrace(
         kind=kind,
@@ -123,12 +126,12 @@ def _part(kind: str, gemms: tuple[Gemm, ...], extra: int) -> BlockTrace:
 
 
 def _with_same(blocks: tuple[BlockTrace, ...], stem: BlockTrace, head: BlockTrace) -> ModelTrace:
-    """A model whose equal layers are one object."""
+    """Return a model whose equal layers are one object."""
     first: dict[BlockTrace, BlockTrace] = {}
     return ModelTrace((stem, *(first.setdefault(block, block) for block in blocks), head))
 
 
-# tokens of the text
+# tokens of the text prompt
 CAPTION = 77
 # norms, products, residuals and copies of heads of a transformer block with two attentions
 DIFFUSION_KERNELS = 35
@@ -138,13 +141,13 @@ class LatentUNet(NamedTuple):
     """Shape of a U-Net on latents.
 
     Attributes:
-        widths: channels of each level; each has half the side of the one before.
-        depths: transformer blocks of each place of a level.
-        middle: transformer blocks of the middle.
+        widths: channels of each level; each level has half the side of the previous one.
+        depths: transformer blocks of each position in a level.
+        middle: transformer blocks in the middle.
         context: width of the text's tokens.
-        side: of the latents.
-        head: width of an attention head; 0: each place has 8 of them.
-        labels: width of what is told besides the time; 0: nothing.
+        side: side length of the latents.
+        head: width of an attention head; 0: each position has 8 heads.
+        labels: width of the conditioning besides the time; 0: none.
     """
 
     widths: tuple[int, ...]
@@ -157,7 +160,7 @@ class LatentUNet(NamedTuple):
 
 
 def latent_unet(shape: LatentUNet) -> ModelTrace:
-    """Trace of the U-Net alone: the encoders of images and text are not trained."""
+    """Build the trace of the U-Net alone. The encoders of images and text are not trained."""
     first = shape.widths[0]
     image, told = ImageBuilder(4, (shape.side, shape.side)), 4 * first
     _tell(image, first, told)
@@ -189,13 +192,13 @@ def latent_unet(shape: LatentUNet) -> ModelTrace:
 
 
 def _tell(image: ImageBuilder, width: int, told: int) -> None:
-    """Two products that make the conditioning of every block."""
+    """Return two products that compute the conditioning of every block."""
     gemms = (Gemm(1.0, told, width), Gemm(1.0, told, told))
     image.products(gemms, vectors=2 * told, moved=6.0 * told, kept=3.0 * told, kernels=5)
 
 
 def _residual(image: ImageBuilder, out: int, told: int) -> None:
-    """Two convolutions behind norms, what is told added between them, and a way past them."""
+    """Add two convolutions with norms, the conditioning between them, and a residual connection."""
     channels = image.channels
     if channels != out:
         past = (Gemm(float(prod(image.size)), out, channels),)
@@ -208,7 +211,10 @@ def _residual(image: ImageBuilder, out: int, told: int) -> None:
 
 
 def _attended(image: ImageBuilder, depth: int, shape: LatentUNet) -> None:
-    """Add transformer blocks: self-attention over positions, cross-attention to text, gated feed-forward."""
+    """Add transformer blocks.
+
+    Each has self-attention over positions, cross-attention to text, and a gated feed-forward part.
+    """
     if not depth:
         return
     width, tokens = image.channels, prod(image.size)
@@ -252,9 +258,9 @@ class KnownImageModel(NamedTuple):
     """An image model with a published shape.
 
     Attributes:
-        parameters: published number in millions; None: none is published.
-        gmacs: published billions of multiplications and additions of one image; None: none is published.
-        also: other names.
+        parameters: published number in millions; None if none is published.
+        gmacs: published billions of multiply-adds for one image; None if none is published.
+        also: alternative names.
     """
 
     name: str
@@ -392,16 +398,16 @@ IMAGE_MODELS: tuple[KnownImageModel, ...] = (
 
 
 def known_dimensions(name: str) -> Dimensions | None:
-    """Published dimensions of a language model; None if its name is not known."""
+    """Return published dimensions of a language model; None if its name is not known."""
     found = find_model(name)
     return Dimensions.model_validate(dict(found.dimensions)) if found else None
 
 
 def known_model(name: str, *, seq: int | None = None, vocab: int | None = None) -> ModelTrace | None:
-    """Trace of a known language or image model; None if its name is not known.
+    """Return the trace of a known language or image model. None if its name is not known.
 
     Args:
-        seq: tokens of a sequence in place of those that it was trained with; image models have none.
+        seq: tokens of a sequence, instead of the length used in the original training; image models have none.
         vocab: rows of its embedding, such as a padded number.
     """
     found = find_model(name)
@@ -413,7 +419,7 @@ def known_model(name: str, *, seq: int | None = None, vocab: int | None = None) 
 
 
 def find_image_model(name: str) -> KnownImageModel | None:
-    """The known image model of that name; None if there is none."""
+    """Return the known image model of that name; None if there is none."""
     by_name = _image_models()
     return next((by_name[word] for words in candidates(name) if (word := "".join(words)) in by_name), None)
 

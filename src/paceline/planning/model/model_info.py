@@ -72,18 +72,18 @@ class ModelInfo:
     """Facts about a model, all in the order in which it registers its modules.
 
     Attributes:
-        modules: the names of all modules but the model itself.
+        modules: the names of all modules except the model itself.
         blocks: names of the repeated blocks, outermost first: the layers of a transformer.
-        parameters: each tied one once.
+        parameters: all parameters; each tied one once.
         tied: groups of names that share one parameter.
         heads: the distinct numbers of attention heads in it.
         key_value_heads: the distinct numbers of heads of keys and values, if fewer (Ainslie et al., 2023,
             arXiv:2305.13245).
         vocabulary: the distinct sizes of its token embeddings.
-        experts: the distinct numbers of experts of its mixtures that hold them in one tensor.
+        experts: the distinct numbers of experts of mixtures that hold all experts in one tensor.
         batch_norms: the names of the modules that keep running statistics of batches.
         takes_positions: True if `forward` takes `position_ids`.
-        normalises_batches: True if it has batch norms, with running statistics or without.
+        normalises_batches: True if it has batch norms, with or without running statistics.
         compares_samples: True if its own loss compares the samples of a batch (CLIP and similar models take
             `return_loss`).
     """
@@ -109,9 +109,9 @@ class ModelInfo:
 
     @property
     def takes_parts_of_sequences(self) -> bool:
-        """True if ranks of `cp` may each hold a part of the tokens.
+        """True if each `cp` rank may hold a part of the tokens.
 
-        The model's signature decides; only then `cp` is proposed.
+        The model's signature determines it; otherwise `cp` is not proposed.
         """
         return bool(self.heads and self.vocabulary and self.takes_positions)
 
@@ -132,16 +132,16 @@ class ModelInfo:
 
     @cached_property
     def kinds_of_blocks(self) -> tuple[Sizes, ...]:
-        """Sizes of each repeated block; equal ones once."""
+        """Sizes of each repeated block; equal ones are listed once."""
         by_block = sorted((shape for shape in self.parameters if shape.block), key=lambda shape: shape.block)
         return tuple(dict.fromkeys(_sizes(shapes) for _, shapes in groupby(by_block, key=lambda shape: shape.block)))
 
 
 def model_info(spec: ModelSpec) -> ModelInfo:
-    """Model info of the model that a job names, built once per process.
+    """Return the model info of the model that a job names, built once per process.
 
-    It is built on the meta device if its code allows that. A model named by its dimensions is not built, and needs no
-    torch.
+    The model is built on the meta device if its code allows that. A model given by its dimensions is not built, and
+    needs no torch.
 
     Raises:
         JobError: the model cannot be built.
@@ -150,7 +150,7 @@ def model_info(spec: ModelSpec) -> ModelInfo:
 
 
 def model_info_of(model: nn.Module) -> ModelInfo:
-    """Model info of a given model; reads no weight, so meta tensors are fine."""
+    """Return the model info of a given model. It reads no weight, so meta tensors are fine."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from paceline.planning.model.forward_pass import find_blocks, mixtures
@@ -185,9 +185,9 @@ def _model_info_of_json(text: str, frozen: tuple[str, ...]) -> ModelInfo:
 
 
 def without_memory(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device. It is a real one if its code reads values during construction.
+    """Return the model on the meta device.
 
-    torch's random state is restored.
+    It is a real model if its code reads values during construction. torch's random state is restored.
 
     Raises:
         JobError: the model cannot be built.
@@ -197,7 +197,7 @@ def without_memory(spec: ModelSpec) -> nn.Module:
     from paceline.own_random import kept_random
 
     with kept_random():
-        # code that reads values may raise anything; a real fault is raised again below
+        # code that reads values may raise anything; a genuine error is raised again below
         with suppress(Exception), torch.device("meta"):
             return spec.build()
         try:
@@ -229,7 +229,7 @@ def _sizes(shapes: Iterable[ParameterShape]) -> Sizes:
 
 
 def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Distinct integers that modules, or their Hugging Face configurations, have under the given names."""
+    """Return distinct integers that modules, or their Hugging Face configurations, have under given names."""
     found = []
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
@@ -239,7 +239,7 @@ def _numbers(model: nn.Module, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _token_embeddings(model: nn.Module) -> list[int]:
-    """Sizes of the model's named input embeddings, else of embeddings as large as outputs."""
+    """Return the sizes of the model's input embeddings, else of embeddings as large as outputs."""
     from torch import nn
 
     named = [m for module in model.modules() if isinstance(m := _input_embeddings(module), nn.Embedding)]
@@ -251,7 +251,10 @@ def _token_embeddings(model: nn.Module) -> list[int]:
 
 
 def _input_embeddings(module: nn.Module) -> object:
-    """The input embeddings that a transformers model names; None for models of images, which raise."""
+    """Return the input embeddings that a transformers model names.
+
+    None for image models, which raise an exception.
+    """
     try:
         found: object = module.get_input_embeddings()  # type: ignore[operator]
     except (NotImplementedError, AttributeError):
@@ -267,9 +270,9 @@ _Sizes = tuple[tuple[str, tuple[int, ...], bool], ...]
 
 
 def model_info_by_dimensions(d: Dimensions) -> ModelInfo:
-    """Model info like that of a GPT-2 or, if `gated`, of a Llama without biases.
+    """Return model info as of a GPT-2 or, if `gated`, of a Llama without biases.
 
-    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …, those of an encoder `encoder.0`, …
+    Llama's norms have no shifts. Its layers are `layers.0`, `layers.1`, …; an encoder's are `encoder.0`, …
     """
     stacks = {"encoder": encoder_layers(d), "layers": layers(d), "further": further_layers(d)}
     blocks = {f"{stack}.{n}": layer for stack, found in stacks.items() for n, layer in enumerate(found)}
@@ -355,29 +358,29 @@ def _parents(name: str) -> Iterator[str]:
     return (".".join(words[: n + 1]) for n in range(len(words)))
 
 
-# samples of a trace without values; work that does not grow with the samples counts a fourth for each
+# samples of a trace without values; a fourth of the work that is independent of the samples counts for each
 SAMPLES = 4
 # samples of a trace with values; batch norms need more than one
 REAL_SAMPLES = 2
-# parameters of a model that may be built and run to be traced; of its products with tokens, 200 times as many
+# parameters of a model that may be built and run for tracing; its products with tokens may have 200 times as many
 MOST_REAL = 100_000_000
-# by what the model depends on, as JSON
+# by the properties that determine the model, as JSON
 _MODELS: dict[str, TracedModel] = {}
 
 
 def trace(job: Job, precision: str | None = None, tp: int | None = None) -> ModelTrace:
-    """The trace of a job's model with the job's loss, cached per process.
+    """Return the trace of a job's model with the job's loss, cached per process.
 
     The cache key is the model, the shape of the data, the kind of precision, and the weights that `tp` divides.
 
     Args:
         precision: `bf16` or `fp16` traces the casts of autocast as well, and counts in two-byte elements: four-byte
-            results count twice. The others count alike, in elements of their own size. None: as `fp32`.
-        tp: the degree of tensor parallelism that the blocks' division is for; None: the smallest that works.
+            results count twice. Other precisions are counted in elements of their own size. None: as `fp32`.
+        tp: the degree of tensor parallelism for which the blocks are divided; None: the smallest that works.
 
     Raises:
-        JobError: the model cannot be built, or its code fails on the job's samples; names the module.
-        DataError: a sample has to be read, and cannot be.
+        JobError: the model cannot be built, or its code fails on the job's samples; the error names the module.
+        DataError: a sample must be read, but cannot be.
     """
     if job.model.transformer is not None:
         from paceline.planning.model.transformer import transformer
@@ -387,9 +390,10 @@ def trace(job: Job, precision: str | None = None, tp: int | None = None) -> Mode
 
 
 def undivided_attention(job: Job, tp: int) -> PlanProblem | None:
-    """Reason why attention of a job's model cannot be divided over `tp` ranks.
+    """Return the reason why a job's model's attention cannot be divided over `tp` ranks.
 
-    It is found by tracing the model. One named by its dimensions has none, as it has no code. Raises as `trace` does.
+    It is found by tracing the model. A model given by its dimensions never has one, since it has no code. Raises the
+    errors of `trace`.
     """
     return None if job.model.transformer is not None else _traced(job).undivided_attention(tp)
 
@@ -401,7 +405,7 @@ def _traced(job: Job) -> TracedModel:
 class TracedModel:
     """Traces of one job's model, by precision and degree of tensor parallelism.
 
-    Each pass is made once, and equal traces are one.
+    Each pass is run once, and equal traces share one object.
     """
 
     def __init__(self, job: Job) -> None:
@@ -410,7 +414,10 @@ class TracedModel:
         self._traces: dict[tuple[bool, DividedWeights], ModelTrace] = {}
 
     def trace(self, autocast: bool, tp: int | None) -> ModelTrace:
-        """The trace as tensor parallelism over `tp` ranks divides it. Raises as the function `trace` does."""
+        """Return the trace as tensor parallelism over `tp` ranks divides it.
+
+        Raises the errors of the function `trace`.
+        """
         if autocast not in self._passes:
             self._passes[autocast] = _observed(self._job, autocast)
         seen = self._passes[autocast]
@@ -425,12 +432,18 @@ class TracedModel:
         return self._traces[key]
 
     def undivided_attention(self, tp: int) -> PlanProblem | None:
-        """Reason why attention cannot be divided over `tp` ranks. Raises as the function `trace` does."""
+        """Return the reason why attention cannot be divided over `tp` ranks.
+
+        Raises the errors of the function `trace`.
+        """
         return next(iter(self._degrees.refusals(tp)), None)
 
     @cached_property
     def _degrees(self) -> TensorDegrees:
-        """Tensor-parallel degrees' weights, by the split's own search on a model without memory."""
+        """Return the weights divided at each tensor-parallel degree.
+
+        They are found by the split's own search on a model without memory.
+        """
         from paceline.job.loss_items import call
         from paceline.own_random import kept_random
         from paceline.planning.model.forward_pass import batch_of
@@ -445,7 +458,7 @@ class TracedModel:
 
 
 def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
-    """Observations of the forward pass; an estimate from the parameters if it cannot run."""
+    """Return observations of the forward pass; an estimate from the parameters if it cannot run."""
     from paceline.own_random import kept_random
     from paceline.planning.model.block_graphs import estimated
     from paceline.planning.model.forward_pass import tokens_of
@@ -472,7 +485,10 @@ def _observed(job: Job, autocast: bool) -> Seen | ModelTrace:
 
 
 def _forward(job: Job, autocast: bool) -> Pass:
-    """Forward pass on the meta device. Under autocast, which meta lacks, on fake tensors of the CPU."""
+    """Run the forward pass on the meta device.
+
+    Under autocast, which meta lacks, it runs on fake CPU tensors.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -494,7 +510,7 @@ def _forward(job: Job, autocast: bool) -> Pass:
 
 
 def _of_the_cpu(model: nn.Module) -> nn.Module:
-    """Move a meta model to fake tensors of the CPU; tied tensors stay tied."""
+    """Move a meta model to fake CPU tensors; tied tensors stay tied."""
     import torch
 
     made: dict[int, torch.Tensor] = {}
@@ -518,7 +534,7 @@ def _forward_with_values(job: Job, autocast: bool) -> Pass:
 
 
 def _needs_values(error: Exception, forward: Pass) -> bool:
-    """True if the lack of values, and not the model's code, is likely at fault."""
+    """True if likely the lack of values is the cause, rather than the model's code."""
     return isinstance(error, NotImplementedError) or bool(forward.seen.asked) or "meta" in str(error).lower()
 
 

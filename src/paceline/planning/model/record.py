@@ -1,8 +1,8 @@
 """Recording of a model's forward pass on the meta device, as a list of operations.
 
-Weights and activations are on the meta device. Tensors made of the batch's whole numbers alone (masks, positions) are
-computed for real, so that code may read them. A module that reads values of activations (a mixture of experts that
-routes tokens) cannot run so: it is recorded as one opaque operation, whose output is assumed to have the shape of its
+Weights and activations are on the meta device. Tensors computed from the batch's whole numbers alone (masks, positions)
+are real, so that code may read them. A module that reads values of activations (a mixture of experts that routes
+tokens) cannot run this way. It is recorded as one opaque operation, whose output is assumed to have the shape of its
 first input.
 """
 
@@ -70,12 +70,12 @@ def record_graph(
     The model and its buffers are restored afterwards.
 
     Args:
-        shapes: other shapes for parameters, by name.
+        shapes: replacement shapes for parameters, by name.
         opaque: the modules that may be opaque; None for any.
         rewrite: called before every Python call; may change its arguments.
 
     Raises:
-        Unfollowable: a module fails and is not among those that may be opaque.
+        Unfollowable: a module fails that must not be opaque.
         Exception: any error of the model's own code outside of its submodules.
     """
     recorder = Recorder(opaque, rewrite)
@@ -115,7 +115,7 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self.recorder, kwargs or {}
         name = getattr(func, "__name__", str(func))
-        # masks and positions made for a tensor on meta are real, too
+        # masks and positions created for a tensor on meta are real as well
         if func == _DEVICE and not recorder.quiet:
             return recorder.device
         if func == _REQUIRES_GRAD and not recorder.quiet and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
@@ -128,7 +128,7 @@ class FunctionMode(TorchFunctionMode):
         if recorder.rewrite is not None:
             args, kwargs = recorder.rewrite(len(recorder.graph.calls), name, args, kwargs)
         args, kwargs = self._on_one_device(args, kwargs)
-        # stays on meta
+        # meta tensors stay on meta
         if name == "to" and args[0].is_meta:
             args = (args[0], *(x for x in args[1:] if not isinstance(x, (str, torch.device))))
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
@@ -158,7 +158,7 @@ class FunctionMode(TorchFunctionMode):
 
 
 def _site(frame: FrameType | None) -> Site | None:
-    """Site of the innermost code outside of torch and of this folder."""
+    """Return the site of the innermost code outside of torch and of this folder."""
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
         frame = frame.f_back
     if frame is None:
@@ -172,7 +172,7 @@ def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None,
 
 
 def report_calls(model: nn.Module, recorder: Recorder) -> None:
-    """Let every module report its calls to the recorder, until `restored` restores it."""
+    """Make every module report its calls to the recorder, until `restored` undoes it."""
     for name, module in model.named_modules():
         module.__dict__["forward"] = _reporting(name, module, recorder)
 
@@ -223,7 +223,10 @@ def _reporting(path: str, module: nn.Module, recorder: Recorder) -> Callable[...
 def _opaque(
     module: nn.Module, recorder: Recorder, since: tuple[int, int], given: Any, error: Exception
 ) -> Tensor | None:
-    """Record a module that failed on meta as one operation. None if it has no input to take the output's shape from."""
+    """Record a module that failed on meta as one operation.
+
+    Returns None if it has no input that determines the output's shape.
+    """
     path = recorder.paths[-1]
     if recorder.opaque is not None and path not in recorder.opaque:
         text = " ".join(str(error).split())[:200]
@@ -233,7 +236,7 @@ def _opaque(
         if not path or first is None:
             return None
         graph = recorder.graph
-        # with the attributes that it read
+        # including the attributes that it read
         read = {v for node in graph.nodes[since[0] :] for v in node.inputs if graph.values[v].producer < since[0]}
         recorder.forget(*since)
         recorder.graph.opaque[path] = " ".join(str(error).split())[:200]
@@ -246,9 +249,9 @@ def _opaque(
 
 @contextmanager
 def own_functions(recorder: Recorder) -> Iterator[None]:
-    """Record each autograd function of the model as one operation of unknown gradient.
+    """Record each custom autograd function of the model as one operation of unknown gradient.
 
-    Functions shown to be pointwise are recorded as their operations.
+    Functions that are proven pointwise are recorded as their operations.
     """
     apply = Function.__dict__["apply"]
 
@@ -275,7 +278,7 @@ def own_functions(recorder: Recorder) -> Iterator[None]:
 
 
 def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor:
-    """Output of a linear layer or embedding, recorded as one operation on (x, weight, bias)."""
+    """Return the output of a linear layer or embedding, recorded as one operation on (x, weight, bias)."""
     weight, bias = weighted(module).weight, getattr(module, "bias", None)
     taken, given = weight.shape[::-1] if is_transposed(module) else weight.shape, x.shape
     with silence(recorder):
@@ -290,7 +293,7 @@ def _leaf(kind: str, module: nn.Module, recorder: Recorder, x: Tensor) -> Tensor
     return result
 
 
-# Operations without the tag `pointwise` that keep every element's position, or only allocate.
+# Operations without the tag `pointwise` that preserve every element's position, or only allocate.
 _IN_PLACE = (
     "detach",
     "alias",
@@ -309,7 +312,7 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
 
     Constants must be the same for any shape.
 
-    The function and its backward pass are run on tensors without data, of the given shape and of a larger one.
+    The function and its backward pass run on tensors without data, of the given shape and of a larger one.
     """
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not tensors or any(x.shape != tensors[0].shape or not x.dim() for x in tensors):
@@ -322,7 +325,7 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
 def _steps(
     function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
 ) -> list[Any] | None:
-    """Operations of both passes with their constants; None if one is not pointwise or fails."""
+    """Return operations of both passes with their constants. None if one is not pointwise or fails."""
     found: list[list[Any] | None] = [None]
 
     def run() -> None:
@@ -384,7 +387,7 @@ class OperationMode(TorchDispatchMode):
 
     Args:
         report: called after every operation.
-        answer: what a tensor without a value says when code asks for it, by its dtype; None: that raises torch's own
+        answer: returns the value that code reads from a tensor without one, by its dtype; None raises torch's own
             error.
         prepare: changes the arguments of every operation.
     """

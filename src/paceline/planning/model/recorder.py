@@ -34,11 +34,11 @@ class Recorder:
         self.quiet = 0
         self.device = torch.device("cpu")
         self._known: dict[int, int] = {}
-        # keeps the tensors alive, so that no id is used twice
+        # keeps the tensors alive, so that no id is reused
         self._kept: list[Tensor] = []
 
     def see(self, tensor: Tensor, kind: Kind = "constant", name: str = "", producer: int = -1) -> int:
-        """The number of a tensor; a new one if it was not seen before."""
+        """Return the number of a tensor, or assign a new number."""
         known = self._known.get(id(tensor))
         if known is None:
             known = len(self.graph.values)
@@ -47,18 +47,18 @@ class Recorder:
         return known
 
     def same(self, tensor: Tensor, number: int) -> None:
-        """Let `tensor` stand for value `number` from now on."""
+        """Make `tensor` an alias of value `number` from now on."""
         self._known[id(tensor)] = number
         self._kept.append(tensor)
 
     def refs(self, tree: Any) -> Any:
-        """Copy of `tree` with `Ref`s in place of tensors."""
+        """Copy `tree` with `Ref`s instead of tensors."""
         return map_tensors(lambda x: Ref(self.see(x)), tree)
 
     def operation(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operation that the model runs.
 
-        Below autograd composite ones stay whole, so these are few and high-level.
+        Below autograd, composite operations stay whole, so the recorded operations are few and high-level.
         """
         if not self.quiet:
             with silence(self):
@@ -67,7 +67,7 @@ class Recorder:
     def add(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, inputs: list[int] | None = None
     ) -> None:
-        """Record an operation. `inputs` are those of its arguments if None."""
+        """Record an operation. If `inputs` is None, they are the tensors among its arguments."""
         graph, number = self.graph, len(self.graph.nodes)
         inputs = [self.see(x) for x in tensors_in((args, kwargs))] if inputs is None else inputs
         if (
@@ -87,7 +87,7 @@ class Recorder:
         graph.nodes.append(Node(op, self.refs(args), self.refs(kwargs), inputs, outputs, self.paths[-1]))
 
     def hook(self, tree: Any) -> None:
-        """Record a hook: code of the model sees these tensors' gradients, and may change them."""
+        """Record a hook: the model's code receives these tensors' gradients, and may change them."""
         for tensor in tensors_within(tree):
             self.add("hook", (tensor,), {}, None)
 
@@ -110,7 +110,7 @@ _current: ContextVar[Recorder | None] = ContextVar("_current", default=None)
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Context in which `recorder` is the one that hooks of modules can silence."""
+    """Make `recorder` the one that module hooks can pause."""
     token = _current.set(recorder)
     try:
         yield
@@ -120,7 +120,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context whose operations, in a hook of a module, are not recorded."""
+    """Do not record operations in this context, for use in a module's hook."""
     recorder = _current.get()
     assert recorder is not None, "no trace is under way"
     with silence(recorder):
@@ -142,7 +142,7 @@ def _has_gradients(tensor: Tensor) -> bool:
 
 Kind = Literal["parameter", "input", "constant", "result"]
 Shapes = Mapping[str, tuple[int, ...]]
-# operations of a graph whose backward pass is the model's own code
+# operations in a graph whose backward pass is custom code of the model
 UNSEEN_GRADIENT = ("hook", "function")
 
 
@@ -152,7 +152,7 @@ class Graph:
 
     Attributes:
         outputs: the tensors of the model's result.
-        opaque: path of each opaque module -> reason.
+        opaque: maps the path of each opaque module to the reason.
         logits: the result itself if it is a tensor, else its `logits`, or None.
     """
 
@@ -172,7 +172,7 @@ class TracedTensor:
     Attributes:
         floating: True for floating point or complex numbers, which can have a gradient.
         name: a parameter's name in the model.
-        uses: (node, slot), the slots counted over the node's inputs.
+        uses: (node, slot); slots are counted over the node's inputs.
     """
 
     shape: tuple[int, ...]
@@ -188,7 +188,7 @@ class TracedTensor:
 class Node:
     """An operation: an ATen overload, or `linear`, `embedding` (leaf modules) or `opaque`.
 
-    `args` holds `Ref`s in place of tensors.
+    `args` holds `Ref`s instead of tensors.
     """
 
     op: Any
@@ -229,7 +229,7 @@ class Entry:
 
 @dataclass
 class PythonCall:
-    """A call of a torch function in the model's own code. Arguments have `Ref`s in place of tensors."""
+    """A call of a torch function in the model's own code. Arguments have `Ref`s instead of tensors."""
 
     name: str
     path: str
@@ -251,7 +251,10 @@ class Site:
 
 
 class Unfollowable(Exception):
-    """Raised if a division of tensors cannot be propagated. The text names the operation, `path` the module."""
+    """Raised if a division of tensors cannot be propagated.
+
+    The text names the operation, `path` the module.
+    """
 
     def __init__(self, text: str, path: str = "") -> None:
         super().__init__(text)
@@ -274,14 +277,14 @@ _LEAVES = (
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Tensors of a call's arguments or results, in order."""
+    """Return the tensors of a call's arguments or results, in order."""
     found: list[Tensor] = []
     _collect(tree, found)
     return found
 
 
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Argument tensors that an ATen operation writes."""
+    """Return argument tensors that an ATen operation writes."""
     return tensors_in(
         [
             args[i] if i < len(args) else kwargs.get(argument.name)
@@ -292,7 +295,7 @@ def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Copy of `tree` with `function` applied to its tensors."""
+    """Copy `tree` with `function` applied to its tensors."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return function(tree)
@@ -306,7 +309,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_within(tree: Any) -> list[Tensor]:
-    """Tensors also of mappings and data classes, such as models return.
+    """Return tensors, including those in mappings and data classes, such as models return.
 
     Key-value caches are skipped; only generation reads them.
     """
@@ -342,11 +345,11 @@ _OF_MODULES = set(nn.Module().__dict__)
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers, attributes (containers too) and random states; clear caches of results.
+    """Restore buffers, attributes (including containers) and random states; clear caches of results.
 
     Every forward pass that is not a training step runs within this context. The caches may hold tensors without data.
-    Parameters are not copied, except for embeddings with `max_norm`, whose forward pass shortens rows: another
-    parameter that is changed in place stays changed.
+    Parameters are not copied, except for embeddings with `max_norm`, whose forward pass shortens rows. Other parameters
+    that are changed in place stay changed.
     """
     held: list[tuple[Any, Any]] = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     for _, attributes in list(held):
@@ -378,7 +381,7 @@ def _written(model: nn.Module) -> list[Tensor]:
 
 
 def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Functions that clear the caches (functools) of a model's methods and of its files' functions."""
+    """Return functions that clear the caches (functools) of a model's methods and of its files' functions."""
     classes = {
         base for module in model.modules() for base in type(module).__mro__ if not base.__module__.startswith("torch.")
     }
@@ -387,7 +390,7 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
         f for name, file in files.items() for f in vars(file or object).values() if getattr(f, "__module__", "") == name
     ]
     for function in (*functions, *(f for cls in classes for f in vars(cls).values())):
-        # the function of a static or class method
+        # the function behind a static or class method
         plain = getattr(function, "__func__", function)
         # a decorator may hold the cache
         for cached in (plain, *(getattr(plain, "__closure__", None) or ())):
@@ -397,7 +400,7 @@ def _caches(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> None:
-    """Replace parameters by meta tensors, and buffers by copies, until `restored` restores them."""
+    """Replace parameters by meta tensors, and buffers by copies, until `restored` undoes it."""
     made: dict[int, Tensor] = {}
     names = {id(p): name for name, p in model.named_parameters()}
     for module in model.modules():
@@ -417,7 +420,7 @@ def put_placeholders(model: nn.Module, recorder: Recorder, shapes: Shapes) -> No
 
 
 def placed(example: Batch, recorder: Recorder) -> Batch:
-    """The batch as the trace sees it: whole numbers real, floating-point tensors on meta.
+    """Return the batch as the trace sees it: whole numbers real, floating-point tensors on meta.
 
     Whole numbers that the example lacks are zeros, or ones in masks.
     """
@@ -436,13 +439,13 @@ def placed(example: Batch, recorder: Recorder) -> Batch:
 
 
 def kept_tensors(model: nn.Module, before: set[int]) -> list[Tensor]:
-    """Results that the model's modules have stored in their attributes."""
+    """Return results that the model's modules have stored in their attributes."""
     own = [{k: v for k, v in module.__dict__.items() if k not in _OF_MODULES} for module in model.modules()]
     return [x for x in tensors_within(own) if id(x) not in before]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if the module computes x W (+ b) and nothing else.
+    """True if the module only computes x W (+ b).
 
     It is an `nn.Linear`, or `Conv1D` of transformers, whose weight is transposed.
     """
@@ -455,9 +458,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """True if the module looks up rows of its weight without needing all of them.
+    """True if the module only looks up rows of its weight.
 
-    A maximal norm or counts would need all.
+    With a maximum norm or frequency scaling, it would need all rows.
     """
     if type(module).forward is not nn.Embedding.forward:
         return False
@@ -477,7 +480,7 @@ class Weighted(Protocol):
 
 
 def weighted(module: nn.Module) -> Weighted:
-    """The module, typed as one with a weight and perhaps a bias."""
+    """Return the module, typed as one with a weight and an optional bias."""
     return cast("Weighted", module)
 
 

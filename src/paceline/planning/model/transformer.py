@@ -1,7 +1,7 @@
-"""Trace of a transformer from its dimensions alone: no module, no torch.
+"""Trace of a transformer from its dimensions alone, without a module or torch.
 
-Counts follow Korthikanti et al. (2022, arXiv:2205.05198), those of latent attention, mixtures and state spaces the same
-rules: what a kernel reads and writes, and what its backward pass needs again.
+Counts follow Korthikanti et al. (2022, arXiv:2205.05198). Latent attention, mixtures and state spaces are counted by
+the same rules: what a kernel reads and writes, and what its backward pass needs again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from paceline.planning.model.graph import (
 
 # norm, product, cast, and the cross entropy's maximum, difference, exponential, sums, gather, logarithm
 HEAD_KERNELS = 14
-# with those that prepare the data and the mask
+# including the kernels that prepare the data and the mask
 EMBEDDING_KERNELS = 16
-# of a head for masked tokens besides: gather, product, bias, activation, norm, bias of the vocabulary
+# additional kernels of a head for masked tokens: gather, product, bias, activation, norm, bias of the vocabulary
 MASKED_KERNELS = 6
 
 
 def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
-    """Embedding, layers and head of a transformer, as blocks.
+    """Return embedding, layers and head of a transformer, as blocks.
 
-    Activations saved for the backward pass are those of §4.1: per token and layer `34 + 5 · heads · seq / hidden` times
-    `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq / hidden`.
+    Activations saved for the backward pass follow §4.1 of the paper: per token and layer `34 + 5 · heads · seq /
+    hidden` times `hidden` bytes with two-byte elements, of which tensor parallelism divides `24 + 5 · heads · seq /
+    hidden`.
 
     Args:
-        tp: ranks of tensor parallelism. Where they are more than heads of keys and values, several compute the same
-            ones, and each holds their projections whole.
+        tp: tensor-parallel ranks. If there are more ranks than heads of keys and values, several compute the same
+            heads, and each holds their projections whole.
     """
     stacks = encoder_layers(d), (*layers(d), *further_layers(d))
     by_layer = {layer: _layer(d, layer, tp) for layer in dict.fromkeys(stacks[0] + stacks[1])}
@@ -52,9 +53,9 @@ def transformer(d: Dimensions, tp: int = 1) -> ModelTrace:
 
 
 def active_parameters(d: Dimensions) -> int:
-    """Number of parameters that one token meets.
+    """Return the number of parameters that process one token.
 
-    Those of the experts that it is not sent to are not counted.
+    Experts that the token is not sent to do not count.
     """
     trace = transformer(d)
     experts = sum(block.experts for block in trace)
@@ -91,14 +92,14 @@ def _layer(d: Dimensions, layer: Layer, tp: int) -> BlockTrace:
 
 
 def _with_copied_keys(d: Dimensions, tp: int) -> Dimensions:
-    """Dimensions with key-value heads copied if `tp` ranks have to share them."""
+    """Return dimensions with key-value heads copied if `tp` ranks have to share them."""
     if d.mla or d.key_value_heads % tp == 0 or d.heads % tp or not shares_heads((d.key_value_heads,), tp):
         return d
     return d.model_copy(update={"kv_heads": tp})
 
 
 def _gemms(d: Dimensions, own: tuple[Weight, ...], done: dict[str, Work], tokens: int) -> tuple[Gemm, ...]:
-    """Products with weights, those without after the ones that make their operands."""
+    """Return products with weights, and those without weights after the products that compute their operands."""
     found: list[Gemm] = []
     for part, of_part in groupby(own, key=lambda weight: weight.name.partition(".")[0]):
         products = [
@@ -113,7 +114,7 @@ def _gemms(d: Dimensions, own: tuple[Weight, ...], done: dict[str, Work], tokens
             for weight, equal in groupby(of_part, key=lambda weight: weight._replace(name=""))
         ]
         squares = done[part].gemms if part in done else ()
-        # the last weight is that of the output
+        # the last weight belongs to the output
         found += [*products[:-1], *squares, products[-1]]
     return tuple(found)
 
@@ -136,7 +137,7 @@ def _embedding(d: Dimensions) -> BlockTrace:
 
 
 def _between(d: Dimensions) -> BlockTrace:
-    """The encoder's last norm and the decoder's embedding, which shares the encoder's table."""
+    """Return the encoder's last norm and the decoder's embedding, which shares the encoder's table."""
     source, tokens = float(d.source * d.hidden), float(d.seq * d.hidden)
     return BlockTrace(
         kind="between",
@@ -151,7 +152,7 @@ def _between(d: Dimensions) -> BlockTrace:
 
 
 def _head(d: Dimensions) -> BlockTrace:
-    """The last norm, the product with the vocabulary and the loss, computed in four-byte elements."""
+    """Return the last norm, the product with the vocabulary and the loss, in four-byte elements."""
     predictions = 1 + d.mtp
     rows = d.seq * (d.predicted or 1.0)
     logits = float(rows * d.vocab) * predictions
@@ -182,21 +183,21 @@ def _norm(d: Dimensions) -> int:
 ATTENTION_KERNELS = 13
 # norm, 2 products, bias, activation, residual
 FEED_FORWARD_KERNELS = 6
-# of a mixture besides: scores, top k, counts, sorts, permutation and back
+# additional kernels of a mixture: scores, top k, counts, sorts, permutation and back
 MIXTURE_KERNELS = 12
-# of latent attention besides: 2 products, 2 norms, 2 splits, 2 concatenations
+# additional kernels of latent attention: 2 products, 2 norms, 2 splits, 2 concatenations
 LATENT_KERNELS = 8
 # norm, 2 products, convolution, 3 splits, 5 of the scan, gated norm, residual (state-spaces/mamba, ops/triton)
 STATE_SPACE_KERNELS = 14
 # norm, 2 products, convolution, 4 splits, norms of queries and keys, 6 of the rule, gated norm, residual
 DELTA_KERNELS = 17
-# tokens of a chunk, inside which a state space is computed like attention (NemotronH: chunk_size)
+# tokens of a chunk; inside it, a state space is computed like attention (NemotronH: chunk_size)
 CHUNK = 128
 # tokens of a chunk of the gated delta rule (fla-org/flash-linear-attention: chunk_size)
 DELTA_CHUNK = 64
-# widths of windows are counted in tiles of attention kernels
+# attention kernels count widths of windows in tiles
 TILE = 64
-# a mask of one byte beside numbers of two
+# a one-byte mask, in units of two-byte elements
 MASK = 0.5
 
 
@@ -215,14 +216,14 @@ class Work(NamedTuple):
 
     @staticmethod
     def total(parts: dict[str, Work]) -> Work:
-        """Sum of all parts."""
+        """Sum the work of all parts."""
         gemms = tuple(gemm for part in parts.values() for gemm in part.gemms)
         kernels, *numbers = (sum(values) for values in zip(*(part[1:] for part in parts.values()), strict=True))
         return Work(gemms, int(kernels), *numbers)
 
 
 def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
-    """Work of a layer's parts, by the first word of their weights' names."""
+    """Return the work of a layer's parts, by the first word of their weights' names."""
     found: dict[str, Work] = {}
     if layer.joins:
         # two norms read and write, one concatenation
@@ -243,7 +244,7 @@ def work(d: Dimensions, layer: Layer, tokens: int) -> dict[str, Work]:
 
 
 def _residuals(d: Dimensions, layer: Layer, tokens: int) -> Work:
-    """Work of norms and residuals.
+    """Return the work of norms and residuals.
 
     A norm reads and writes one tensor. A residual reads two and a mask, and writes one.
     """
@@ -259,7 +260,7 @@ def _attention(d: Dimensions, layer: Layer, tokens: int) -> Work:
     seen, gate = _seen(layer.window, tokens), 1.0 if d.gated_attention else 0.0
     causal = d.causal and not layer.encodes and seen == tokens
     return _squares(d, tokens, seen, d.head_width, d.head_width, causal)._replace(
-        # a gate is read, with what it is multiplied by, and kept
+        # a gate is read, together with the tensor that it multiplies, and kept
         inside=tokens * (queries + 2.0 * narrow + 2.0 * queries + gate * 3.0 * queries),
         kept_inside=tokens * (2.0 * queries + 2.0 * narrow + gate * 2.0 * queries),
         keys=2.0 * tokens * narrow,
@@ -275,13 +276,16 @@ def _cross_attention(d: Dimensions, tokens: int) -> Work:
 
 
 def _latent_attention(d: Dimensions, tokens: int) -> Work:
-    """Queries and keys are wider than values; two narrow vectors are whole on every rank."""
+    """Return the work of latent attention.
+
+    Queries and keys are wider than values; two narrow vectors are whole on every rank.
+    """
     assert d.mla is not None
     wide, values = d.heads * (d.mla.nope + d.mla.rope), d.heads * d.mla.value
     ranks = (d.mla.q_rank or 0) + d.mla.kv_rank
     squares = _squares(d, tokens, tokens, d.mla.nope + d.mla.rope, d.mla.value, d.causal)
     return squares._replace(
-        # queries, keys and values are split, rotated and put together once more than without latents
+        # compared to plain attention, queries, keys and values are split, rotated and concatenated once more
         inside=tokens * (2.0 * (2.0 * wide + values) + 2.0 * values),
         outside=tokens * 2.0 * ranks,
         kept_inside=tokens * (2.0 * wide + 2.0 * values),
@@ -292,7 +296,7 @@ def _latent_attention(d: Dimensions, tokens: int) -> Work:
 
 
 def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, causal: bool) -> Work:
-    """The two products of attention and what lies between them, if it is not fused."""
+    """Return attention's two products and the kernels between them, if it is not fused."""
     squares, mask = float(d.heads) * tokens * seen, _mask(d)
     return Work(
         (
@@ -307,7 +311,10 @@ def _squares(d: Dimensions, tokens: int, seen: int, width: int, values: int, cau
 
 
 def _seen(window: int, tokens: int) -> int:
-    """Mean number of tokens that a token attends to in a window, in whole tiles."""
+    """Return the mean number of tokens that a token attends to in a window.
+
+    Windows are counted in whole tiles.
+    """
     if not window or window >= tokens:
         return tokens
     mean = window - window * window / (2 * tokens)
@@ -315,12 +322,15 @@ def _seen(window: int, tokens: int) -> int:
 
 
 def _state_space(d: Dimensions, tokens: int) -> Work:
-    """The scan of Mamba-2 (arXiv:2405.21060, §6): products inside chunks, of their states, and of states' outputs."""
+    """Return the work of the scan of Mamba-2 (arXiv:2405.21060, §6).
+
+    It has products inside chunks, of the chunks' states, and of the states' outputs.
+    """
     assert d.mamba is not None
     m, chunk = d.mamba, min(CHUNK, tokens)
     channels = m.inner + 2 * m.groups * m.state
     into = m.inner + channels + m.heads
-    # a chunk's state is in four bytes: two elements, written twice and read twice
+    # a chunk's state has four-byte elements, which count as two, and is written and read twice
     states = 8.0 * m.inner * m.state * tokens / chunk
     return Work(
         (
@@ -336,14 +346,15 @@ def _state_space(d: Dimensions, tokens: int) -> Work:
 
 
 def _delta(d: Dimensions, tokens: int) -> Work:
-    """The gated delta rule in chunks (arXiv:2412.06464, §3.3).
+    """Return the work of the gated delta rule in chunks (arXiv:2412.06464, §3.3).
 
-    Inside a chunk scores of keys with keys and with queries, and their products; across chunks those with the states.
+    Inside a chunk, there are scores of keys with keys and with queries, and their products; across chunks, products
+    with the states.
     """
     assert d.delta is not None
     width, heads, chunk = d.delta.head_dim, d.delta.value_heads, min(DELTA_CHUNK, tokens)
     channels, values = (2 * d.delta.key_heads + heads) * width, heads * width
-    # a chunk's state is in four bytes: two elements, written twice and read twice
+    # a chunk's state has four-byte elements, which count as two, and is written and read twice
     states = 8.0 * values * width * tokens / chunk
     return Work(
         (

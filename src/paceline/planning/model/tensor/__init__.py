@@ -1,5 +1,5 @@
-"""Tensor parallelism of a recorded model: divisible regions, found and verified first.
+"""Tensor parallelism of a recorded model: divisible regions are found and verified in advance.
 
-Read `rules.py` first (what divides together), then `regions.py` and `proof.py`. `split/tensor` carries it out; the
-planner counts it.
+Read `rules.py` first (dimensions that are divided together), then `regions.py` and `degrees.py`. `split/tensor` carries
+out the division; the planner counts its cost.
 """

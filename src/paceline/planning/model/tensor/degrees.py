@@ -1,6 +1,6 @@
 """Weights that tensor parallelism divides at each degree, for the planner.
 
-Found as the split finds them.
+They are found with the same search as in the split.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class DividedWeights:
     """Names of the parameters that tensor parallelism divides.
 
     Attributes:
-        columns, rows: those of regions; the rows end a region.
+        columns, rows: parameters of regions; the rows end a region.
         gathered: weights of unpaired linear layers, whose outputs are gathered.
-        logits: of these, weights of output heads, which a cross-entropy loss takes without gathering.
+        logits: those of `gathered` that are weights of output heads, which a cross-entropy loss uses without gathering.
         tables: weights of embeddings, divided along the vocabulary.
     """
 
@@ -61,32 +61,33 @@ class DividedWeights:
 
     @property
     def matrices(self) -> frozenset[str]:
-        """Names of all of them."""
+        """Names of all divided parameters."""
         return self.columns | self.rows | self.gathered | self.tables
 
 
 class TensorDegrees:
-    """Divided weights of a model by the number of ranks of tp.
+    """Divided weights of a model by the number of tp ranks.
 
-    A model that cannot be traced has none. Raises nothing: errors of the model's code are those of a trace.
+    A model that cannot be traced has none. No exception is raised here: errors in the model's code appear when it is
+    traced.
 
     Args:
-        model: parameters on the meta device or real; they are not read. It is kept.
-        example: a batch as the engine gives it to `call`, of real or meta tensors.
+        model: the model, which is kept; its parameters may be on the meta device and are not read.
+        example: a batch as the engine passes it to `call`, of real or meta tensors.
     """
 
     def __init__(self, model: nn.Module, example: Batch, call: Call) -> None:
         self._model, self._example, self._call = model, example, call
         self._survey = survey(model, example, call)
-        # by the regions that a degree divides, and their heads that it copies: what was verified at one degree holds at
+        # by the regions that a degree divides, and the heads that it copies: a proof at one degree also holds for
         # others
         self._proofs: dict[frozenset[tuple[int, frozenset[int]]], Proof] = {}
 
     @property
     def least(self) -> int:
-        """The smallest degree above 1 that divides all heads, or any region.
+        """Return the smallest degree above 1 that divides all heads, or any region.
 
-        2 without either.
+        2 if there is none.
         """
         regions = self._survey.regions
         heads = [set(region.degrees) for region in regions if region.attention]
@@ -94,11 +95,11 @@ class TensorDegrees:
         return min(working - {1}, default=2)
 
     def refusals(self, ranks: int) -> list[PlanProblem]:
-        """Reasons for which the split would refuse a number of ranks."""
+        """Return the reasons for which the split would refuse a number of ranks."""
         return refusals(self._survey.regions, ranks)
 
     def at(self, ranks: int) -> DividedWeights:
-        """The weights that are divided over `ranks` ranks; none if the split would refuse."""
+        """Return the weights that are divided over `ranks` ranks; none if the split would refuse."""
         regions = self._survey.regions
         if refusals(regions, ranks):
             return DividedWeights()
@@ -127,9 +128,9 @@ class TensorDegrees:
         return is_embedding(self._model.get_submodule(path))
 
 
-# number of elements from which on an unpaired layer is worth a gather of its outputs
+# minimum number of elements of an unpaired layer for which gathering its outputs pays off
 LARGE = 1 << 20
-# parameter, by its first name -> the modules and attribute names that hold it, several if it is tied
+# maps a parameter's first name to the modules and attribute names that hold it; several if it is tied
 Owners = dict[str, list[tuple[nn.Module, str]]]
 
 
@@ -138,9 +139,9 @@ class Unpaired:
     """Unpaired layers of a model.
 
     Attributes:
-        divided: name of a weight -> paths of the layers that share it.
-        heads: of these layers, those that make the model's logits, which nothing else reads.
-        whole: path of a layer -> reason why it stays replicated.
+        divided: maps the name of a weight to the paths of the layers that share it.
+        heads: those of the layers that compute the model's logits, which no other operation reads.
+        whole: maps the path of a layer to the reason why it stays replicated.
     """
 
     divided: dict[str, list[str]] = field(default_factory=dict)
@@ -159,11 +160,11 @@ def find_unpaired(
 ) -> Unpaired:
     """Find large layers outside of all regions.
 
-    With `vocabulary`, embeddings and output heads of any size are divided, too.
+    With `vocabulary`, embeddings and output heads of any size are divided as well.
 
     Args:
-        partial: names of parameters whose gradients are partial sums; None: those of the proof.
-        own: paths of layers that work on a rank's tokens only.
+        partial: names of parameters whose gradients are partial sums; None uses those of the proof.
+        own: paths of layers that only process a rank's tokens.
     """
     owners, found, graph = owners_of(model), Unpaired(), proof.graph
     paths = {id(module): path for path, module in model.named_modules()}
@@ -197,7 +198,7 @@ def find_unpaired(
 
 
 def owners_of(model: nn.Module) -> Owners:
-    """Modules and attribute names that hold each parameter."""
+    """Return the modules and attribute names that hold each parameter."""
     names = {id(p): name for name, p in model.named_parameters()}
     owners: Owners = {}
     for module in model.modules():
@@ -208,19 +209,19 @@ def owners_of(model: nn.Module) -> Owners:
 
 
 def rows_of(module: nn.Module) -> int:
-    """Number of a layer's rows: outputs of a linear layer, entries of an embedding."""
+    """Return the number of a layer's rows: a linear layer's outputs or an embedding's entries."""
     return weighted(module).weight.shape[1 if is_transposed(module) else 0]
 
 
 def bias_of(owners: Owners, module: nn.Module) -> str | None:
-    """Name of a layer's bias, or None."""
+    """Return the name of a layer's bias, or None."""
     return next((name for name, places in owners.items() if any(m is module and a == "bias" for m, a in places)), None)
 
 
 def _reason_against(
     graph: Graph | None, name: str, parameters: Collection[str], paths: list[str], layers: list[nn.Module], ranks: int
 ) -> str | None:
-    """Reason why a weight cannot be divided along its rows, or None."""
+    """Return the reason why a weight cannot be divided along its rows, or None."""
     rows = rows_of(layers[0])
     if rows % ranks:
         return f"its {rows} rows are not a multiple of tp={ranks}; a size of {-(-rows // ranks) * ranks} would be"
@@ -244,7 +245,10 @@ def _uses(graph: Graph, parameter: str) -> list[Node]:
 
 
 def _heads(graph: Graph | None) -> dict[str, tuple[bool, int]]:
-    """Output heads by path: True if nothing else reads the output, and the width."""
+    """Find output heads by path, with their width.
+
+    The flag is True if no other operation reads the output.
+    """
     if graph is None:
         return {}
     rows = {graph.values[node.inputs[1]].shape[0] for node in graph.nodes if node.op == "embedding"}
