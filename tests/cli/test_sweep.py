@@ -80,6 +80,7 @@ def test_the_same_command_repeats_no_finished_run_and_another_one_is_refused(swe
             ["optimizer.lr=-1, seed=1", "optimizer.lr=-1, seed=2"],
         ),
         (["--grid", "optimizer.lr=0.1,1e-1"], ["[sweep.refused]"]),
+        (["--grid", "optimizer.lr=a,b,0.1"], ["2 of 3", "[sweep.refused]"]),
         (["--grid", "optimizer.lrr=0.1"], ["optimizer.lrr", '"lr"']),
         (["--grid", "model.args.hiden=3,4"], ["hiden"]),
         (["--grid", "global_batch=16,1", "--plan", "dp=2"], ["global_batch=1"]),
@@ -96,6 +97,12 @@ def test_what_cannot_run_is_refused_before_the_first_run(words: list[str], blame
     for text in blamed:
         assert text in outcome.error
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_job_itself_is_reported_once(tmp_path: Path) -> None:
+    error = paceline("sweep", "none.yaml", "--grid", "optimizer.lr=0.1,0.2,0.3", folder=tmp_path).error
+    assert "[file.absent]" in error
+    assert len(error.splitlines()) == 1
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ class Sweep:
             )
         found: dict[str, dict[str, Any]] = {}
         jobs: list[Job] = []
+        errors: list[PacelineError] = []
         wrong: list[Problem] = []
         for parameters in self.parameters:
             try:
@@ -140,12 +141,15 @@ class Sweep:
                 self._check(job)
                 jobs.append(job)
             except PacelineError as error:
+                errors.append(error)
                 wrong += (problem.at(titled(parameters)) for problem in error.problems)
-        if wrong:
+        if len(errors) == len(self.parameters) and len({str(error) for error in errors}) == 1:
+            raise errors[0]  # the values of the grid are not its cause
+        if errors:
             refused = Problem(
                 "sweep.refused",
                 "{wrong} of {count} combinations cannot run, so nothing was started",
-                wrong=len({problem.fields["place"] for problem in wrong}),
+                wrong=len(errors),
                 count=len(self.parameters),
             )
             raise JobError.of_problems([refused, *wrong[:_MOST_ERRORS]])
@@ -204,7 +208,9 @@ class Sweep:
         try:
             kept = json.loads(read_text(file))
             before = msgspec.convert(kept["runs"], list[SweepRun])
-            if found := list(differences(kept["sweep"], self._description())):
+            earlier, now = kept["sweep"], self._description()
+            changed = _changed_combinations(earlier.pop("combinations"), now.pop("combinations"))
+            if found := [*changed, *differences(earlier, now)]:
                 raise RunError(
                     "sweep.another_sweep",
                     "{path} belongs to another sweep: {differences}. Name another directory with --out.",
@@ -372,6 +378,16 @@ class Sweep:
     def say(self, text: str, style: str | None = None) -> None:
         """Show a line."""
         self.console.print(text, style=style, highlight=False, markup=False)
+
+
+def _changed_combinations(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> Iterator[str]:
+    """Return the differences of two lists of combinations as text, and count long ones."""
+    for word, these, others in (("new", now, before), ("left out", before, now)):
+        if found := [each for each in these if each not in others]:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            yield f"{titled(found[0])}{more} {'is' if len(found) == 1 else 'are'} {word}"
+    if before != now and sorted(map(titled, before)) == sorted(map(titled, now)):
+        yield "the combinations are in another order"
 
 
 def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool]:
