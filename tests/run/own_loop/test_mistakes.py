@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.errors import BatchError, DataError, JobError, PacelineError
 from ranks import Ranks
+from refusals import raises
 
 FEATURES, CLASSES, SAMPLES = 4, 3, 16
 
@@ -56,6 +57,14 @@ _BATCHES = {
     "too many features": (torch.randn(SAMPLES, FEATURES + 1), torch.arange(SAMPLES) % CLASSES),
     "weights of samples": (torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % CLASSES, torch.ones(SAMPLES)),
 }
+
+
+def test_a_loss_and_a_loader_without_their_names_are_refused() -> None:
+    model = nn.Linear(FEATURES, CLASSES)
+    loader = DataLoader(TensorDataset(*_BATCHES["whole numbers"]), batch_size=8)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with raises(JobError, "setup.not_by_keyword"):
+        paceline.setup(model, optimizer, F.cross_entropy, loader)  # type: ignore[call-arg]
 
 
 def under_divided_plans() -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,28 @@ if TYPE_CHECKING:
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+P = ParamSpec("P")
 OptimizersGiven = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
 
+def _by_keyword(function: Callable[P, Engine]) -> Callable[P, Engine]:
+    """Refuse a loss and a loader by position, which was their place in earlier versions."""
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Engine:
+        if len(args) > 2:
+            raise JobError(
+                "setup.not_by_keyword",
+                "setup got {count} arguments without a name. Only model and optimizer go without one: write "
+                "paceline.setup(model, optimizer, loss=loss, loader=loader).",
+                count=len(args),
+            )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+@_by_keyword
 def setup(
     model: Models,
     optimizer: OptimizersGiven,
