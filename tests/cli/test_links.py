@@ -77,6 +77,7 @@ def test_slow_emulated_hosts_are_measured_against_their_link_in_bounded_time(tmp
     ("arguments", "texts"),
     [
         (["--transports", "gloo,mpi"], ["'mpi' is not one of shm, gloo, tcp", "--transports"]),
+        (["--transports", "shm,tcp"], ["tcp carries messages between hosts only", "--transports"]),
         (["--collectives", "allreduce"], ["'allreduce' is not one of all_reduce", "--collectives"]),
         (["--algorithms", "star"], ["'star' is not one of flat, ring", "--algorithms"]),
         (["--sizes", "64KB"], ["'64KB' is not a size such as 64KiB", "--sizes"]),

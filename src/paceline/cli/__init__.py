@@ -61,7 +61,7 @@ Commands.known = commands_of(
             check.command, "Plan", 'paceline check examples/gpt_text.yaml --plan "fsdp=2 tp=2"', starts_ranks=True
         ),
         "links": Command(
-            links.command, "Measure", "paceline links --transports shm,tcp --sizes 1KiB,1MiB", starts_ranks=True
+            links.command, "Measure", "paceline links --transports shm,gloo --sizes 1KiB,1MiB", starts_ranks=True
         ),
         "doctor": Command(doctor.command, "Measure", "paceline doctor --json"),
         "submit": Command(
