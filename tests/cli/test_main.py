@@ -101,7 +101,9 @@ def test_it_is_a_module_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (["trian"], ["No such command 'trian'"]),
+        (["trian"], ["'trian' is not a command", '"train"']),
+        (["plan", "job.yaml", "--tokens", "1T"], ["--tokens", "`paceline plan cost`"]),
+        (["plan", "explian", "job.yaml"], ["explian", "`paceline plan explain`"]),
         (["train"], ["Missing argument 'JOB'"]),
         (["train", "job.yaml", "--plann", "dp=2"], ["No such option: --plann", "--plan"]),
         (["train", "job.yaml", "--port", "80000"], ["--port", "65535"]),

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from paceline.errors import PacelineError
 from paceline.extensions import ExtensionPoint
+from paceline.text import closest, nearest
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
@@ -97,7 +98,18 @@ class CommandWithOthers(Group):
     allow_interspersed_args = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the command itself."""
+        """Parse the arguments of the command itself; the error for another command's option names that command."""
+        if args and (meant := closest(args[0], self.commands)) and not Path(args[0]).exists():
+            ctx.fail(f"{args[0]!r} is neither a file nor a command. Did you mean `{ctx.command_path} {meant}`?")
+        own = {name for parameter in self.params for name in parameter.opts}
+        for word in (word.partition("=")[0] for word in args if word.startswith("--")):
+            owners = [
+                f"`{ctx.command_path} {name}`"
+                for name, command in self.commands.items()
+                if any(word in parameter.opts for parameter in command.params)
+            ]
+            if owners and word not in own:
+                ctx.fail(f"{word} is an option of {' and '.join(owners)}.")
         return super(TyperGroup, self).parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -133,6 +145,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the command, and its arguments; a subcommand has both names."""
+        if args[0] not in self.known and not args[0].startswith("-"):
+            ctx.fail(f"{args[0]!r} is not a command. {nearest(args[0], self.known.names)}")
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, CommandWithOthers) and rest and rest[0] in command.commands:
             return f"{name} {rest[0]}", command.commands[rest[0]], rest[1:]
@@ -149,6 +163,7 @@ _COUNT = re.compile(r"\d+(\.\.\d+)?")  # separator of hosts
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path does not have two consecutive slashes
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (YAML) or its URL: what to train.")]
+RunPath = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")]
 Checkpoint = Annotated[
     str,
     typer.Option(
@@ -267,9 +282,9 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
 
 def _be_allowed_to_emulate(cluster: str) -> None:
     from paceline.cluster.network import become_root_of_own_namespace
-    from paceline.planning.arguments import cluster_of
+    from paceline.planning.arguments import cluster_to_run_on
 
-    if cluster_of(cluster).emulate is not None:
+    if cluster_to_run_on(cluster).emulate is not None:
         become_root_of_own_namespace()
 
 

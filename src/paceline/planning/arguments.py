@@ -83,9 +83,20 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
     """Return the cluster as `cluster_of` does, if ranks can run on it.
 
     Raises:
-        ClusterError: as `cluster_of`, or the cluster is only a name from the hardware catalogue, without real machines.
+        ClusterError: as `cluster_of`; or there is no such file; or the name is only in the hardware catalogue,
+            without real machines.
     """
-    found = cluster_of(cluster)
+    try:
+        found = cluster_of(cluster)
+    except ClusterError as error:
+        if error.code != "cluster.name_wrong" or Path(str(cluster)).is_file():
+            raise
+        raise ClusterError(
+            "cluster.no_file",
+            'there is no cluster file "{cluster}". Name a YAML file of hosts, or leave the cluster out to use this '
+            "machine.",
+            cluster=cluster,
+        ) from error
     if found.only_planned:
         raise ClusterError(
             "cluster.catalogue_only",
