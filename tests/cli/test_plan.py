@@ -32,6 +32,7 @@ from refusals import raises
 
 GPT = {"transformer": {"layers": 4, "hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32000}}
 NAME = "1x4xA100-SXM-80, 2.5/h"
+MEASURED = str(Path(__file__).parents[2] / "benchmarks" / "tables" / "llmfoundry_mpt_h100_given.csv")
 
 
 def write_job(folder: Path, **changes: Any) -> Path:
@@ -82,6 +83,18 @@ def test_plans_are_listed_on_the_screen_as_json_and_as_a_page_and_no_torch_is_im
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+def test_the_proposed_command_explains_the_same_prediction(tmp_path: Path) -> None:
+    file = write_job(tmp_path)
+    options = ["--set", "global_batch=16", "--cluster", NAME, "--calibrate-on", MEASURED, "--no-measure"]
+    shown = paceline("plan", file, *options, folder=tmp_path)
+    assert shown.code == 0, shown.err
+    [line] = [line for line in shown.out.splitlines() if line.startswith("explain it")]
+    _, *words = shlex.split(line.removeprefix("explain it"))
+    proposed, asked = parsed(words), parsed(["plan", str(file), *options])
+    for key in ("job", "changes", "cluster", "calibrate_on", "measure"):
+        assert proposed[key] == asked[key]
+
+
 def test_a_list_of_plans_does_not_say_what_would_help(tmp_path: Path) -> None:
     shown = paceline("plan", write_job(tmp_path), "--cluster", NAME, "--json", folder=tmp_path)
     assert shown.code == 0, shown.err
@@ -130,6 +143,17 @@ def test_the_accepted_batch_is_a_new_job_and_every_change_is_said(tmp_path: Path
     assert paceline(*command, folder=tmp_path).code == 2, "out.yaml exists already"
 
 
+def test_a_job_whose_batch_is_the_useful_one_is_not_written_again(tmp_path: Path) -> None:
+    file = write_job(tmp_path, global_batch=4)
+    command = ("plan", "batch", "--cluster", "1x2xA100-SXM-80")
+    assert paceline(*command, file, "--out", "once.yaml", folder=tmp_path).code == 0
+    shown = paceline(*command, "once.yaml", "--out", "twice.yaml", "--json", folder=tmp_path)
+    assert shown.code == 0, shown.err
+    advice = json.loads(shown.out.splitlines()[-1])
+    assert advice["now"] == advice["useful"]
+    assert not (tmp_path / "twice.yaml").exists()
+
+
 def test_a_model_too_large_for_every_plan_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
     write_job(
         tmp_path, model={"transformer": {"layers": 80, "hidden": 16384, "heads": 128, "seq": 1024, "vocab": 32000}}
@@ -157,6 +181,8 @@ def test_a_cluster_from_the_catalogue_is_refused_where_ranks_would_start(tmp_pat
     shown = paceline("train", "job.yaml", "--cluster", "2x8xH100-SXM", folder=tmp_path)
     assert shown.code == 1
     assert "[cluster.catalogue_only]" in shown.error
+    missing = paceline("train", "job.yaml", "--cluster", "two-hosts", folder=tmp_path)
+    assert "[cluster.no_file]" in missing.error
     assert to_run_on(None) is None
     (tmp_path / "cluster.yaml").write_text(cluster().to_yaml())
     assert to_run_on(str(tmp_path / "cluster.yaml")) == cluster()

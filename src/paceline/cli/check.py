@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.command import ClusterFile, Hosts, JobFile, SetKeys, load_job, start_on
 from paceline.errors import BatchError, PlanError
-from paceline.units import count, size
+from paceline.units import count, seconds, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -219,7 +219,7 @@ def _show_dry(found: DryRun, console: Console) -> None:
         return
     console.print(
         f"plan {plan} can run: {count(plan.ranks, 'rank')}, {size(state)} of state per rank, "
-        f"found by a dry run of {found.seconds:.0f} s with {size(found.memory_bytes)}",
+        f"found by a dry run of {seconds(found.seconds)} with {size(found.memory_bytes)}",
         markup=False,
     )
 

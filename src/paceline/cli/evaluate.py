@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import Checkpoint
+from paceline.cli.command import Checkpoint, RunPath
 
 if TYPE_CHECKING:
     from paceline.run.record.run import Run
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
+    run: RunPath,
     data: Annotated[
         str,
         typer.Option(

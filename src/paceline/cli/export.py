@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.command import Checkpoint
+from paceline.cli.command import Checkpoint, RunPath
 
 
 class ExportLayout(StrEnum):
@@ -29,7 +29,7 @@ class ExportWeights(StrEnum):
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
+    run: RunPath,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="File to write, e.g. model.safetensors; a folder with --layout hf.")
     ],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -66,11 +67,15 @@ def plan(
     Nothing is trained, and the machines of the cluster need not exist.
     """
     asked, console = setting(job, changes, cluster, calibrate_on, measure=measure)
+    from rich.text import Text
+
     from paceline.cli.plan_screen import show_plans
 
     found = _explained(asked, max(top, _ON_PAGE) if out else top, what_would_help=out is not None)
     show_plans(found, console, top=top)
-    _next(found, job, changes, cluster, console)
+    options = _options(job, changes, cluster, calibrate_on, measure=measure)
+    _train_it(found, options, console)
+    console.print(Text(f"explain it  paceline plan explain {options.all}"), soft_wrap=True)
     values = found.to_json()
     if out is None:  # not predicted without a page
         values = {key: value for key, value in values.items() if key not in _OF_HELP}
@@ -124,7 +129,7 @@ def explain(
         best = replace(best, answers=answers(best, Case(*asked), what_if or []))
     one = best if plan is None else _explained_alone(asked, plan, best)
     show_explanation(one, best, console)
-    _next(one, job, changes, cluster, console)
+    _train_it(one, _options(job, changes, cluster, calibrate_on, measure=measure), console)
     if out is not None:
         _page(best, asked, out)
     if as_json:
@@ -337,13 +342,17 @@ def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
 
 
 def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None:
-    """Write the job with the advised values, and print every change."""
+    """Write the job with the advised values, if any differs, and print every change."""
     from rich.text import Text
 
     from paceline.errors import JobError
     from paceline.files import write_whole
     from paceline.run.record.run import differences
 
+    console.print()
+    if advice.keeps:
+        console.print(Text(f"  nothing is changed, so {file} was not written"))
+        return
     advised = advice.job(job)
     try:
         write_whole(file, advised.to_yaml())
@@ -351,29 +360,50 @@ def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> N
         raise JobError(
             "file.unwritable", "{file} cannot be written: {reason}", file=file, reason=error.strerror or error
         ) from error
-    console.print()
-    for line in differences(job.model_dump(), advised.model_dump()) if not advice.keeps else ["nothing is changed"]:
+    for line in differences(job.model_dump(), advised.model_dump()):
         console.print(Text(f"  {line}"))
-    console.print(
-        Text(f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.best.plan}"')
+    line = f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.best.plan}"'
+    console.print(Text(line), soft_wrap=True)
+
+
+class _Options(NamedTuple):
+    """Words of the command line that a proposed command has to repeat."""
+
+    job: str
+    cluster: str
+    prediction: str
+
+    @property
+    def all(self) -> str:
+        """All words, for another `paceline plan` command."""
+        return self.job + self.cluster + self.prediction
+
+
+def _options(
+    job: Path, changes: list[str] | None, cluster: str | None, calibrate_on: list[Path] | None, *, measure: bool
+) -> _Options:
+    def repeated(option: str, values: Iterable[object]) -> str:
+        return "".join(f" {option} {shlex.quote(str(value))}" for value in values)
+
+    return _Options(
+        shlex.quote(str(job)) + repeated("--set", changes or ()),
+        repeated("--cluster", [cluster] if cluster else ()),
+        repeated("--calibrate-on", calibrate_on or ()) + ("" if measure else " --no-measure"),
     )
 
 
-def _next(found: Explanation, job: Path, changes: list[str] | None, cluster: str | None, console: Console) -> None:
-    """List the commands that use and explain the plan, on its machines."""
+def _train_it(found: Explanation, options: _Options, console: Console) -> None:
+    """Print the command that trains by the plan, on its machines."""
     from rich.text import Text
 
-    where, file = found.cluster, shlex.quote(str(job))
-    file += "".join(f" --set {shlex.quote(change)}" for change in changes or ())
-    named = f" --cluster {shlex.quote(cluster)}" if cluster else ""
+    where = found.cluster
     console.print()
-    if found.job.model.transformer is None:  # dimensions can be planned but not trained
-        on = "" if where.only_planned else named
-        launcher = (
-            "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
-        )
-        console.print(Text(f'train it    {launcher}paceline train {file}{on} --plan "{found.winner.plan}"'))
-    console.print(Text(f"explain it  paceline plan explain {file}{named}"))
+    if found.job.model.transformer is not None:  # dimensions can be planned but not trained
+        return
+    on = "" if where.only_planned else options.cluster
+    launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
+    line = f'train it    {launcher}paceline train {options.job}{on} --plan "{found.winner.plan}"'
+    console.print(Text(line), soft_wrap=True)  # a command is copied as one line
 
 
 def _command_line() -> str:

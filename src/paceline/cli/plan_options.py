@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -55,69 +55,46 @@ PageFile = Annotated[
     typer.Option("--out", metavar="FILE.html", help="Write a page with pictures.", callback=in_a_folder),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON that has every figure.")]
-Price = Annotated[
-    float | None, typer.Option(min=0, metavar="X", help="Price of a device for an hour, in any currency.")
-]
+
+
+def _number(*names: str, metavar: str = "X", least: float | None = 0, panel: str | None = None, about: str) -> Any:
+    return typer.Option(*names, min=least, metavar=metavar, help=about, rich_help_panel=panel)
+
+
+Price = Annotated[float | None, _number(about="Price of a device for an hour, in any currency.")]
 Tokens = Annotated[
-    str | None, typer.Option(metavar="N", help="Number of tokens to train on, e.g. 15T.", rich_help_panel=_AMOUNT)
+    str | None, _number(metavar="N", least=None, panel=_AMOUNT, about="Number of tokens to train on, e.g. 15T.")
 ]
 Samples = Annotated[
-    str | None, typer.Option(metavar="N", help="Number of samples to train on, e.g. 300M.", rich_help_panel=_AMOUNT)
+    str | None, _number(metavar="N", least=None, panel=_AMOUNT, about="Number of samples to train on, e.g. 300M.")
 ]
 LossToReach = Annotated[
     float | None,
-    typer.Option(
-        "--loss",
-        metavar="X",
-        help="Loss to reach, in nats per token, by published scaling laws.",
-        rich_help_panel=_AMOUNT,
-    ),
+    _number("--loss", least=None, panel=_AMOUNT, about="Loss to reach, in nats per token, by published scaling laws."),
 ]
 FailureRate = Annotated[
     float | None,
-    typer.Option(
-        "--failures-per-host-day",
-        min=0,
-        metavar="X",
-        help="Failures of a host in a day, e.g. 0.004.",
-        rich_help_panel=_FAILURES,
-    ),
+    _number("--failures-per-host-day", panel=_FAILURES, about="Failures of a host in a day, e.g. 0.004."),
 ]
 Preemptions = Annotated[
     float | None,
-    typer.Option(
-        "--preemptions-per-host-day",
-        min=0,
-        metavar="X",
-        help="Preemptions of a spot host in a day.",
-        rich_help_panel=_FAILURES,
-    ),
+    _number("--preemptions-per-host-day", panel=_FAILURES, about="Preemptions of a spot host in a day."),
 ]
-SpotPrice = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="X", help="Price of a device for an hour on a spot host.", rich_help_panel=_FAILURES),
-]
+SpotPrice = Annotated[float | None, _number(panel=_FAILURES, about="Price of a device for an hour on a spot host.")]
 StragglerSigma = Annotated[
     str | None,
-    typer.Option(
+    _number(
         metavar="X|RUN",
-        help="Standard deviation of a rank's step time relative to its mean, or a run to measure it from.",
-        rich_help_panel=_FAILURES,
+        least=None,
+        panel=_FAILURES,
+        about="Standard deviation of a rank's step time relative to its mean, or a run to measure it from.",
     ),
 ]
 Pue = Annotated[
     float | None,
-    typer.Option(
-        min=1,
-        metavar="X",
-        help="Power of the data centre divided by the power of its machines.",
-        rich_help_panel=_POWER,
-    ),
+    _number(least=1, panel=_POWER, about="Power of the data centre divided by the power of its machines."),
 ]
-Carbon = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="G/KWH", help="Grams of CO₂ for a kWh of electricity.", rich_help_panel=_POWER),
-]
+Carbon = Annotated[float | None, _number(metavar="G/KWH", panel=_POWER, about="Grams of CO₂ for a kWh of electricity.")]
 
 
 class Setting(NamedTuple):

@@ -117,7 +117,7 @@ def show_head(explanation: Explanation, console: Console) -> None:
 
 def show_case(job: Job, cluster: Cluster, console: Console) -> None:
     """Show the job and the cluster in one line."""
-    console.print(Text.assemble(("paceline plan", "bold"), f"  {job.name} on {cluster.describe()}"))
+    console.print(Text.assemble((job.name, "bold"), f" on {cluster.describe()}"))
 
 
 def show_winner(explanation: Explanation, console: Console) -> None:
@@ -364,7 +364,7 @@ def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bund
     limits = [f"within {money(choice.budget)}"] if choice.budget is not None else []
     limits += [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
     about = f"{choice.amount.words} {' and '.join(limits)}".strip()
-    console.print(Text.assemble(("paceline plan", "bold"), f"  which cluster for {choice.job.name}: {about}"))
+    console.print(Text.assemble((choice.job.name, "bold"), f": which cluster for {about}?"))
     console.print(Text(_prices(choice.offers, bundled=bundled), style=QUIET))
     console.print()
     for what, option in _named(choice, cheapest=cheapest):

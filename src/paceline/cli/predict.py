@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.command import Checkpoint
+from paceline.cli.command import Checkpoint, RunPath
 from paceline.cli.evaluate import run_with_checkpoint
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
+    run: RunPath,
     data: Annotated[
         str,
         typer.Option(

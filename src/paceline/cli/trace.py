@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.command import in_a_folder
+from paceline.cli.command import RunPath, in_a_folder
 
 if TYPE_CHECKING:
     from paceline.report.timeline import StepRange
@@ -16,7 +16,7 @@ _MOST_OPERATIONS = 50  # steps
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
+    run: RunPath,
     steps: Annotated[
         str, typer.Option(metavar="N|A-B", help="Steps to show: the newest N, or those from A to B.")
     ] = "3",

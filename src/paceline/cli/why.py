@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.command import RunPath
+
 if TYPE_CHECKING:
     from paceline.report.diagnosis import Diagnosis
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")],
+    run: RunPath,
     one: Annotated[
         str | None,
         typer.Option(

@@ -133,7 +133,7 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
         there = [name for name in SETS if getattr(sets, name) is not None]
         raise DataError(
             "data.no_such_set",
-            "{source}: the job has no such set. Known: {known}; or name a file or folder",
+            "the job has no {source} set. Name one that it has with --data ({known}), or a file or folder.",
             source=source,
             known=there,
         )

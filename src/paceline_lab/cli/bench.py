@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from paceline.cli.command import EXIT_CODES, ClusterFile, Command, Hosts, JobFile, SetKeys, load_job, start_on
+from paceline.cli.plan_options import AsJson as EveryFigure
+from paceline.cli.plan_options import CalibrateOn, StragglerSigma
 
 if TYPE_CHECKING:
     from paceline.cluster.cluster import Cluster
@@ -116,29 +118,17 @@ def simulate(
             metavar="X",
             help="Failures of a host in a day; 0 for none.",
             show_default="as published for Llama 3",
+            rich_help_panel="Failures and preemptions",
         ),
     ] = None,
-    straggler_sigma: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X|RUN",
-            help="Standard deviation of a rank's step time relative to its mean, or a run to measure it from.",
-        ),
-    ] = None,
-    calibrate_on: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--calibrate-on",
-            metavar="PATH",
-            help="Measured runs that correct the prediction: a table (CSV), a run directory, a log; may be repeated.",
-        ),
-    ] = None,
+    straggler_sigma: StragglerSigma = None,
+    calibrate_on: CalibrateOn = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
     weak: Annotated[bool, typer.Option("--weak/--no-weak", help="Also predict weak scaling.")] = True,
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Directory of the page.", show_default="bench/JOB-TIME")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="End with one line of JSON that has every figure.")] = False,
+    as_json: EveryFigure = False,
 ) -> None:
     """Predict how a job scales on other machines, without training."""
     what = load_job(job, changes)  # before heavy imports, so that a mistake is reported at once

@@ -306,7 +306,7 @@ def _notes(conditions: Conditions, failures: float) -> tuple[str, ...]:
     told = []
     if not failures:
         told.append(
-            "failures are not counted: --failures-per-host-day (docs/how-to/choose_a_plan.md has a published rate)"
+            "failures are not counted: --failures-per-host-day (docs/how-to/estimate_cost.md has a published rate)"
         )
     if conditions.spot_price is not None:
         rate = conditions.preemptions_per_host_day
