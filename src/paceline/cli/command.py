@@ -98,7 +98,10 @@ class CommandWithOthers(Group):
     allow_interspersed_args = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the command itself; the error for another command's option names that command."""
+        """Parse the arguments of the command itself.
+
+        The error for an option of a subcommand names the subcommand.
+        """
         if args and (meant := closest(args[0], self.commands)) and not Path(args[0]).exists():
             ctx.fail(f"{args[0]!r} is neither a file nor a command. Did you mean `{ctx.command_path} {meant}`?")
         own = {name for parameter in self.params for name in parameter.opts}
