@@ -90,6 +90,13 @@ def test_each_starter_loads_without_data(kind: str, tmp_path: Path) -> None:
     assert Job.load(tmp_path / "new" / "mine.yaml").name == kind
 
 
+def test_data_that_are_in_their_place_already_are_read(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    wrote(paceline("init", "images", folder=tmp_path))
+    assert Job.load(tmp_path / "images.yaml").model.args["classes"] == 3
+
+
 def test_a_parquet_table_with_a_quantity_is_a_regression(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet

@@ -13,18 +13,21 @@ from typing import Annotated, NamedTuple
 import typer
 
 Values = dict[str, str]
+_IMAGES, _TABLE = "images", "table.csv"  # places of the data beside the job
 
 
 class _Starter(NamedTuple):
     """One kind of starter job.
 
-    `values` returns the template's values from the paths of the data and the model, and the target folder.
+    `values` returns the template's values from the paths of the data and the model, and the target folder. `place` is
+    the path of the data beside the job, if there is no example.
     """
 
     about: str
     values: Callable[[Path | None, Path | None, Path], Values]
     python: bool = False
     takes_model: bool = False
+    place: str | None = None
 
 
 def command(
@@ -37,7 +40,11 @@ def command(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Your data: a folder of images, a table, text.", show_default="an example"),
+        typer.Option(
+            metavar="PATH",
+            help="Your data: a folder of images, a table, text.",
+            show_default="images, table.csv, or an example text",
+        ),
     ] = None,
     model: Annotated[
         Path | None,
@@ -68,6 +75,9 @@ def command(
     if data is not None and not data.exists():
         raise JobError("init.no_data", "--data {path}: no such file or folder", path=data)
     job = out if out is not None and out.suffix in (".yaml", ".yml") else (out or Path()) / f"{kind}.yaml"
+    place = None if starter.place is None else job.with_name(starter.place)
+    if data is None and place is not None and place.exists():
+        data = place
     written = [job, *([job.with_name(f"{kind}.py")] if starter.python else [])]
     for file in written:
         if file.exists() or file.is_symlink():
@@ -90,7 +100,12 @@ def command(
             file=error.filename or job,
             reason=error.strerror,
         ) from error
-    typer.echo(f"wrote {' and '.join(map(str, written))}. Train it: paceline train {_shown(job)}")
+    typer.echo(f"wrote {' and '.join(map(str, written))}")
+    if data is None and place is not None:
+        typer.echo(
+            f"there is no data yet: put it at {place} and adapt the job; init --data PATH writes a job that fits"
+        )
+    typer.echo(f"train it: paceline train {_shown(job)}")
 
 
 def _text(name: str) -> str:
@@ -123,7 +138,7 @@ def _images(data: Path | None, model: Path | None, folder: Path) -> Values:
     classes = [entry for entry in data.iterdir() if entry.is_dir()] if data and data.is_dir() else []
     images = sum(1 for one in classes for _ in one.iterdir()) if classes else None
     return {
-        "data": _relative(data or folder / "images", folder),
+        "data": _relative(data or folder / _IMAGES, folder),
         "classes": str(len(classes) or 10),
         "batch": _batch(images),
     }
@@ -132,7 +147,7 @@ def _images(data: Path | None, model: Path | None, folder: Path) -> Values:
 def _table(data: Path | None, model: Path | None, folder: Path) -> Values:
     from paceline.errors import DataError
 
-    path, target, inputs, classes, rows = data or folder / "table.csv", "target", 8, 2, None
+    path, target, inputs, classes, rows = data or folder / _TABLE, "target", 8, 2, None
     if data is not None:
         try:
             import pyarrow.csv
@@ -208,8 +223,8 @@ def _finetune(data: Path | None, model: Path | None, folder: Path) -> Values:
 
 
 _STARTERS = {
-    "images": _Starter("classify images: a folder for each class", _images),
-    "table": _Starter("predict a column of a table (CSV or Parquet)", _table, python=True),
+    "images": _Starter("classify images: a folder for each class", _images, place=_IMAGES),
+    "table": _Starter("predict a column of a table (CSV or Parquet)", _table, python=True, place=_TABLE),
     "text": _Starter("a small GPT that learns to write from text files", _text_values),
     "model": _Starter("your own nn.Module and Dataset", _model_values, python=True),
     "finetune": _Starter("train a Hugging Face language model on text", _finetune, python=True, takes_model=True),
