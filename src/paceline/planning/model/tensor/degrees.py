@@ -307,7 +307,7 @@ class Proof:
 
     @property
     def used_in_part(self) -> dict[str, Label]:
-        """Labels of parameters that every rank holds whole and uses a part of, by name."""
+        """Labels of parameters that every rank holds whole but uses in part, by name."""
         return {} if self.graph is None else rows_of_heads(self.graph, self.labels)
 
 
@@ -339,10 +339,12 @@ def survey(model: nn.Module, example: Batch, call: Call) -> Survey:
 
 
 def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Survey | None = None) -> Proof:
-    """Find everything that can be divided over `ranks` ranks. `refused` has reasons if attention heads cannot.
+    """Find everything that can be divided over `ranks` ranks.
+
+    `refused` has reasons if attention heads cannot be divided.
 
     Args:
-        surveyed: the model's survey, if there is one already.
+        surveyed: the model's survey, if it exists already.
     """
     found = survey(model, example, call) if surveyed is None else surveyed
     proof = Proof(found.graph, why_whole=dict(found.why_whole), notes=list(found.notes), hints=_hints(model))
@@ -365,7 +367,7 @@ def prove(model: nn.Module, ranks: int, example: Batch, call: Call, surveyed: Su
 
 
 def refusals(regions: list[Region], ranks: int) -> list[PlanProblem]:
-    """Reasons against a degree, one for each number of heads that it does not divide."""
+    """Return the reasons against a degree: each number of heads that it does not divide."""
     bad: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
     for region in regions:
         if region.attention and not region.divides(ranks):
@@ -392,7 +394,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _hints(model: nn.Module) -> dict[str, str]:
-    """Parallel styles that Hugging Face's own plan gives to this model's layers."""
+    """Return the parallel styles of this model's layers in Hugging Face's own plan."""
     plan = getattr(model, "_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     styles = {pattern: style for name, style in plan.items() for pattern in (name, f"{prefix}.{name}")}
@@ -400,7 +402,7 @@ def _hints(model: nn.Module) -> dict[str, str]:
 
 
 def _alike(regions: list[Region]) -> list[list[Region]]:
-    """Groups of the same layers in different blocks, which are kept or dropped together."""
+    """Group the same layers in different blocks, which are kept or dropped together."""
     groups: dict[str, list[Region]] = {}
     for region in regions:
         groups.setdefault(re.sub(r"\d+", "*", region.columns[0]), []).append(region)
@@ -415,7 +417,10 @@ def _leave_whole(proof: Proof, region: Region, why: str) -> None:
 def _keep_proven(
     proof: Proof, groups: list[list[Region]], model: nn.Module, ranks: int, example: Batch, call: Call
 ) -> None:
-    """Keep the groups of regions that pass the second trace. All are tried at once, and if that fails one by one."""
+    """Keep the groups of regions that pass the second trace.
+
+    All groups are tried at once. If that fails, they are tried one by one.
+    """
     together = [region for group in groups for region in group]
     try:
         _verify(proof, together, model, ranks, example, call)
@@ -429,10 +434,10 @@ def _keep_proven(
 
 
 def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, example: Batch, call: Call) -> None:
-    """Trace the model with a rank's shapes, and add the regions if that succeeds. It must do what the rules predict.
+    """Trace the model with a rank's shapes. Add the regions if the trace matches the rules.
 
     Raises:
-        Unfollowable: it does not.
+        Unfollowable: it does not match.
     """
     graph = proof.graph
     assert graph is not None
@@ -443,7 +448,7 @@ def _verify(proof: Proof, regions: list[Region], model: nn.Module, ranks: int, e
 
 
 def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
-    """Shapes of a rank's parts of the divided parameters."""
+    """Return the shapes of a rank's parts of the divided parameters."""
     named = {v: graph.values[v] for v in labels if graph.values[v].kind == "parameter"}
     return {value.name: labels[v].local(value.shape, ranks) for v, value in named.items()}
 
@@ -451,7 +456,7 @@ def shapes_of(graph: Graph, labels: dict[int, Label], ranks: int) -> Shapes:
 def retraced(
     graph: Graph, labels: dict[int, Label], shapes: Shapes, model: nn.Module, ranks: int, example: Batch, call: Call
 ) -> Rewrites:
-    """Rewrites of code with which the model does on a rank's part what `labels` predict.
+    """Return code rewrites that make the model compute a rank's part as `labels` predict.
 
     Raises:
         Unfollowable: there are none.
@@ -474,17 +479,17 @@ def retraced(
 
 
 def compare(graph: Graph, again: Graph, labels: dict[int, Label], ranks: int) -> None:
-    """Compare a trace of the divided model with that of the whole one.
+    """Compare a trace of the divided model with the trace of the whole model.
 
-    Operations that only change the layout are not compared: a mistake in them shows in the shapes of the operations
+    Operations that only change the layout are not compared: a mistake in them appears in the shapes of the operations
     that read them.
 
     Raises:
-        Unfollowable: an operation is missing, new or another one, or has another shape than `labels` predict.
+        Unfollowable: an operation is missing, added or replaced, or has a shape that `labels` do not predict.
     """
     full, own = _computing(graph), _computing(again)
     for a, b in zip(full, own, strict=False):
-        # partial sums, before they are joined and perhaps cut along the tokens
+        # partial sums, before they are reduced and perhaps split along the tokens
         whole = a.outputs if is_row(a, labels) else ()
         predicted = [
             labels[v].local(graph.values[v].shape, ranks) if v in labels and v not in whole else graph.values[v].shape
@@ -504,10 +509,10 @@ def _computing(graph: Graph) -> list[Node]:
 
 
 def _numbers(node: Node) -> list[Any]:
-    """Numbers among a node's arguments, which must be the same on a rank's part.
+    """Return the numbers among a node's arguments, which must not change on a rank.
 
-    A scale, for instance, may be computed from a shape. Attention needs no permission for groups of heads where a rank
-    has a single one.
+    For example, a scale may be computed from a shape. Attention needs no flag for grouped heads if a rank has a single
+    head of keys and values.
     """
     if node.name in _TAKES_SIZES:
         return []

@@ -1,9 +1,9 @@
 """Regions of a trace that begin with column-parallel layers and end in row-parallel ones.
 
-A region is grown from one linear layer by the rules of `rules` until nothing more is implied: the query layer implies
-the key and value layers, the relative position bias and the output layer. A region that reaches an operation that
-cannot be divided is dropped, so the remaining ones are right by construction (Shoeybi et al., 2019, arXiv:1909.08053,
-found by search instead of by hand).
+A region is grown from one linear layer by the rules in `rules.py` until they imply nothing more. For example, the query
+layer implies the key and value layers, the relative position bias and the output layer. A region that reaches an
+operation that cannot be divided is dropped, so the remaining ones are correct by construction. This is the division of
+Shoeybi et al. (2019, arXiv:1909.08053), found by search instead of by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from paceline.planning.model.recorder import UNSEEN_GRADIENT, Entry, Graph, Node, Unfollowable
 from paceline.planning.model.tensor.rules import Label, bound, implied, is_row
 
-# operations that `sequence` adds to a graph; they sum or cut gradients themselves
+# operations that `sequence` adds to a graph; they reduce or split gradients themselves
 EXCHANGES = ("enter", "scatter", "collect")
 _ATTENTION = {"scaled_dot_product_attention", "bmm", "matmul", "baddbmm", "einsum", "softmax", "_softmax"}
 
@@ -30,9 +30,9 @@ class Region:
 
     Attributes:
         columns, rows: paths of its column- and row-parallel linear layers.
-        heads: sizes of the dimensions that attention divides, without those of `shared`.
-        sizes: sizes of all dimensions that are divided, without those of `shared`.
-        shared: keys and values that fewer ranks can divide than the other values.
+        heads: sizes of the dimensions that attention divides, without those in `shared`.
+        sizes: sizes of all divided dimensions, without those in `shared`.
+        shared: keys and values, which can be divided over fewer ranks than the other values.
     """
 
     labels: dict[int, Label]
@@ -44,16 +44,16 @@ class Region:
     shared: list[SharedHeads] = field(default_factory=list)
 
     def divides(self, ranks: int) -> bool:
-        """True if `ranks` divides all sizes, and the shared heads or the number of ranks."""
+        """True if `ranks` divides all sizes, and fits all shared heads."""
         return all(size % ranks == 0 for size in self.sizes) and all(heads.fits(ranks) for heads in self.shared)
 
     @property
     def degrees(self) -> list[int]:
-        """Numbers of ranks that the region can be divided over."""
+        """Return the numbers of ranks over which the region can be divided."""
         return [n for n in range(1, gcd(*self.sizes) + 1) if self.divides(n)]
 
     def labels_over(self, ranks: int) -> dict[int, Label]:
-        """The labels over `ranks` ranks, of which several may have the same shared heads."""
+        """Return the labels over `ranks` ranks, of which several may have the same shared heads."""
         found = dict(self.labels)
         for heads in self.shared:
             found |= heads.labels(self.labels, ranks)
@@ -66,7 +66,7 @@ class TensorRegions:
 
     Attributes:
         regions: the regions, in the order of the computation.
-        why_whole: path of a linear layer in no region -> reason.
+        why_whole: maps the path of a linear layer outside of all regions to the reason.
     """
 
     regions: list[Region] = field(default_factory=list)
@@ -76,7 +76,7 @@ class TensorRegions:
 def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorRegions:
     """Find every region of a graph, in the order of the computation.
 
-    Layers that `hints` calls row-parallel begin none.
+    No region begins with a layer that `hints` calls row-parallel.
     """
     found, taken = TensorRegions(), set[int]()
     for node in graph.nodes:
@@ -105,7 +105,7 @@ def find_regions(graph: Graph, hints: dict[str, str] | None = None) -> TensorReg
 
 
 def _sections(graph: Graph, value: int) -> Iterator[tuple[int, ...]]:
-    """Candidate sections of a linear layer's output: one, or its users' cuts."""
+    """Yield candidate sections of a linear layer's output: one, or the splits of its users."""
     size = graph.values[value].shape[-1]
     yield (size,)
     for number, _ in graph.values[value].uses:
@@ -184,9 +184,9 @@ class Boundaries:
     """Places where gradients are partial sums that must be summed over ranks.
 
     Attributes:
-        copies: module calls whose argument is read by divided layers only: (entry, value).
+        copies: module calls with an argument that only divided layers read: (entry, value).
         parameters: names of replicated parameters used in divided operations; their gradients are partial sums.
-        results: row-parallel layers whose joined output is read by divided operations only.
+        results: row-parallel layers with a reduced output that only divided operations read.
     """
 
     copies: list[tuple[Entry, int]] = field(default_factory=list)
@@ -195,19 +195,20 @@ class Boundaries:
 
 
 def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
-    """Places where replicated tensors enter divided computations.
+    """Find the places where replicated tensors enter divided computations.
 
-    Going backwards from the divided operations: an activation whose gradient is a partial sum is summed at the
-    outermost module call that takes it as an argument and in which nothing else reads it; if there is none, at the
-    row-parallel layer that made it; otherwise the inputs of the operation that made it have partial sums, too, down to
-    its parameters. So every path from a parameter or an input to a divided operation has one sum.
+    The search goes backwards from the divided operations. An activation whose gradient is a partial sum is reduced at
+    the outermost module call that takes it as an argument and in which no other operation reads it. If there is no such
+    call, it is reduced at the row-parallel layer that computes it. Otherwise, the inputs of the operation that computes
+    it also have partial sums, down to its parameters. So every path from a parameter or an input to a divided operation
+    has exactly one reduction.
 
     Raises:
-        Unfollowable: a tensor is read by divided and by undivided operations in one module, or a parameter is; there is
-            no place between.
+        Unfollowable: a tensor or a parameter is read by divided and by undivided operations in one module, so that no
+            place for a reduction exists.
     """
     result, learns = Boundaries(), _learned(graph)
-    # value -> the nodes whose gradient for it is a partial sum
+    # maps a value to the nodes whose gradient for it is a partial sum
     partial: dict[int, set[int]] = {}
     for number, node in enumerate(graph.nodes):
         if node.op not in EXCHANGES and any(v in labels for v in (*node.inputs, *node.outputs)):
@@ -252,7 +253,7 @@ def find_boundaries(graph: Graph, labels: dict[int, Label]) -> Boundaries:
 
 
 def _is_unread(graph: Graph, number: int) -> bool:
-    """True for a slice that nothing reads, as a sliding window's cache keeps."""
+    """True for a slice that no operation reads, such as a sliding window's cache."""
     node = graph.nodes[number]
     return node.name == "slice" and not any(graph.values[v].uses or v in graph.outputs for v in node.outputs)
 
@@ -260,7 +261,9 @@ def _is_unread(graph: Graph, number: int) -> bool:
 def _walk_back(
     node: Node, number: int, labels: dict[int, Label], learns: list[bool], partial: dict[int, set[int]]
 ) -> None:
-    """Propagate partial sums of gradients from a node's outputs to its inputs. Gradients are linear in later ones.
+    """Propagate partial sums of gradients from a node's outputs to its inputs.
+
+    Gradients are linear in later gradients.
 
     Raises:
         Unfollowable: the operation's gradient is unknown, or an input is divided.
@@ -277,7 +280,9 @@ def _walk_back(
 
 
 def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[bool]) -> list[tuple[Entry, int]]:
-    """Keep the first call of a module that is called repeatedly. A change applies to all its calls.
+    """Keep the first call of a module that is called repeatedly.
+
+    A change applies to all its calls.
 
     Raises:
         Unfollowable: the calls need different changes.
@@ -299,7 +304,7 @@ def _once_a_module(graph: Graph, copies: list[tuple[Entry, int]], learns: list[b
 
 
 def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> list[Entry]:
-    """Outermost calls with the value as an argument, read by `wanted` nodes only."""
+    """Yield the outermost calls with the value as an argument that only `wanted` nodes read."""
     found: list[Entry] = []
     # longest first
     for entry in sorted(graph.entries, key=lambda e: e.start - e.stop):
@@ -311,7 +316,7 @@ def _boundaries(graph: Graph, value: int, uses: set[int], wanted: set[int]) -> l
 
 
 def _learned(graph: Graph) -> list[bool]:
-    """True for values that may have a gradient: of a parameter, or an input."""
+    """True for values that may have a gradient: computed from a parameter, or an input."""
     learns = [value.kind in {"parameter", "input"} and value.floating for value in graph.values]
     for node in graph.nodes:
         if any(learns[v] for v in node.inputs):
@@ -321,20 +326,20 @@ def _learned(graph: Graph) -> list[bool]:
 
 
 _RESHAPES = {"view", "_unsafe_view", "reshape", "_reshape_alias", "flatten"}
-# between an `expand` and the reshape that makes one dimension of two
+# between an `expand` and the reshape that merges two dimensions into one
 _SAME_ELEMENTS = {"clone", "contiguous", "alias", "to", "_to_copy"}
 
 
 @dataclass(frozen=True)
 class Joint:
-    """A place where few heads meet the many that share them.
+    """A place where few heads are combined with the many heads that share them.
 
     Attributes:
         few, many: a tensor with the few heads, and one with the many.
-        times: how many share one.
+        times: how many of the many heads share one.
         path: the module whose code it is.
-        repeated: the result in which heads are repeated, if they are, before dimensions are merged.
-        dim: the dimension of it in which they are.
+        repeated: the result with repeated heads before dimensions are merged, if heads are repeated.
+        dim: the dimension of the repeated heads in that result.
     """
 
     few: int
@@ -358,17 +363,17 @@ class SharedHeads:
     heads: int
 
     def fits(self, ranks: int) -> bool:
-        """True if a rank has whole heads, or several ranks have one."""
+        """True if a rank has whole heads, or several ranks share one."""
         return self.heads % ranks == 0 or ranks % self.heads == 0
 
     def labels(self, labels: dict[int, Label], ranks: int) -> dict[int, Label]:
-        """The labels of `values` over a number of ranks that fits."""
+        """Return the labels of `values` over a number of ranks that fits."""
         copies = 1 if self.heads % ranks == 0 else ranks // self.heads
         return {v: replace(labels[v], copies=copies) for v in self.values}
 
 
 def find_shared_heads(graph: Graph, nodes: Collection[Node], labels: dict[int, Label]) -> list[SharedHeads]:
-    """All shared heads among the divided tensors of a region with these nodes."""
+    """Return all shared heads among the divided tensors of a region with these nodes."""
     connected = _Connected(labels)
     joints: list[Joint] = []
     for node in nodes:
@@ -393,7 +398,7 @@ def find_shared_heads(graph: Graph, nodes: Collection[Node], labels: dict[int, L
 
 
 def joints_of(graph: Graph, node: Node, labels: dict[int, Label]) -> Iterator[Joint]:
-    """Joints of one operation whose tensors are divided along their heads."""
+    """Yield joints of one operation whose tensors are divided along their heads."""
     if node.name == "scaled_dot_product_attention":
         pairs = [(v, node.inputs[0]) for v in dict.fromkeys(node.inputs[1:3])]
     elif node.name == "repeat_interleave" or node.name in _RESHAPES:
@@ -412,14 +417,14 @@ def joints_of(graph: Graph, node: Node, labels: dict[int, Label]) -> Iterator[Jo
 
 
 def _times(few: Label | None, many: Label | None) -> int:
-    """Number of `many` that share one of `few`; 1 if they are no such heads."""
+    """Return the number of `many` that share one of `few`; 1 if unrelated."""
     if few is None or many is None or few.outer != many.outer or len(few.sizes) > 1 or len(many.sizes) > 1:
         return 1
     return many.sizes[0] // few.sizes[0] if many.sizes[0] % few.sizes[0] == 0 else 1
 
 
 def _expanded(graph: Graph, value: int, dim: int, times: int) -> int | None:
-    """The result of the `expand` that made a value's dimension `times` large, or None."""
+    """Return the result of the `expand` that made a value's dimension `times` large, or None."""
     shape = graph.values[value].shape
     while graph.values[value].producer >= 0 and dim < len(shape) and shape[dim] == times:
         node = graph.nodes[graph.values[value].producer]
@@ -433,9 +438,9 @@ def _expanded(graph: Graph, value: int, dim: int, times: int) -> int | None:
 
 
 def _may_be_copied(graph: Graph, values: frozenset[int], labels: dict[int, Label]) -> bool:
-    """True if only linear layers read the values' parameters, and nothing draws random numbers.
+    """True if only linear layers read the parameters and no operation draws random numbers.
 
-    Ranks with the same head would draw other numbers for it.
+    Ranks with the same head would draw different numbers for it.
     """
     for v in values:
         numbers = {number for number, _ in graph.values[v].uses} | {graph.values[v].producer}
@@ -451,14 +456,14 @@ def _may_be_copied(graph: Graph, values: frozenset[int], labels: dict[int, Label
 
 @dataclass(frozen=True)
 class Repeat:
-    """A place at which heads are repeated less often on a rank.
+    """A place at which a rank repeats heads fewer times than the whole model.
 
     Attributes:
         path: the module whose code it is.
         times: how often the whole model repeats them.
-        by: what a rank divides that by.
-        repeated, dim: as of `Joint`; None where attention itself repeats.
-        merged: the result that has repeated heads in one dimension.
+        by: the divisor of `times` on a rank.
+        repeated, dim: as in `Joint`; None if attention itself repeats heads.
+        merged: the result with repeated heads in one dimension.
     """
 
     path: str
@@ -470,7 +475,7 @@ class Repeat:
 
 
 def repeats_of(graph: Graph, labels: dict[int, Label], ranks: int) -> list[Repeat]:
-    """Places where heads are repeated that several ranks share."""
+    """Return places that repeat heads which several ranks share."""
     found = []
     for node in graph.nodes:
         for joint in joints_of(graph, node, labels):
@@ -483,7 +488,7 @@ def repeats_of(graph: Graph, labels: dict[int, Label], ranks: int) -> list[Repea
 
 
 def _repeats_of_one(graph: Graph, node: Node, labels: dict[int, Label], ranks: int) -> Iterator[Repeat]:
-    """Places where a single head, which is not divided, is repeated for all queries."""
+    """Yield places where a single, undivided head is repeated for all queries."""
     if node.name == "scaled_dot_product_attention":
         query = labels.get(node.inputs[0])
         back = len(graph.values[node.inputs[0]].shape) - query.dim if query is not None else 0
@@ -503,9 +508,9 @@ def _repeats_of_one(graph: Graph, node: Node, labels: dict[int, Label], ranks: i
 
 
 def counts_of(module: nn.Module, times: int) -> list[str]:
-    """Attributes in which a module keeps the number of query heads that share a head.
+    """Return attributes of a module with the number of query heads that share a head.
 
-    They are read by functions that are not its own, such as `repeat_kv` of Hugging Face models.
+    Functions outside of the module read them, such as `repeat_kv` of Hugging Face models.
     """
     return [
         name
@@ -515,19 +520,19 @@ def counts_of(module: nn.Module, times: int) -> list[str]:
 
 
 class _Connected:
-    """Sets of values that have to be divided in the same way."""
+    """Sets of values that must be divided in the same way."""
 
     def __init__(self, values: Collection[int]) -> None:
         self._up = {v: v for v in values}
 
     def of(self, value: int) -> int:
-        """The value that stands for a set."""
+        """Return the value that represents a set."""
         while self._up[value] != value:
             self._up[value] = value = self._up[self._up[value]]
         return value
 
     def join(self, values: Iterator[int]) -> None:
-        """Make one set of those of the values."""
+        """Merge the sets of the values."""
         first: int | None = None
         for v in values:
             if first is None:
@@ -536,7 +541,10 @@ class _Connected:
 
 
 def rows_of_heads(graph: Graph, labels: dict[int, Label]) -> dict[str, Label]:
-    """Labels of the projections' parameters of which each rank uses its heads' rows, by name."""
+    """Return labels of the projections' parameters with rows for a rank's heads, by name.
+
+    Each rank uses only these rows.
+    """
     return {
         graph.values[v].name: label
         for v, label in labels.items()

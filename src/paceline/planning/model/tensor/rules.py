@@ -1,9 +1,9 @@
 """Sharding rules: for every operation, the dimensions of its tensors that are divided together.
 
-This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, each of which runs
+This is sharding propagation (Xu et al., 2021, arXiv:2105.04663): an operation has a set of indices, and each index runs
 over a dimension of some of its tensors. Dividing along an index divides all of them. An index that is summed or
-normalised over cannot be divided; the one exception, a linear layer with divided inputs, gives partial sums for an
-all-reduce.
+normalised over cannot be divided. The one exception is a linear layer with divided inputs, whose outputs are partial
+sums for an all-reduce.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Tie = list[Slot]
 class Label:
     """A division along `dim` into sections, of which each rank holds an equal part.
 
-    The dimension is `outer` repeats of the sections `sizes`. Of fewer parts than ranks, `copies` consecutive ranks hold
-    the same one.
+    The dimension is `outer` repeats of the sections `sizes`. If there are fewer parts than ranks, `copies` consecutive
+    ranks hold the same part.
     """
 
     dim: int
@@ -37,33 +37,33 @@ class Label:
 
     @classmethod
     def of(cls, dim: int, sections: Sequence[int]) -> Label:
-        """The label of these sections, in its canonical form."""
+        """Return the label of these sections, in its canonical form."""
         first = sections[0]
         return cls(dim, len(sections), (first,)) if all(s == first for s in sections) else cls(dim, 1, tuple(sections))
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """The sizes of all sections in order."""
+        """Return the sizes of all sections in order."""
         return self.sizes * self.outer
 
     def along(self, dim: int) -> Label:
-        """Equal division along another dimension."""
+        """Return an equal division along another dimension."""
         return Label(dim, self.outer, self.sizes)
 
     def local(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
-        """The shape of a rank's part."""
+        """Return the shape of a rank's part."""
         return tuple(n // self.parts(ranks) if d == self.dim else n for d, n in enumerate(shape))
 
     def parts(self, ranks: int) -> int:
-        """Number of different parts that the ranks hold."""
+        """Return the number of different parts that the ranks hold."""
         return ranks // self.copies
 
 
 def implied(graph: Graph, node: Node, labels: dict[int, Label]) -> dict[int, Label]:
-    """Labels of a node's tensors that follow from the known ones.
+    """Return the labels of a node's tensors that follow from the known ones.
 
     Raises:
-        Unfollowable: the operation does not support divided tensors, or is not known here.
+        Unfollowable: the operation does not support divided tensors, or has no rule here.
     """
     tensors = [*node.inputs, *node.outputs]
     shapes = [graph.values[v].shape for v in tensors]
@@ -128,14 +128,17 @@ def _where(node: Node) -> str:
 
 
 def bound(node: Node) -> dict[str, Any]:
-    """A node's arguments by name, with the defaults of its schema."""
+    """Bind a node's arguments to names, with the defaults of its schema."""
     schema = node.op._schema.arguments
     values = {a.name: a.default_value for a in schema if a.has_default_value()}
     return values | {a.name: value for a, value in zip(schema, node.args, strict=False)} | node.kwargs
 
 
 def _broadcast(shapes: list[tuple[int, ...]], inputs: int) -> list[Tie]:
-    """Ties of an element-wise operation. Dimensions count from the right; those of size 1 stay whole."""
+    """Return the ties of an element-wise operation.
+
+    Dimensions count from the right; dimensions of size 1 stay whole.
+    """
     out = shapes[inputs] if len(shapes) > inputs else shapes[0]
     ties: list[Tie] = []
     for back in range(1, len(out) + 1):
@@ -157,7 +160,10 @@ def _permuted(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 
 def _all_but(name: str) -> Callable[[Node, list[tuple[int, ...]]], list[Tie]]:
-    """Rule of operations that are element-wise except along the dimensions that argument `name` gives."""
+    """Return a rule for operations that are element-wise except along some dimensions.
+
+    Argument `name` gives these dimensions.
+    """
 
     def rule(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
         return [
@@ -236,7 +242,7 @@ def _stacked(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
 
 def _concatenated(node: Node, shapes: list[tuple[int, ...]]) -> list[Tie]:
     rank = len(shapes[-1])
-    # there may be an empty vector among them
+    # there may be an empty vector among the inputs
     full = [s for s, shape in enumerate(shapes) if len(shape) == rank]
     return [[(s, d) for s in full] for d in _others(bound(node)["dim"], shapes[-1])]
 
@@ -260,7 +266,10 @@ def _linear(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) 
 
 
 def _reshaped(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Labels through a reshape: equal sections stay divided if they remain sections of one dimension."""
+    """Propagate labels through a reshape.
+
+    Equal sections stay divided if they remain sections of one dimension.
+    """
     found = {}
     for slot, label in known.items():
         if slot not in (0, 1):
@@ -286,9 +295,9 @@ def _through_reshape(node: Node, shape: tuple[int, ...], into: tuple[int, ...], 
 
 
 def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Labels through split, chunk, slice and narrow.
+    """Propagate labels through split, chunk, slice and narrow.
 
-    Other dimensions keep their division; along the cut one the input has the sections of all outputs.
+    Other dimensions keep their division. Along the split dimension, the input has the sections of all outputs.
     """
     given = bound(node)
     dim = int(given["dim"]) % len(shapes[0])
@@ -316,7 +325,7 @@ def _cut(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> 
 
 
 def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -> list[list[int]]:
-    """Sections that lie in each of the consecutive ranges of `sizes` from `start` on."""
+    """Return the sections in each of the consecutive ranges of `sizes` from `start` on."""
     ends, passed = [0], 0
     for size in sections:
         passed += size
@@ -331,7 +340,7 @@ def _deal(node: Node, sections: tuple[int, ...], start: int, sizes: list[int]) -
 
 
 def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Labels through repeat_interleave by a number, which repeats every row of the dimension."""
+    """Propagate labels through repeat_interleave by a number, which repeats every row."""
     given = bound(node)
     if not isinstance(given.get("repeats"), int) or given.get("dim") is None:
         raise Unfollowable(f"{_where(node)} is not followed")
@@ -341,7 +350,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
     times = given["repeats"]
     if 0 in known:
         return {1: Label(dim, known[0].outer, tuple(n * times for n in known[0].sizes))}
-    # each rank repeats the only row less often
+    # each rank repeats the only row fewer times
     if shapes[0][dim] == 1:
         return {}
     if any(n % times for n in known[1].sizes):
@@ -350,7 +359,7 @@ def _repeated(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]
 
 
 def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label]) -> dict[int, Label]:
-    """Batch and heads are divided together, grouped heads in their own number."""
+    """Divide batch and heads together; grouped heads are divided by their own number."""
     out = len(shapes) - 1
     found: dict[int, Label] = {}
     for known_slot, label in known.items():
@@ -358,7 +367,7 @@ def _attention(node: Node, shapes: list[tuple[int, ...]], known: dict[int, Label
         if back <= 2 or len(label.sizes) > 1:
             raise Unfollowable(f"{_where(node)} needs whole sequences and heads")
         for slot, shape in enumerate(shapes):
-            # a single head of keys and values is for all queries, as a mask of size 1 is
+            # a single head of keys and values serves all queries, like a mask of size 1
             if len(shape) < back or (slot not in (0, out) and shape[-back] == 1):
                 continue
             if shape[-back] % label.outer:

@@ -1,4 +1,4 @@
-"""Shape rewriter: makes a module's code use a rank's sizes where it uses full ones.
+"""Shape rewriter: makes a module's code use a rank's sizes instead of full sizes.
 
 Only the method's copy on that module is rewritten, never the source file. Worked example, with tp=2, hidden size 64 and
 8 heads of 8:
@@ -13,13 +13,13 @@ Only the method's copy on that module is rewritten, never the source file. Worke
    of the call, "sizes", 2).
 3. `install` parses the source of `forward`, finds the call that ends at that line and column, and compiles a copy of
    the method with `q.view(n, t, self.heads // 2, 8)`, which it sets on this one module.
-4. A third trace runs the rewritten model without help, and `proof.compare` demands the same operations on exactly the
-   shapes of a rank's part. A wrong rewrite therefore leaves the region replicated; it never changes results.
+4. A third trace runs the rewritten model without help, and `degrees.compare` requires the same operations on exactly
+   the shapes of a rank's part. A wrong rewrite therefore leaves the region replicated; it never changes results.
 
-The other kinds of rewrites: `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`,
-`x[..., : self.width]` becomes `x[..., : self.width // 2]`, sizes with a star, `x.view(*sizes, 8)`, become
-`x.view(_paceline_part((*sizes, 8), 2, 2))`, and the number of query heads that share one of keys and values becomes
-smaller where several ranks share it (`shared_heads`): in a call of the module's own code, or as the module's attribute
+There are other kinds of rewrites. `x.split(self.width)` becomes `x.split(_paceline_part(self.width, 2, None))`,
+`x[..., : self.width]` becomes `x[..., : self.width // 2]`. Starred sizes, `x.view(*sizes, 8)`, become
+`x.view(_paceline_part((*sizes, 8), 2, 2))`. If several ranks share a head of keys and values (`shared_heads`), fewer
+query heads on a rank share it: this number is changed in a call of the module's own code, or in the module's attribute
 that a function reads.
 """
 
@@ -46,7 +46,7 @@ class Rewrite(NamedTuple):
     """One size that a rank divides by `by`.
 
     Attributes:
-        site: of the call; None for an attribute of the module.
+        site: site of the call; None for an attribute of the module.
         kind: `sizes`, `split`, `slice` or `repeats`, or the attribute's name.
         which: index of the size.
     """
@@ -57,9 +57,9 @@ class Rewrite(NamedTuple):
     by: int
 
 
-# module path -> rewrites
+# maps module paths to rewrites
 Rewrites = dict[str, set[Rewrite]]
-# of a call: its rewrites' (kind, which, by)
+# for a call: its rewrites' (kind, which, by)
 _Changes = list[tuple[str, int, int]]
 _PART = "_paceline_part"
 _OF_TENSOR = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
@@ -67,9 +67,9 @@ _NEW = {"zeros", "ones", "empty", "full"}
 
 
 class ShapeRewriter:
-    """Records during a second trace the sizes that must change on a rank. Parameters then have a rank's shapes.
+    """Recorder of the sizes that must change on a rank, used during a second trace.
 
-    An instance is the argument `rewrite` of `trace`; `rewrites` is the result.
+    Parameters then have a rank's shapes. An instance is the argument `rewrite` of `trace`; `rewrites` is the result.
     """
 
     def __init__(self, graph: Graph, labels: dict[int, Label], ranks: int, model: nn.Module) -> None:
@@ -78,7 +78,7 @@ class ShapeRewriter:
         self.ranks = ranks
         self.model = model
         self.rewrites: Rewrites = {}
-        # by the results that have repeated heads
+        # by the results with repeated heads
         self.repeated: dict[int, Repeat] = {}
         self.merged: dict[int, Repeat] = {}
         for repeat in repeats_of(graph, labels, ranks):
@@ -118,14 +118,14 @@ class ShapeRewriter:
         self.rewrites.setdefault(full.path, set()).add(Rewrite(full.site, kind, which, by))
 
     def _note_attributes(self, repeat: Repeat) -> bool:
-        """Divide the attributes that say how often a module repeats heads; False without any."""
+        """Divide the attributes with the repeat count of a module's heads. False if there are none."""
         names = counts_of(self.model.get_submodule(repeat.path), repeat.times)
         if names:
             self.rewrites.setdefault(repeat.path, set()).update(Rewrite(None, name, 0, repeat.by) for name in names)
         return bool(names)
 
     def _elsewhere(self, full: PythonCall, repeat: Repeat) -> bool:
-        """True if the code is a function's, which repeats heads as an attribute says."""
+        """True if code outside of the module repeats heads by a module's attribute."""
         if full.site is None or _is_own(self.model.get_submodule(full.path), full.site.code):
             return False
         return self._note_attributes(repeat)
@@ -133,7 +133,7 @@ class ShapeRewriter:
     def _repeats(
         self, full: PythonCall, args: tuple[Any, ...], kwargs: dict[str, Any], repeat: Repeat
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let a call repeat heads as often as a rank has queries for each."""
+        """Make a call repeat heads once for each query head that a rank has."""
         own = repeat.times // repeat.by
         if full.name == "repeat_interleave":
             if not self._elsewhere(full, repeat):
@@ -156,13 +156,13 @@ class ShapeRewriter:
         whole, rest = self._shape(full)[label.dim], args[first:]
         sequence = bool(rest) and not isinstance(rest[0], int)
         if not rest or (sequence and not isinstance(rest[0], (tuple, list))):
-            # view(dtype), or sizes given by keyword: the comparison of shapes tells whether that is right
+            # view(dtype), or sizes given by keyword: the comparison of shapes shows whether that is correct
             return args
         sizes = list(rest[0] if sequence else rest)
         parts, by = label.parts(self.ranks), label.parts(self.ranks)
         repeat = next((self.merged[v] for v in full.results if v in self.merged), None)
         elsewhere = repeat is not None and self._elsewhere(full, repeat)
-        # the rank's heads, each as often as the whole model repeats it
+        # a rank's heads, each repeated as often as in the whole model
         if repeat is not None and sizes[label.dim] == whole * repeat.by // parts:
             whole, by = sizes[label.dim], repeat.by
         if sizes[label.dim] != whole:
@@ -203,9 +203,9 @@ class ShapeRewriter:
 
 
 def part(sizes: Any, ranks: int, which: int | None = None) -> Any:
-    """A rank's own sizes, given the full ones.
+    """Return a rank's own sizes, given the full ones.
 
-    They are of one size, of all of a list, or of number `which` in a list.
+    One size, all sizes of a list, or only number `which` of a list are divided.
     """
     if isinstance(sizes, int):
         return sizes // ranks
@@ -263,7 +263,10 @@ def _method(module: nn.Module, code: CodeType) -> tuple[str, FunctionType]:
 
 @cache
 def _changed(function: FunctionType, code: CodeType, changes: frozenset[Any]) -> FunctionType:
-    """A copy of a method with rewritten sizes. All modules of a class share it, so that a compiler compiles it once."""
+    """Return a copy of a method with rewritten sizes.
+
+    All modules of a class share the copy, so that a compiler compiles it only once.
+    """
     tree = _definition(code)
     at: dict[tuple[int, int], _Changes] = {}
     for span, *one in sorted(changes):
@@ -316,7 +319,7 @@ def _parsed(file: str) -> ast.Module:
 
 
 class _SizeTransformer(ast.NodeTransformer):
-    """Transformer that rewrites the sizes of calls and subscripts ending at the given (line, column)."""
+    """Transformer that rewrites sizes in calls and subscripts, found by end line and column."""
 
     def __init__(self, at: dict[tuple[int, int], _Changes]) -> None:
         self.open = at
