@@ -200,10 +200,10 @@ Floats = NDArray[np.float64]
 # Standard deviations of logarithms: of the error that similar runs share beyond their factor, and of each run around
 # it. Runs may be outliers (Student's t with this number of degrees of freedom)
 COMMON, OWN, FREEDOM = 0.10, 0.05, 4.0
-# Correlation lengths in doublings (at this distance, the correlation is e^-½): of a microbatch's tokens and of tp
-# ranks,
-# which set the shapes of products; of a sample's FLOPs; of stages, microbatches and ranks. Rounded from values
-# that best predict held-out rows from the other rows of their table (leave-one-out)
+# Correlation lengths in doublings (at this distance, the correlation is e^-½). SHAPES is for a microbatch's tokens and
+# for tp ranks, which set the shapes of products; WORK is for a sample's FLOPs; OTHERS is for stages, microbatches and
+# ranks. They are rounded from the values that best predict held-out rows from the other rows of their table
+# (leave-one-out).
 SHAPES, WORK, OTHERS = 0.6, 1.0, 4.0
 _ROUNDS = 15
 

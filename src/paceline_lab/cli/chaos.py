@@ -1,4 +1,4 @@
-"""`paceline chaos job.yaml`"""
+"""`paceline chaos job.yaml`: train under random faults, and check paceline's guarantees."""
 
 from __future__ import annotations
 

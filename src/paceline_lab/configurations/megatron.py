@@ -208,7 +208,7 @@ def _precision(keys: Keys) -> str:
 
 
 def _problems(found: dict[str, Any], keys: Keys) -> list[str]:
-    """Combinations that Megatron-LM refuses or ignores."""
+    """Return combinations that Megatron-LM refuses or ignores."""
     told, model = [], found["dimensions"]
     layers, tp, pp = model.get("layers"), found["tp"], found["pp"]
     if keys.flag("bf16") and keys.flag("fp16"):

@@ -224,7 +224,7 @@ class ConfiguredPlan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The explanation as plain JSON values."""
+        """Return the explanation as plain JSON values."""
         one = self.configuration
         return {
             "system": one.system,

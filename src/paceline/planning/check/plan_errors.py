@@ -78,10 +78,10 @@ class PlanProblems(list[PlanProblem]):
 
 
 def refuse(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> None:
-    """Raise for a plan that cannot run.
+    """Raise an error for a plan that cannot run.
 
     Raises:
-        PlanError: with every reason, and the nearest plan that works.
+        PlanError: the plan cannot run; the error has every reason, and the nearest plan that works.
     """
     if problems := _problems(job, plan, cluster, world):
         raise problems.error()

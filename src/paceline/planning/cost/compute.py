@@ -464,12 +464,10 @@ class KernelSpeed(NamedTuple):
     backward: float
 
 
-# By generation of the kernel (FlashAttention 1, 2, 3; cuDNN since 9.0 counts as 3), then by device; "" is any
-# other device. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9).
-# Ampere's
+# By generation of the kernel (FlashAttention 1, 2, 3; cuDNN since 9.0 counts as 3), then by device; "" is any other
+# device. Hopper's 2 and 3 are measured (tables/operations_h100.csv: torch's FlashAttention 2, and cuDNN 9). Ampere's
 # are from Dao, 2023 (arXiv:2307.08691, figures 4 to 6), Blackwell's from NVIDIA's cuDNN 9 notes, CDNA's from AMD's blog
-# on
-# composable kernels. Other devices are assumed to behave like Ampere.
+# on composable kernels. Other devices are assumed to behave like Ampere.
 KERNELS: dict[int, dict[str, KernelSpeed]] = {
     1: {"": KernelSpeed(0.36, 0.36), "hopper": KernelSpeed(0.23, 0.23), "blackwell": KernelSpeed(0.12, 0.10)},
     2: {

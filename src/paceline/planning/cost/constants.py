@@ -87,7 +87,7 @@ GEMM_TOP = 0.93
 PRODUCTS_TOP = 0.80
 # the overhead of a tile, in steps of its inner loop
 GEMM_START_K = CONSTANTS["GEMM_START_K"]
-# share of the missing part of an incomplete last wave of tiles that it costs: smaller tiles fill it up
+# cost of an incomplete last wave of tiles, as a share of the missing tiles; smaller tiles fill it up
 WAVE = CONSTANTS["WAVE"]
 # sizes of the result's tiles, and how well each uses a multiprocessor
 Tiles = tuple[tuple[int, int, float], ...]
@@ -97,16 +97,16 @@ NARROW_N = 32
 NARROW_TILES: Tiles = ((256, 32, 0.66), (128, 32, 0.55), (64, 32, 0.45))
 # numbers of multiprocessors among which a tile's inner loop may be split
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Misaligned rows are read in more pieces (NVIDIA, "Matrix Multiplication Background User's
-# Guide"): bytes that divide the rows' length, and the remaining speed
+# Misaligned rows are read in more pieces (NVIDIA, "Matrix Multiplication Background User's Guide"): bytes that divide
+# the rows' length, and the remaining speed
 ALIGNED = ((128, 1.0), (64, 0.97), (32, 0.93), (16, 0.86))
 UNALIGNED = CONSTANTS["UNALIGNED"]  # below 16 bytes
 # below 16 bytes, batches of small products do not use tensor cores: share of the fp32 peak
 UNALIGNED_BATCH = 0.9
 
 # Products in less than 16 bits: share of the peak, relative to 16-bit products, by scaling. fp8 with a scale per tensor
-# or per row is measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989); kernels for
-# rows of 2024 were slower
+# or per row is measured (tables/operations_h100.csv: 1,320 and 1,150 TFLOP/s of 1,979, bf16 706 of 989). Kernels of
+# 2024 with a scale per row were slower.
 LOW_TOP = {"int8": 0.94, "fp8": 0.94, "fp8-row": 0.76, "fp8-block": 0.80, "mxfp8": 0.90, "fp4": 0.75}
 # bytes of a number with its scales
 LOW_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8-row": 1.0, "fp8-block": 1.03, "mxfp8": 1.03, "fp4": 0.56}
@@ -119,8 +119,8 @@ CAST_BYTES = {"int8": 5.0, "fp8": 6.0, "fp8-row": 10.0, "fp8-block": 6.0, "mxfp8
 CONVOLUTION = CONSTANTS["CONVOLUTION"]
 # slowdown of convolutions over three dimensions on tensor cores
 CONVOLUTION_3D = CONSTANTS["CONVOLUTION_3D"]
-# traffic between them in tf32, relative to 16 bits. Tensor cores need channels-last images, but tf32
-# is usually left on for channels-first images, which are transposed on the way (NVIDIA, Convolutional Layers Guide)
+# traffic between them in tf32, relative to 16 bits. Tensor cores need channels-last images, but tf32 is usually left on
+# for channels-first images, which are transposed on the way (NVIDIA, Convolutional Layers Guide)
 CONVOLUTION_TF32 = CONSTANTS["CONVOLUTION_TF32"]
 WINOGRAD = 2.25
 # width up to which tensor cores compute groups of a convolution together: the width of a tile
@@ -130,8 +130,8 @@ CONVOLUTION_VECTOR = CONSTANTS["CONVOLUTION_VECTOR"]
 # State spaces: speed of the scan's small products relative to a fused attention kernel
 SCAN = CONSTANTS["SCAN"]
 
-# Tokens of an expert are padded to a multiple of this, so that rows of its gradients are aligned
-# (torchtitan pads to 8 in bf16, to 16 in fp8)
+# Tokens of an expert are padded to a multiple of this, so that rows of its gradients are aligned (torchtitan pads to 8
+# in bf16, to 16 in fp8)
 EXPERT_ROWS = 16
 
 # Memory-bound kernels
@@ -158,10 +158,10 @@ LAUNCH_TP = CONSTANTS["LAUNCH_TP"]
 MEETING = CONSTANTS["MEETING"]
 # once per step: data, logging, reduction of the loss
 STEP_S = CONSTANTS["STEP_S"]
-# the same for ranks on cores, and the additional time of several ranks in each step, independent of traffic: they
-# coordinate which gradients are ready, run the hooks, copy buffers, and wait for the slowest. A step of
-# examples/own_model.yaml took
-# 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13); beside other load 0.94 ms and 2.1 ms
+# The same for ranks on cores. Several ranks add time to each step, independent of traffic: they coordinate which
+# gradients are ready, run the hooks, copy buffers, and wait for the slowest. A step of examples/own_model.yaml took
+# 0.25 ms on one rank and 0.68 ms on two (2 cores of an AMD EPYC, torch 2.13). With other processes running, it took
+# 0.94 ms and 2.1 ms.
 CORES_STEP_S, CORES_MEET_S = 1e-4, 4e-4
 
 # kernels for routing and sorting beyond those that the trace counts, and for each expert of a rank (its products

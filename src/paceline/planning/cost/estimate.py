@@ -281,8 +281,8 @@ def _on_host_s(layout: Layout, numbers: float) -> float:
 
 
 _DAY_S = 86_400.0
-_ITERATIONS = 100  # of Newton's method, which takes about six
-_LARGEST = 700.0  # that exp() can take
+_ITERATIONS = 100  # maximum for Newton's method, which needs about six
+_LARGEST = 700.0  # largest argument of exp()
 
 
 @dataclass(frozen=True)

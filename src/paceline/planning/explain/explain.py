@@ -100,7 +100,7 @@ class Explanation:
 
     @property
     def memory(self) -> tuple[Portion, ...]:
-        """Holders of the memory of its fullest rank, largest first."""
+        """Memory of its fullest rank by holder, largest first."""
         return shares_of_memory(self.winner)
 
     @cached_property

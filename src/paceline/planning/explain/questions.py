@@ -265,7 +265,7 @@ USEFUL = 0.95
 # minimum throughput ratio of a doubling; after two smaller gains, no larger batch is tried
 _LEAST_GAIN = 1.01
 _MOST_DOUBLINGS = 10
-_WITH_SQUARE_ROOT = ("adam", "adamw", "lamb", "adamax", "nadam", "radam")  # in any case
+_WITH_SQUARE_ROOT = ("adam", "adamw", "lamb", "adamax", "nadam", "radam")  # names in lower case
 _LEAST_WARM_UP = 10  # steps
 # of an epoch; a batch that leaves fewer steps is not called useful, however fast it is
 _FEWEST_STEPS = 20

@@ -108,12 +108,12 @@ class ClusterChoice:
 
     @property
     def fastest(self) -> Option | None:
-        """The fastest option within budget and deadline; of equally fast ones the cheapest."""
+        """The fastest option within budget and deadline; among equally fast options, the cheapest."""
         return min(self.within, key=lambda option: (option.bought.wall_s, option.cost), default=None)
 
     @property
     def cheapest(self) -> Option | None:
-        """The cheapest option within budget and deadline; of equally cheap ones the fastest."""
+        """The cheapest option within budget and deadline; among equally cheap options, the fastest."""
         return min(self.within, key=lambda option: (option.cost, option.bought.wall_s), default=None)
 
     @property

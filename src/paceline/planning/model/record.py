@@ -334,7 +334,7 @@ def _steps(
         except Exception:  # noqa: BLE001 - any error of the function's code: nothing is shown then
             found[0] = None
 
-    # A thread of its own, because a trace is active in this one, below autograd.
+    # A separate thread, since a trace is active in this one, below autograd.
     thread = threading.Thread(target=run, name="pointwise")
     thread.start()
     thread.join()
