@@ -1,7 +1,7 @@
-"""Service: serves named functions to clients of the run.
+"""Service that provides named functions to clients of the run.
 
-Each client has a thread that reads its calls. It hands them to a pool of threads, or calls the function itself where
-that is marked `quick`, or `at_once` and waits for no client: no other thread has to wake then.
+One thread per client reads the client's calls, and passes them to a thread pool. If a function is marked `quick`, or is
+`at_once` and need not wait, the reading thread calls it directly, so that no other thread has to wake up.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from paceline_server.values import pack, unpack
 
 _MOST_NAME = 200  # characters
 _MOST_TRACEBACK = 2**16
-_MOST_REFUSED = 512  # connections that wait for their client to read why
-_END_S = 5.0  # for threads, when a service is closed
-_QUIET_S = 3600.0  # a client may say nothing for any time; one wait takes at most so long
+_MOST_REFUSED = 512  # refused connections that wait until their client has read the reason
+_END_S = 5.0  # time for threads to end when a service is closed
+_QUIET_S = 3600.0  # longest single wait for a message; a client may stay silent for longer
 
 
 class Limits(NamedTuple):
-    """Limits of what clients may send.
+    """Limits for clients.
 
     Attributes:
-        message_bytes: of a call without its large tensors.
-        attached_bytes: of the large tensors of a client's calls; beyond, it has to wait until some are done.
-        calls_at_once: under way for one client; beyond, it has to wait.
-        callers: connected clients; beyond, they are refused.
+        message_bytes: size of a call without its large tensors.
+        attached_bytes: size of the large tensors in a client's pending calls. Beyond it, the client must wait.
+        calls_at_once: number of pending calls of one client. Beyond it, the client must wait.
+        callers: number of connected clients. Further clients are refused.
     """
 
     message_bytes: int = 2**22
@@ -71,12 +71,12 @@ class Limits(NamedTuple):
 
 @dataclass(eq=False)
 class Caller:
-    """A client, as long as its connection lasts.
+    """A connected client.
 
     Attributes:
-        name: as it calls itself.
-        identity: random, made by the client once; the same when it connects again.
-        peer: its address, for messages.
+        name: the client's name for itself.
+        identity: random identity that the client keeps when it reconnects.
+        peer: the client's address, for messages.
     """
 
     name: str
@@ -85,20 +85,20 @@ class Caller:
 
 
 class Service(Closing):
-    """Serves named functions to clients of the run, in threads.
+    """Server of named functions for clients of the run, in threads.
 
-    A function is called as `function(caller, *args)`. One that yields is called by `Client.stream`. Calls run in a pool
-    of threads, unless they are marked `quick` or `at_once`.
+    A function is called as `function(caller, *args)`. Clients call generator functions by `Client.stream`. Calls run in
+    a thread pool, unless they are marked `quick` or `at_once`.
 
     Args:
         where: address and port, for TLS with the run's key; the path of a Unix socket to make in a private folder,
             without TLS; or a listening socket.
         threads: number of threads of the pool. If all are busy, further calls wait.
         grace_s: time without a connection after which a client is lost.
-        on_lost: called once with each client that is lost; its calls may still run.
+        on_lost: called once for each lost client, whose calls may still run.
 
     Attributes:
-        address: of the service, as `Client` takes it.
+        address: address of the service, for `Client`.
         presence: the connected clients.
     """
 
@@ -126,16 +126,19 @@ class Service(Closing):
 
     @property
     def unauthenticated(self) -> int:
-        """Number of connections that were turned away."""
+        """Number of refused connections."""
         return self._listener.unauthenticated
 
     @property
     def callers(self) -> int:
-        """Number of connections that are served."""
+        """Number of active connections."""
         return len(self._served)
 
     def close(self) -> None:
-        """Stop serving. Who waits for an answer gets a ChannelError; functions that run are waited for, 5 s long."""
+        """Stop serving. Pending calls raise ChannelError in their clients.
+
+        Running functions have 5 s to finish.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -155,7 +158,7 @@ class Service(Closing):
             self._refused.popleft().close()
 
     def _welcome(self, connection: Connection) -> None:
-        """Serve a connection in a thread of its own; called by the listener."""
+        """Serve a connection in a new thread. The listener calls this."""
         if len(self._served) >= self.limits.callers:
             with suppress(ChannelError):
                 connection.post(Refused(f"it serves {len(self._served)} clients, which is as many as it may"))
@@ -198,7 +201,7 @@ class Service(Closing):
             problem = f"names and identities have at most {_MOST_NAME} characters"
         if problem is not None:
             connection.send(Refused(problem))
-            connection.receive(HANDSHAKE_S)  # until it has read that and closes
+            connection.receive(HANDSHAKE_S)  # until the client has read the refusal and closes the connection
             raise ChannelError("remote.client_refused", "{reason}", reason=problem)
         return Caller(hello.name, hello.identity, connection.peer)
 
@@ -208,7 +211,7 @@ class _Task:
 
     def __init__(self, call: Call, block: memoryview | None, function: Callable[..., Any]) -> None:
         self.call, self.block, self.function = call, block, function
-        self.arguments: list[Any] | None = None  # once they are unpacked
+        self.arguments: list[Any] | None = None  # after unpacking
         self.nbytes = 0 if block is None else len(block)
         self.forgotten = False
         self.credits = threading.Semaphore(STREAM_AHEAD) if call.stream else None
@@ -225,7 +228,7 @@ class _Served:
         self._ended = False
 
     def run(self) -> None:
-        """Take messages until the connection ends. Raises ChannelError then."""
+        """Read messages until the connection ends, which raises ChannelError."""
         while True:
             try:
                 message, block = self._talk.receive(_QUIET_S)
@@ -235,7 +238,7 @@ class _Served:
             del message, block
 
     def end(self) -> None:
-        """Let calls that run know that nobody waits for them."""
+        """Cancel running calls, because the client is gone."""
         with self._changed:
             self._ended = True
             for task in self._tasks.values():
@@ -280,7 +283,10 @@ class _Served:
         self._pool.put(lambda: self._run_admitted(task), lane)
 
     def _admit(self, task: _Task) -> None:
-        """Note a call, once the limits allow for it. Its client waits meanwhile, as nothing of it is read."""
+        """Admit a call as soon as the limits allow it.
+
+        Meanwhile no message of the client is read, so the client waits.
+        """
         with self._changed:
             while not self._ended and self._tasks and not self._has_room(task):
                 if self._talk.connection.wait(0, time.monotonic()) or self._talk.connection.lost:
@@ -307,7 +313,7 @@ class _Served:
                 self._changed.notify_all()
 
     def _run(self, task: _Task, *, is_trial: bool = False) -> bool:
-        """Call the function, and send its result; False where its trial would have to wait."""
+        """Call the function and send its result; return False if its trial must wait."""
         if task.forgotten or self._ended:
             return True
         call = task.call
@@ -321,10 +327,10 @@ class _Served:
             packed = pack(result)
             del result
             self._talk.send(Answer(call.number, [], packed.tree, None), packed)
-        except RemoteError as error:  # of values, or of a call that the function made itself
+        except RemoteError as error:  # errors of values, or of a call that the function made
             self._raised(call, error.kind and "RemoteError", str(error), error)
         except ChannelError as error:
-            if not self._talk.connection.lost:  # the function's own, or an answer that is too long
+            if not self._talk.connection.lost:  # errors of the function, or an answer that is too long
                 self._raised(call, "ChannelError", str(error), error)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the caller
             self._raised(call, type(error).__qualname__, _text_of(error), error)
@@ -339,14 +345,14 @@ class _Served:
         return task.arguments
 
     def _tried(self, task: _Task) -> Any:
-        """The result of the function's trial; then its arguments end here, as in `_called`."""
+        """Return the result of the function's trial, and free its arguments like `_called`."""
         result = task.function.__dict__["remote_trial"](self.caller, *self._unpacked(task))
         if result is not LATER:
             task.arguments = None
         return result
 
     def _called(self, task: _Task) -> Any:
-        """The result of the function. Its arguments end here, so that their memory returns with the answer."""
+        """Call the function, and free its arguments to return their memory with the answer."""
         arguments = self._unpacked(task)
         task.arguments = None
         result = task.function(self.caller, *arguments)
@@ -399,19 +405,19 @@ class Presence:
     """Connected clients, and those without a connection for less than the grace time.
 
     Args:
-        on_lost: called once with each client that has been away for longer, in a thread of this object.
+        on_lost: called once for each client that was disconnected for longer, in a thread of this object.
     """
 
     def __init__(self, grace_s: float, on_lost: Callable[[Caller], object]) -> None:
         self._grace_s, self._on_lost = grace_s, on_lost
         self._changed = threading.Condition()
         self._here: dict[str, set[Caller]] = {}  # connections by client
-        self._away: dict[str, tuple[float, Caller]] = {}  # until when, by client
+        self._away: dict[str, tuple[float, Caller]] = {}  # end of the grace time by client
         self._closed = False
-        self._thread: threading.Thread | None = None  # started when the first client is away
+        self._thread: threading.Thread | None = None  # started when the first client disconnects
 
     def came(self, caller: Caller) -> bool:
-        """Note a connection; True if the client was here before and is not lost."""
+        """Register a connection; return True if the client is known and not lost."""
         with self._changed:
             known = caller.identity in self._here
             self._here.setdefault(caller.identity, set()).add(caller)
@@ -419,15 +425,15 @@ class Presence:
             return known
 
     def left(self, caller: Caller) -> None:
-        """Note that a connection has ended."""
+        """Register the end of a connection."""
         with self._changed:
             connections = self._here.get(caller.identity, set())
-            if caller in connections:  # else the client was forgotten
+            if caller in connections:  # otherwise the client was forgotten
                 connections.remove(caller)
                 self.expect(caller)
 
     def expect(self, caller: Caller) -> None:
-        """Declare a client lost after the grace time, unless it connects before."""
+        """Declare a client lost after the grace time, unless it reconnects earlier."""
         with self._changed:
             if not self._here.setdefault(caller.identity, set()):
                 self._away[caller.identity] = (time.monotonic() + self._grace_s, caller)
@@ -469,7 +475,7 @@ class Presence:
 
 
 class Pool:
-    """Pool of at most `threads` threads, each started when no other is idle."""
+    """Pool of at most `threads` threads. A thread starts only if none is idle."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -477,14 +483,16 @@ class Pool:
         self._most = threads
         self._threads: list[threading.Thread] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the running one
+        self._lanes: dict[Hashable, deque[Callable[[], None]]] = {}  # tasks that wait for the running task of the lane
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
 
     def put(self, task: Callable[[], None], lane: Hashable = None) -> None:
-        """Run a task, which must not raise, in one of the threads. Tasks begin in the order given.
+        """Run a task in one of the threads. The task must not raise.
 
-        A task of a lane begins when the one before it in that lane has ended.
+        Tasks begin in the order in which they are added.
+
+        A task of a lane begins when the previous task of the lane has ended.
         """
         if lane is not None:
             with self._lock:
@@ -513,7 +521,10 @@ class Pool:
                     del self._lanes[lane]
 
     def close(self, deadline_s: float) -> None:
-        """End the threads, and wait for them as long as that. What hangs stays, without holding up the process."""
+        """End the threads, with a time limit.
+
+        A hanging thread does not stop the process from exiting.
+        """
         until = time.monotonic() + deadline_s
         with self._lock:
             threads = list(self._threads)

@@ -1,10 +1,10 @@
-"""Messages of remote calls, and the transfer of their tensors.
+"""Messages of remote calls, and transfer of their tensors.
 
 A `Talk` sends and receives messages with values over one connection of the run's channel. Within a host, large tensors
-lie in memory that both ends map: each end owns the memory that it sends in. It is a memfd, sealed against shrinking, so
-that a tensor in it never ends in a fault; its descriptor goes over the Unix socket. Received tensors lie in it, without
-a copy; when the last of a message's is gone, the receiver says so with its next message, and the sender writes the next
-tensors there.
+are in shared memory that both ends map; each end owns the memory of the tensors that it sends. The memory is a memfd,
+sealed against shrinking, so access to a tensor cannot fault. Its descriptor is sent over the Unix socket. Received
+tensors use this memory without a copy. When all tensors of a message are freed, the receiver reports this with its next
+message, and the sender reuses the memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from paceline.errors import ChannelError, DeadlineError
 from paceline.wire.connection import LIMIT_BYTES, Connection, FrameLimits
 from paceline_server.values import Packed
 
-SILENT_S = 20  # of a host that was cut off, until its connections are lost
-_DESCRIPTORS = 4  # that came, and whose message was not read yet
+SILENT_S = 20  # time until the connections of an unreachable host are lost
+_DESCRIPTORS = 4  # received descriptors whose messages were not read yet
 
 
 def frame_limits(attached_bytes: int, message_bytes: int = LIMIT_BYTES, *, within_host: bool) -> FrameLimits:
-    """Limits of a connection; within a host, descriptors of shared memory may come too."""
+    """Return a connection's limits. Within a host, shared memory descriptors are allowed."""
     return FrameLimits(attached_bytes, message_bytes, _memory, _DESCRIPTORS if within_host else 0)
 
 
@@ -42,7 +42,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 class Closing:
-    """Context manager that closes itself at the end of its `with` block."""
+    """Context manager that calls `close` at the end of its `with` block."""
 
     def close(self) -> None:
         """Close it."""
@@ -55,12 +55,12 @@ class Closing:
 
 
 class Talk:
-    """A connection, and the shared memory of both ends.
+    """A connection with the shared memory of both ends.
 
-    Any thread may send; one at a time receives.
+    Any thread may send. Only one thread at a time may receive.
 
     Args:
-        limit_bytes: of the tensors beside one message that comes.
+        limit_bytes: limit for the tensors attached to one received message.
     """
 
     def __init__(self, connection: Connection, limit_bytes: int) -> None:
@@ -77,14 +77,14 @@ class Talk:
         deadline_s: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
     ) -> None:
-        """Send a message and the memory beside it, and wait until the kernel has them.
+        """Send a message and its attached memory, and wait until the kernel has them.
 
         Args:
-            meanwhile: called when the peer says something while it takes nothing.
+            meanwhile: called if the peer sends messages while it does not receive.
 
         Raises:
-            ChannelError: the message is too long, or the connection is lost, now or before.
-            DeadlineError: the peer takes nothing.
+            ChannelError: the message is too long, or the connection is or was lost.
+            DeadlineError: the peer does not receive.
         """
         attached = self._place(message, packed)
         try:
@@ -111,7 +111,7 @@ class Talk:
                 meanwhile()
 
     def receive(self, deadline_s: float) -> tuple[Any, memoryview | None]:
-        """The next message, and the memory beside it. Raises as `Connection.receive`."""
+        """Return the next message and its attached memory. Raises as `Connection.receive`."""
         until = time.monotonic() + deadline_s
         found = self.take() if self.connection.holds_bytes else None
         while found is None:
@@ -126,7 +126,10 @@ class Talk:
         return found
 
     def take(self) -> tuple[Any, memoryview | None] | None:
-        """The next message, and the memory beside it; None if none is here. Raises as `Connection.take`."""
+        """Return the next message and its attached memory, or None.
+
+        Raises the same errors as `Connection.take`.
+        """
         while (found := self.connection.take_attached()) is not None:
             message, attached = found
             try:
@@ -142,18 +145,18 @@ class Talk:
         return None
 
     def close(self) -> None:
-        """Close the connection, and let go of both ends' memory. Tensors in it stay."""
+        """Close the connection, and release both ends' memory. Tensors in it stay valid."""
         self.connection.close()
         with self._lock:
             self._own, self._peers = None, PeersMemory()
 
     def _place(self, message: Any, packed: Packed | None) -> list[memoryview]:
-        """Put large tensors into shared memory, or return them to go through the socket."""
+        """Place large tensors in shared memory, or return them to be sent by the socket."""
         placed = None
         if packed and self._own is not None and packed.nbytes >= SHARED_BYTES:
             with self._lock:
                 placed = self._own.place(packed.parts, packed.nbytes)
-        if placed and packed:  # they may lie in the peer's memory, which returns to it now
+        if placed and packed:  # they may use the peer's memory, which is now returned
             packed.parts.clear()
         if self._peers.has_ended:
             with self._lock:
@@ -166,7 +169,7 @@ class Talk:
         return []
 
     def _take_back(self, message: Any) -> None:
-        """Free the memory of an unsent message, and keep what it would have returned."""
+        """Free the memory of an unsent message, and keep its list of returned memory."""
         with self._lock:
             if self._own is not None and getattr(message, "block", None) is not None:
                 self._own.returned([message.block.memory])
@@ -181,7 +184,7 @@ class Talk:
             self._peers.add(message.number, message.nbytes, descriptor)
 
     def _block(self, message: Any, attached: memoryview | None) -> memoryview | None:
-        """The memory beside a message; what it says of our own memory is noted."""
+        """Return a message's attached memory, and process the message's returned memory."""
         block = message.block if type(message) is Call or type(message) is Answer else None
         if block is None and attached is not None and not isinstance(message, Call | Answer):
             raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that has none")
@@ -206,7 +209,7 @@ VERSION = 3
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """First message of a client; one of another version may have more."""
+    """First message of a client. Other versions may have more fields."""
 
     version: int
     name: str
@@ -229,15 +232,15 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", forbid_unknown_fie
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused", forbid_unknown_fields=True):
-    """First and last message of a service that does not take calls."""
+    """The only message of a service that refuses a client."""
 
     reason: str
 
 
 class SharedMemory(msgspec.Struct, array_like=True, tag="memory", forbid_unknown_fields=True):
-    """Memory that the receiver is to map. Its descriptor comes with the message.
+    """Memory that the receiver must map. The message carries its descriptor.
 
-    A number that stood for other memory stands for this from now on.
+    If the number referred to other memory, it refers to this memory from now on.
     """
 
     number: int
@@ -255,7 +258,7 @@ class _Numbered(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """A message on one call.
 
     Attributes:
-        returned: shared memory of the receiver's that the sender has no tensors in any more.
+        returned: shared memory of the receiver that the sender no longer uses.
     """
 
     number: int
@@ -266,8 +269,8 @@ class Call(_Numbered, tag="call"):
     """Call a function.
 
     Attributes:
-        stream: asks for the results one by one.
-        lane: calls of one client in one lane run one after the other, in order; calls without a lane run at any time.
+        stream: True to request the results one by one.
+        lane: calls of one client in one lane run one at a time, in order. Calls without a lane run at any time.
     """
 
     function: str
@@ -278,33 +281,33 @@ class Call(_Numbered, tag="call"):
 
 
 class Forget(_Numbered, tag="forget"):
-    """Nobody waits for the answer to a call. It need not begin, and its stream may end."""
+    """Cancellation of a call. It need not begin, and its stream may end."""
 
 
 class More(_Numbered, tag="more"):
-    """A number of further results of a stream that may be sent."""
+    """Number of additional results that a stream may send."""
 
     count: int
 
 
 class Answer(_Numbered, tag="answer"):
-    """Result of a call, or the next one of a stream."""
+    """Result of a call, or the next result of a stream."""
 
     value: Any
     block: Block | None
 
 
 class End(_Numbered, tag="end"):
-    """A stream has no further results."""
+    """End of a stream."""
 
 
 class Raised(_Numbered, tag="raised"):
-    """A call raised, or was refused (then without a kind)."""
+    """Error of a call. If the call was refused, there is no `kind`."""
 
     kind: str
     text: str
     remote_traceback: str
-    code: str = ""  # of a PacelineError
+    code: str = ""  # fields of a PacelineError
 
 
 FromClient = Hello | Call | Forget | More | SharedMemory
@@ -312,28 +315,28 @@ FromService = Welcome | Refused | Answer | End | Raised | SharedMemory
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-LATER = object()  # result of a trial that would have to wait
+LATER = object()  # result of a trial that must wait
 
 
 def quick(function: F) -> F:
-    """Have a function run in the thread that reads its calls. It must never wait."""
+    """Run a function in the thread that reads its calls. The function must never wait."""
     function.__dict__["remote_mark"] = "quick"
     return function
 
 
 def at_once(function: F, trial: Callable[..., Any]) -> F:
-    """Have a trial of a function run in the thread that reads its calls.
+    """Run a trial of a function in the thread that reads its calls.
 
-    Where the trial would have to wait it does nothing and returns `LATER`; the function itself is called then.
+    If the trial must wait, it has no effect and returns `LATER`, and the function itself is called.
     """
     function.__dict__ |= {"remote_mark": "at once", "remote_trial": trial}
     return function
 
 
-SHARED_BYTES = 2**16  # in all of a message's large tensors; shorter ones go through the socket
+SHARED_BYTES = 2**16  # minimum size of a message's large tensors together; smaller ones are sent by the socket
 MOST_BLOCKS = 32
 LEAST_BYTES = 2**20
-_MOST_BYTES = 2**33  # of all blocks of one end of a connection; they take memory where they were written
+_MOST_BYTES = 2**33  # limit for all blocks of one end of a connection; only written pages take memory
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -341,7 +344,7 @@ class Placed(NamedTuple):
     """Data that was written into shared memory.
 
     Attributes:
-        descriptor: of the memory, where the receiver does not map it yet.
+        descriptor: descriptor of the memory if the receiver does not map it yet.
     """
 
     number: int
@@ -350,7 +353,7 @@ class Placed(NamedTuple):
 
 
 class OwnMemory:
-    """Memory of this end, which the other reads. One thread at a time."""
+    """Memory of this end, which the other end reads. Use from one thread at a time."""
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
@@ -360,9 +363,11 @@ class OwnMemory:
         return len(self._segments)
 
     def place(self, parts: Collection[memoryview], nbytes: int) -> Placed | None:
-        """Copy parts into free memory, one behind the other; None where there is none. The caller closes `descriptor`.
+        """Copy parts consecutively into free memory; None if there is none.
 
-        What has been placed stays there until it is `returned`.
+        The caller closes `descriptor`.
+
+        The memory stays in use until it is `returned`.
         """
         fitting = [number for number in self._free if self._segments[number].size >= nbytes]
         descriptor = None
@@ -382,10 +387,10 @@ class OwnMemory:
         return Placed(number, segment.size, descriptor)
 
     def returned(self, numbers: Collection[int]) -> None:
-        """Take back what the other end no longer uses.
+        """Reclaim memory that the other end no longer uses.
 
         Raises:
-            ChannelError: it never had some of it.
+            ChannelError: the peer did not have some of this memory.
         """
         for number in numbers:
             if number not in self._segments or number in self._free:
@@ -397,7 +402,7 @@ class OwnMemory:
             self._free.add(number)
 
     def _make(self, nbytes: int) -> tuple[int, int] | None:
-        """New memory for so many bytes. It replaces free one that is too small where there is too much."""
+        """Allocate memory. At the limit, it replaces free memory that is too small."""
         size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
         held = sum(segment.size for segment in self._segments.values())
         number = len(self._segments)
@@ -421,18 +426,21 @@ class OwnMemory:
 
 
 class PeersMemory:
-    """Memory of the other end, which this one reads. `returned` holds the numbers of what it uses no longer."""
+    """Memory of the other end, which this end reads.
+
+    `returned` holds the numbers of unused memory.
+    """
 
     def __init__(self) -> None:
         self._segments: dict[int, Segment] = {}
         self._lent: set[int] = set()
-        self._ended: deque[int] = deque()  # added to wherever the last tensor of a block ends
+        self._ended: deque[int] = deque()  # any thread that frees the last tensor of a block adds to it
 
     def add(self, number: int, nbytes: int, descriptor: int) -> None:
         """Map memory, and close its descriptor.
 
         Raises:
-            ChannelError: it is not what a peer of ours would send.
+            ChannelError: the memory is not of the form that a paceline peer sends.
         """
         try:
             if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
@@ -464,10 +472,10 @@ class PeersMemory:
             os.close(descriptor)
 
     def block(self, number: int, nbytes: int) -> memoryview:
-        """The bytes of a message. Its memory is returned when nothing uses them any more.
+        """Return the bytes of a message. Its memory is returned when it is no longer used.
 
         Raises:
-            ChannelError: there is no such memory, or its bytes are still in use here.
+            ChannelError: the memory does not exist, or its bytes are still in use here.
         """
         segment = self._segments.get(number)
         if segment is None or number in self._lent or not 0 < nbytes <= segment.size:
@@ -483,11 +491,11 @@ class PeersMemory:
 
     @property
     def has_ended(self) -> bool:
-        """True if `returned` has something."""
+        """True if `returned` is not empty."""
         return bool(self._ended)
 
     def returned(self) -> list[int]:
-        """Numbers of the memory that is no longer used here, each once."""
+        """Return the numbers of memory that is no longer used here, each once."""
         numbers = []
         while self._ended:
             numbers.append(self._ended.popleft())
@@ -495,13 +503,13 @@ class PeersMemory:
         return numbers
 
     def not_returned(self, numbers: list[int]) -> None:
-        """Have what `returned` gave returned another time."""
+        """Put back numbers from `returned`, to be returned later."""
         self._lent.update(numbers)
         self._ended.extend(numbers)
 
 
 class _Loan:
-    """Bytes of a segment, as numpy takes them. It ends with the last array or tensor that lies there."""
+    """Bytes of a segment for numpy, freed with the last array or tensor in them."""
 
     def __init__(self, segment: Segment, nbytes: int, number: int, ended: deque[int]) -> None:
         self._segment, self._number, self._ended = segment, number, ended
@@ -509,5 +517,5 @@ class _Loan:
         self.__array_interface__: dict[str, Any] = {"shape": (nbytes,), "typestr": "|u1", "data": place, "version": 3}
 
     def __del__(self) -> None:
-        # any thread, in the middle of anything: this one thing is atomic
+        # runs in any thread at any time, so it must be atomic
         self._ended.append(self._number)

@@ -1,8 +1,8 @@
-"""Values that go to another process and back: numbers, text, containers, tensors and registered classes.
+"""Values in remote calls: numbers, text, containers, tensors and registered classes.
 
-`pack` makes of a value what msgpack can hold, and a list of memory that goes beside it: the bytes of large tensors,
-never copied here. `unpack` is strict: what no `pack` makes is refused. Nothing is imported or called that this process
-has not registered.
+`pack` converts a value to msgpack types and a list of attached memory, which holds the bytes of large tensors without a
+copy. `unpack` is strict: it refuses data that `pack` cannot produce, and only uses classes that this process has
+registered.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 from paceline.errors import RemoteError
 
 T = TypeVar("T")
-INLINE_BYTES = 2**14  # of a tensor or of bytes; longer ones go beside the message
-_MOST_INLINE = 2**20  # bytes of all that is inline
-_ALIGNMENT = 64  # bytes, of a tensor beside a message
+INLINE_BYTES = 2**14  # limit for an inline tensor or bytes; larger ones are attached to the message
+_MOST_INLINE = 2**20  # limit for all inline bytes
+_ALIGNMENT = 64  # alignment of an attached tensor, in bytes
 TUPLE, OBJECT, TENSOR, LARGE_TENSOR, LARGE_BYTES = range(1, 6)  # extension types of msgpack
 _PADDING = memoryview(bytes(_ALIGNMENT))
 _LENGTH = struct.Struct("<Q")
-_HEADER_BYTES = 8  # of a tensor's header, and as many for each dimension
+_HEADER_BYTES = 8  # bytes of a tensor's header, and of each dimension in it
 _MOST_DEPTH = 100
-# Their order is what a peer reads: add at the end only, with a new VERSION.
+# Peers depend on this order: append only, with a new VERSION.
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -43,7 +43,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 class _Kind(NamedTuple):
-    """A dataclass that may be sent, under the name that stands for it in messages."""
+    """A dataclass that may be sent, and its name in messages."""
 
     name: str
     kind: type
@@ -55,7 +55,10 @@ _kinds_by_name: dict[str, _Kind] = {}
 
 
 def sendable(kind: type[T]) -> type[T]:
-    """Let instances of a dataclass be sent and received by this process. A decorator; both ends need it."""
+    """Decorate a dataclass to allow this process to send and receive its instances.
+
+    Both ends must register the class.
+    """
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind.__qualname__} is no dataclass")
     name = f"{kind.__module__}:{kind.__qualname__}"
@@ -65,11 +68,11 @@ def sendable(kind: type[T]) -> type[T]:
 
 
 class Packed(NamedTuple):
-    """A value as it is sent.
+    """A value in the form in which it is sent.
 
     Attributes:
         tree: for msgpack.
-        parts: memory beside it, of `nbytes` in all.
+        parts: attached memory, `nbytes` in total.
     """
 
     tree: Any
@@ -78,10 +81,10 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """Make of a value what can be sent. Its large tensors must not change until it is.
+    """Convert a value for sending. Large tensors must not change until it is sent.
 
     Raises:
-        RemoteError: it holds something that cannot be sent; says what may.
+        RemoteError: the value contains a type that cannot be sent. The message lists the allowed types.
     """
     packer = _Packer()
     tree = packer.pack(value, 0)
@@ -89,10 +92,10 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(tree: Any, block: memoryview | None) -> Any:
-    """Make a value of what came. Tensors of the block lie in it, and keep it alive.
+    """Convert received data to a value. Tensors share the block's memory and keep it alive.
 
     Raises:
-        RemoteError: no `pack` makes this, or this process does not know a class in it.
+        RemoteError: `pack` cannot produce this data, or this process does not know a class in it.
     """
     unpacker = _Unpacker(block)
     value = unpacker.unpack(tree, 0)
@@ -193,7 +196,7 @@ _MARK_TUPLE = msgspec.msgpack.Ext(TUPLE, b"")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Bytes of a tensor in host memory. They are copied where they do not lie there in a row."""
+    """Return the bytes of a tensor in host memory, copied if it is not contiguous."""
     if type(tensor) is not Tensor and type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer):
         raise RemoteError(
             "remote.tensor_class",
@@ -203,7 +206,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu and not tensor.requires_grad:
         try:
             array = tensor.numpy()
-        except (RuntimeError, TypeError):  # not dense, or a view that is conjugated
+        except (RuntimeError, TypeError):  # not dense, or a conjugated view
             return _bytes_of_any(tensor)
         return (array if array.flags.c_contiguous else array.copy("C")).reshape(-1).view(np.uint8).data
     return _bytes_of_any(tensor)
@@ -228,17 +231,17 @@ def _bytes_of_any(tensor: Tensor) -> memoryview:
 
 @functools.lru_cache(maxsize=4096)
 def header_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Dtype and shape of a tensor; a multiple of 8 bytes."""
+    """Encode dtype and shape of a tensor in a multiple of 8 bytes."""
     return struct.pack(f"<BB6x{len(shape)}Q", len(shape), _DTYPE_NUMBERS[dtype], *shape)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Dtype, shape, and number of values."""
+    """Decode dtype, shape, and number of values."""
     dimensions, number = header[:2]
     shape = struct.unpack_from(f"<{dimensions}Q", header, _HEADER_BYTES)
     count = math.prod(shape)
-    strides = math.prod(max(size, 1) for size in shape)  # those of an empty tensor must fit into 64 bits, too
+    strides = math.prod(max(size, 1) for size in shape)  # the sizes of an empty tensor must also fit into 64 bits
     if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(strides, *shape, 0) >= 2**48:
         raise RemoteError("remote.tensor_impossible", "the peer sent a tensor of an impossible dtype or shape")
     return _DTYPES[number], shape, count
@@ -320,7 +323,7 @@ class _Unpacker:
         return _tensor_of(self._block, dtype, shape, count, self._part(nbytes)[0])
 
     def _part(self, nbytes: int) -> tuple[int, int]:
-        """The next bytes of the block. They come in the order of the values, so no peer says where."""
+        """Return the next bytes of the block, which follow the order of the values."""
         begin = self.used
         if not 0 < nbytes <= self._nbytes - begin:
             raise RemoteError(
@@ -353,13 +356,13 @@ def _key(key: Any) -> str | int:
 @sendable
 @dataclass(frozen=True)
 class Held:
-    """An object in the serving process, in the place of the object itself."""
+    """Stand-in for an object in the serving process."""
 
     number: str
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in lists, tuples, dicts and data classes."""
+    """List all tensors in lists, tuples, dicts and data classes."""
     found: list[Tensor] = []
 
     def keep(tensor: Any) -> Any:
@@ -372,15 +375,15 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def with_tensors(value: Any, tensors: list[Any]) -> Any:
-    """A copy of a nested value with these in the places of its tensors."""
+    """Copy a nested value with other tensors."""
     remaining = iter(tensors)
     return mapped(lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of a nested value with `function` applied to its leaves.
+    """Copy a nested value with `function` applied to its leaves.
 
-    Lists, tuples, dicts and data classes are none.
+    Lists, tuples, dicts and data classes are not leaves.
     """
     kind = type(value)
     if kind is tuple or kind is list:

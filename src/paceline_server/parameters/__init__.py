@@ -1,7 +1,7 @@
 """A parameter server: a process that owns parameters, and clients that come and go.
 
-Read `log.py` (the log of operations, and why the loss of a server loses no update), then `machine.py` (what an
-operation does, without sockets), then `process.py` and `client.py` (the two ends).
+Read `log.py` (the replicated log of operations, which survives the loss of a server), then `machine.py` (the effect of
+each operation, without sockets), then `process.py` and `client.py` (the two ends).
 """
 
 from paceline_server.parameters.client import Pulled, Pushed, ServerClient

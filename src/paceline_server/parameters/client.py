@@ -1,7 +1,7 @@
-"""Client of the parameter servers of a run: it pulls, pushes, takes tickets and sums.
+"""Client of a run's parameter servers: pull, push, take tickets, and sum.
 
-An operation has its number before it is sent, and keeps it however often it is sent again, to whichever process of the
-server answers: so it is applied once. Large tensors are cut between the servers by `settings.slices_of`.
+Each operation gets a number before it is sent, and keeps the number if it is sent again, even to another process of the
+server. The server therefore applies it once. `settings.slices_of` divides large tensors between the servers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from paceline_server.parameters.settings import ServerSettings, Slice, slices_of
 from paceline_server.talk import Closing
 
 Encode = Callable[[str, Tensor], Tensor | None]
-_Place = tuple[weakref.ref[Tensor], int]  # a tensor, and which of its changes was the last
+_Place = tuple[weakref.ref[Tensor], int]  # a tensor, and the version counter of its last change
 
 
 class Pushed(NamedTuple):
     """Result of a push.
 
     Attributes:
-        version: of the first server's parameters, after it.
+        version: version of the first server's parameters after the push.
         staleness: steps since the version that the push was computed with.
-        accepted: False: the ticket was dealt to another client meanwhile, and nothing was applied.
-        next: a ticket that was dealt with the answer, where one was asked for and there was one.
+        accepted: False if the ticket was meanwhile dealt to another client, so that nothing was applied.
+        next: the next ticket, if one was requested and available.
     """
 
     version: int
@@ -61,26 +61,26 @@ class Pushed(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """Result of a pull: the first server's version, and the bytes that came."""
+    """Result of a pull: the first server's version, and the number of bytes received."""
 
     version: int
     nbytes: int
 
 
 class ServerClient(Closing):
-    """A client of all servers of a run. Except for sums, only one thread at a time may call it.
+    """A client of all servers of a run. Only sums may run in several threads.
 
     Args:
-        servers: for each server the addresses of its processes, in any order; more are learnt at each connection.
-        views: views of each server, to find processes that were started later.
+        servers: the addresses of each server's processes, in any order. Each connection may add more addresses.
+        views: the views of each server, to find processes that start later.
         name: unique among living clients; a client that connects under the same name replaces the earlier one.
-        deadline_s: longest time of each call without an answer from the server.
-        patience_s: longest time of each call that waits for other clients; None: the deadline.
-        encode: codes the dense numbers of a push, given a name for them; None sends them uncoded.
+        deadline_s: longest wait of each call for an answer from the server.
+        patience_s: longest wait of each call for other clients; the deadline if None.
+        encode: function that encodes the dense numbers of a push under a name; None sends them uncoded.
 
     Raises:
-        ServerRefused: the servers have another model or other settings.
-        ServerLost: a server is not reached in time.
+        ServerRefused: the servers have a different model or different settings.
+        ServerLost: a server cannot be reached in time.
     """
 
     def __init__(
@@ -114,29 +114,29 @@ class ServerClient(Closing):
         return int(self._act_everywhere(Join())[0][0])
 
     def leave(self) -> None:
-        """End the membership. Tickets that are held are dealt again."""
+        """End the membership. The client's tickets are dealt again."""
         self._act_everywhere(Leave())
 
     def initialize(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the parameters their first values; where another client has, nothing changes."""
+        """Set the initial parameters, unless another client has already set them."""
         parts = [{piece.name: piece.cut(tensors[piece.name]) for piece in line.owned} for line in self.lines]
         self._act([Initialize(part) for part in parts])
 
     def pull(self, into: Mapping[str, Tensor], *, at_least: int = 0) -> Pulled:
         """Copy the dense parameters into tensors of the same names.
 
-        Where these are the tensors of the last pull, as it left them, only what has changed since comes.
+        If these are the unmodified tensors of the last pull, only changed tensors are sent.
 
         Args:
-            into: all of them.
-            at_least: global batches that must be in them; wait until they are (`Ticket.needs`).
+            into: all dense parameters.
+            at_least: wait until this number of global batches is applied (`Ticket.needs`).
         """
         self._note(into)
         asked = [line.ask("pull", line.since, at_least, waits_s=MOST_WAIT_S) for line in self.lines]
         return self._received([one.result() for one in asked], into)
 
     def pull_rows(self, name: str, rows: Tensor, *, at_least: int = 0) -> Tensor:
-        """Rows of a sparse tensor, in the order asked for."""
+        """Return rows of a sparse tensor, in the requested order."""
         found: list[tuple[Tensor, Asked]] = []
         for line, piece in self._pieces(name):
             at = torch.nonzero((rows >= piece.first) & (rows < piece.stop)).flatten()
@@ -161,7 +161,7 @@ class ServerClient(Closing):
     def pull_changed_rows(self, name: str, into: Tensor, *, at_least: int = 0) -> int:
         """Copy the rows of a sparse tensor that changed since the last call.
 
-        All of them where this is another tensor, or was changed. Returns how many.
+        If `into` is a different tensor or was modified, all rows are copied. Returns the number of copied rows.
         """
         count = 0
         as_it_was = _as_it_was(self._tables.get(name), into)
@@ -185,15 +185,15 @@ class ServerClient(Closing):
         take: bool = False,
         record: list[Any] | None = None,
     ) -> Pushed:
-        """Push gradients, dense or sparse (COO), or with `delta` changes of the parameters.
+        """Push gradients, dense or sparse (COO), or with `delta` parameter changes.
 
         Args:
-            into: tensors into which what has changed is pulled, in the same round trip.
-            take: have the next ticket with the answer, where there is one now.
-            record: plain values about the ticket's piece, kept with it for `records`.
+            into: tensors into which changed parameters are pulled in the same round trip.
+            take: request the next ticket with the answer, if one is available now.
+            record: plain values about the ticket's piece, which `records` returns.
 
         Raises:
-            ServerRefused: NaN, wrong shapes or names. Nothing was applied.
+            ServerRefused: the push has NaN, wrong shapes or wrong names. Nothing was applied.
         """
         if into is not None:
             self._note(into)
@@ -212,18 +212,18 @@ class ServerClient(Closing):
             self.join()
             if ticket is None:
                 raise
-            # which of the servers have it already is not known: those take it no second time
+            # it is unknown which servers have already applied it; those servers ignore the repetition
             replies = self._act(actions, pull=into is not None, first_last=True)
         if into is not None:
             if all(len(reply) > 4 for reply in replies):
                 self._received([reply[4:] for reply in replies], into)
-            else:  # others have not pushed yet
+            else:  # other clients have not pushed yet
                 self.pull(into)
         version, accepted, staleness, dealt = replies[0][:4]
         return Pushed(version, staleness, accepted, None if dealt is None else Ticket(*dealt))
 
     def take(self) -> Ticket | None:
-        """Take a ticket, waited for; None: all tickets up to the boundary are applied."""
+        """Wait for a ticket; None if all tickets up to the boundary are applied."""
         (reply,) = self._act([Take()])
         return None if reply[3] is None else Ticket(*reply[3])
 
@@ -236,7 +236,7 @@ class ServerClient(Closing):
         self._act([Open(until_batch, recorded)])
 
     def records(self, number: int) -> tuple[int, list[tuple[int, list[Any]]]]:
-        """Tickets and records of applied pieces from a number on; first, the number behind them."""
+        """Return the next record number, and tickets and records from a given number."""
         behind, found = self.lines[0].ask("records", number).result()
         return behind, [(ticket, record) for ticket, record in found]
 
@@ -250,16 +250,18 @@ class ServerClient(Closing):
         bucket: int = 0,
         coded: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Begin a sum over all members; call the result for it. The tensor holds the sum then.
+        """Begin a sum over all members.
+
+        Calling the result waits for the sum, which replaces the tensor.
 
         Args:
             number, bucket: identity of the sum: number of the step, and of the bucket of gradients.
-            coded: sent instead of the tensor.
+            coded: encoded bytes to send instead of the tensor.
             index: of this member among `members`. The sum is taken in this order, so it is the same in every run.
 
         Raises:
-            DeadlineError: some members contributed nothing; the error names their indices.
-            ServerRefused: the members' tensors do not fit together.
+            DeadlineError: some members did not contribute; the error lists their indices.
+            ServerRefused: the members' tensors differ in shape or dtype.
         """
         line = self.lines[bucket % len(self.lines)]
         sent, numel = (tensor, 0) if coded is None else (coded, tensor.numel())
@@ -272,16 +274,16 @@ class ServerClient(Closing):
         return result
 
     def statistics(self) -> list[dict[str, Any]]:
-        """Counts of each server and its clients."""
+        """Return the counters of each server and its clients."""
         return [asked.result() for asked in [line.ask("statistics") for line in self.lines]]
 
     def state(self) -> dict[str, Any]:
-        """Parameters and optimizer state of each server, and the global batches applied, for a checkpoint."""
+        """Return each server's state, and the number of applied global batches, for a checkpoint."""
         parts = [asked.result() for asked in [line.ask("state") for line in self.lines]]
         return {"parts": [part["parameters"] for part in parts], "batches": parts[0]["batches"]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, by one client and at a boundary."""
+        """Restore what `state` returned. One client calls this at a boundary."""
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(
                 "server.state_of_other_servers",
@@ -294,7 +296,7 @@ class ServerClient(Closing):
         self._tables.clear()
 
     def close(self) -> None:
-        """Hang up. The membership stays a while: `leave` ends it."""
+        """Close the connections. The membership lasts for the grace time; `leave` ends it at once."""
         for line in self.lines:
             line.close()
 
@@ -320,7 +322,7 @@ class ServerClient(Closing):
         return push if coded is None else msgspec.structs.replace(push, dense={}, coded=(names, coded))
 
     def _note(self, into: Mapping[str, Tensor]) -> None:
-        """Have everything pulled where tensors come that do not hold what was pulled last."""
+        """Request a full pull if tensors do not hold the last pulled values."""
         if missing := {spec.name for spec in self._specs.values() if not spec.sparse} - into.keys():
             raise ServerRefused(
                 "server.pull_incomplete",
@@ -333,7 +335,7 @@ class ServerClient(Closing):
                 line.since = -1
 
     def _note_rows(self, line: Line, version: int) -> None:
-        """Note the version of rows, where there are no dense tensors that say which."""
+        """Record the version of rows if there are no dense tensors."""
         if all(spec.sparse for spec in self._specs.values()):
             line.read = version
 
@@ -362,11 +364,11 @@ class ServerClient(Closing):
         return self._act([action] * len(self.lines))
 
     def _act(self, actions: Sequence[Action], pull: bool = False, first_last: bool = False) -> list[list[Any]]:
-        """Have the first servers apply an action each; returns their replies.
+        """Send one action to each of the first servers, and return their replies.
 
         Args:
-            first_last: the first server, which deals tickets, gets its action when all others have theirs. So a client
-                that dies between leaves no ticket that counts as applied, and is not everywhere.
+            first_last: send the action of the first server, which deals tickets, after all others have theirs. If the
+                client dies in between, no ticket counts as applied without being applied on all servers.
         """
         self._sequence += 1
 
@@ -391,30 +393,30 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _as_it_was(place: _Place | None, tensor: Tensor) -> bool:
-    """True if it is the tensor that was noted, and nobody has changed it."""
+    """True if it is the recorded tensor and was not modified."""
     return place is not None and place[0]() is tensor and place[1] == tensor._version
 
 
-_CONNECT_S = (0.1, 2.0)  # for each process, at first and at most
+_CONNECT_S = (0.1, 2.0)  # initial and longest time for each process
 _PAUSE_S = 0.02
 
 
 class NoMember(ServerRefused):
-    """The server has given up this client: it joins again."""
+    """The server no longer counts this client as a member; the client joins again."""
 
 
 class Line:
-    """Calls to one server, which may be several processes. Any thread may call.
+    """Calls to one server, which may have several processes, from any thread.
 
     Args:
-        addresses: of its processes, the likely primary first.
-        deadline_s: longest time of a call without an answer from any process of the server.
-        patience_s: longest time that a call waits for other clients while the server answers; None: the deadline.
-        views: finds more addresses if none of these is the primary.
+        addresses: addresses of the server's processes, with the likely primary first.
+        deadline_s: longest wait of a call for an answer from any process of the server.
+        patience_s: longest wait of a call for other clients while the server answers; the deadline if None.
+        views: source of more addresses if none of these is the primary.
 
     Attributes:
         owned: rows of tensors that the server owns.
-        read: version of the parameters with which the next push is computed.
+        read: version of the parameters that the next push uses.
         since: version of the tensors of the last pull.
         rows_since: version of each table in the last pull of changed rows.
     """
@@ -446,8 +448,8 @@ class Line:
         """Begin a call.
 
         Args:
-            waits_s: the function takes, behind `args`, the seconds that it may wait: these, before it is asked again.
-            more: arguments behind these.
+            waits_s: seconds that the function may wait per request, passed after `args`.
+            more: arguments after the seconds.
         """
         return Asked(self, function, args, waits_s, more)
 
@@ -481,7 +483,7 @@ class Line:
             return self._client
 
     def moved(self, client: Client, addresses: Sequence[str]) -> None:
-        """Look for the primary anew, these addresses first, and last the one that was."""
+        """Look for the primary again, first at these addresses, and last at its old one."""
         with self._lock:
             if self._client is client:
                 self._client = None
@@ -491,8 +493,8 @@ class Line:
             self._learn(addresses)
 
     def close(self) -> None:
-        """Hang up."""
-        self._closed = True  # before the lock, which a thread holds that looks for the primary
+        """Close the connection."""
+        self._closed = True  # set before taking the lock, because a thread that looks for the primary holds it
         with self._lock:
             if self._client:
                 self._client.close()
@@ -519,7 +521,7 @@ class Line:
 
 
 class Asked:
-    """A call under way, repeated as it is until a primary has answered it."""
+    """A pending call, repeated unchanged until a primary answers."""
 
     def __init__(
         self, line: Line, function: str, args: Sequence[Any], waits_s: float | None, more: Sequence[Any]
@@ -532,12 +534,12 @@ class Asked:
         self._begin()
 
     def result(self) -> Any:
-        """The answer.
+        """Wait for the answer.
 
         Raises:
-            ServerRefused, NoMember: the server says why.
-            DeadlineError: others have not come in time; the server names them.
-            ServerLost: no process of the server answers.
+            ServerRefused, NoMember: the server refused the call; the message gives the reason.
+            DeadlineError: other clients did not arrive in time; the message names them.
+            ServerLost: no process of the server answered.
         """
         while True:
             status, value = self._answer()
@@ -565,7 +567,7 @@ class Asked:
             self._begin()
 
     def _begin(self) -> None:
-        """Send the call. A failure is looked at when the answer is asked for."""
+        """Send the call. A failure is handled when the answer is requested."""
         self._client = self.line.connected(self._until)
         now = time.monotonic()
         left_s = max(0.0, self._until - now)
@@ -578,7 +580,7 @@ class Asked:
             self._pending = None
 
     def _answer(self) -> Any:
-        """Answer of the server; "elsewhere" where there is none."""
+        """Return the answer of the server, or "elsewhere" if there is none."""
         if self._pending is None:
             return "elsewhere", []
         try:

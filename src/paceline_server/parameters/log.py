@@ -1,20 +1,23 @@
-"""The log of a server: operations in one order, at the primary and its backup.
+"""The replicated log of a server: ordered operations at the primary and its backup.
 
 All state comes from the log. A gradient, its ticket, the record of its piece and the answer
 to its client are one operation; the machine's state (`machine.py`) is the result of all operations so far.
 
 Invariants:
 
-- *Order.* Only the primary takes operations, one at a time, and numbers them; the backup applies the same operations
-  under the same numbers, and refuses any other.
-- *Exactly once.* A client repeats an operation under its number until a primary answers; the machine applies it once.
-- *No answered operation is lost.* The primary answers an operation, and shows its effect to readers, when the backup
-  has it. So a standby that takes over knows every operation that any client has seen.
-- *One primary.* The view names primary and backup, and only the next generation ever replaces it, by compare-and-set.
-  A backup that cannot reach its primary, and a primary that cannot reach its backup, both ask for the next generation,
-  and one of them gets it. The other one is deposed: it answers no client, and the backup refuses its operations.
-- *Resumption.* A new backup gets the state at one place in the order and then every operation behind it, and counts
-  from when it has all of them. A checkpoint has the parameters at a boundary, where no operation is under way.
+- *Order.* Only the primary accepts operations, one at a time, and numbers them. The backup applies the same operations
+under the same numbers, and refuses all others.
+- *Exactly once.* A client repeats an operation under the same number until a primary answers. The machine applies the
+operation once.
+- *No answered operation is lost.* The primary answers an operation, and shows its effect to readers, only after the
+backup has the operation. A backup that takes over therefore knows every operation that a client has seen.
+- *One primary.* The view names the primary and the backup. Only the next generation replaces a view, by
+compare-and-set.
+  A backup that cannot reach its primary, and a primary that cannot reach its backup, both try to begin the next
+  generation, and one of them succeeds. The other one is deposed: it does not answer clients, and the backup refuses its
+  operations.
+- *Resumption.* A new backup receives the state at one position of the log and then every later operation. It counts as
+a backup once it has all of them. A checkpoint holds the parameters at a boundary, when no operation is in progress.
 """
 
 from __future__ import annotations
@@ -44,11 +47,11 @@ from paceline_server.parameters.machine import (
 )
 from paceline_server.service import Caller
 
-_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # how long the primary holds a beat, and how long the backup waits for it
-_LOOK_S = 0.5  # between looks of a primary at its view and its backup
-_PAUSE_S = 0.05  # between attempts to become somebody's backup
-_ANSWER_S = 0.8  # for an operation to be applied in the backup, before it counts as lost
-_STATE_S = 600.0  # for the whole state
+_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # hold of a heartbeat at the primary, and wait of the backup
+_LOOK_S = 0.5  # interval at which a primary checks its view and its backup
+_PAUSE_S = 0.05  # interval between attempts to become a backup
+_ANSWER_S = 0.8  # time for an operation to be applied in the backup, before the backup counts as lost
+_STATE_S = 600.0  # the same for the whole state
 Address = tuple[str, int] | Path
 
 
@@ -57,25 +60,25 @@ class Elsewhere(Exception):
 
 
 class Mark(NamedTuple):
-    """Position in the log, which must be confirmed before a read is told."""
+    """Position in the log, which must be confirmed before a read returns."""
 
     applied: int
     backup: Backup | None
 
 
 class Log:
-    """Operations in their order, applied to a machine, by the primary or its backup.
+    """Ordered operations, applied to a machine by the primary or its backup.
 
     Args:
-        new_machine: makes one without state.
+        new_machine: makes an empty machine.
         on_lead: called when this process becomes the primary, with the lock held.
 
     Attributes:
-        turn: lock of everything here and of the machine, notified whenever something has changed.
-        machine: what the operations are applied to.
-        index: operations that were applied.
-        view: the newest that this process knows.
-        primary: this process serves clients.
+        turn: lock of this object and of the machine, notified on every change.
+        machine: the state machine.
+        index: number of applied operations.
+        view: the newest view that this process knows.
+        primary: True if this process serves clients.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Log:
 
     @property
     def has_backup(self) -> bool:
-        """True while every answered operation is in another process, too."""
+        """True while another process also has every answered operation."""
         backup = self._backup
         return backup is not None and backup.counts and not backup.lost
 
@@ -118,12 +121,12 @@ class Log:
         return self._backup is not None
 
     def start(self, address: str) -> None:
-        """Take a role, primary or backup, and keep to the views until `close`."""
+        """Take the role of primary or backup, and follow the views until `close`."""
         self._own = address
         self._thread.start()
 
     def close(self) -> None:
-        """Serve nobody any more."""
+        """Stop serving."""
         with self.turn:
             self._closing = True
             self._step_down()
@@ -132,12 +135,15 @@ class Log:
         self._thread.join()
 
     def must_be_primary(self) -> None:
-        """Raise Elsewhere where clients are not served here."""
+        """Raise Elsewhere if this process does not serve clients."""
         if not self.primary:
             raise Elsewhere
 
     def verify(self) -> None:
-        """Ask whether this still is the primary. Raises Elsewhere where it is not; ChannelError where nobody says."""
+        """Verify that this is still the primary.
+
+        Raises Elsewhere if it is not, or ChannelError if this cannot be verified.
+        """
         view = self._views.read()
         with self.turn:
             if self.primary and view is not None and view.generation > self.generation:
@@ -146,7 +152,7 @@ class Log:
             self.must_be_primary()
 
     def commit(self, operation: Operation) -> Reply:
-        """Put an operation into the log, and apply it; `turn` is held."""
+        """Append an operation to the log, and apply it. The caller holds `turn`."""
         self.index += 1
         if self._backup:
             self._backup.post(self.index, operation)
@@ -155,21 +161,24 @@ class Log:
         return reply
 
     def mark(self) -> Mark:
-        """Position in the log now; `turn` is held."""
+        """Return the current position in the log. The caller holds `turn`."""
         return Mark(self.index, self._backup if self._backup and self._backup.counts else None)
 
     def confirm(self, mark: Mark) -> None:
-        """Wait until everything up to a mark is in the backup. A backup that fails is one no more."""
+        """Wait until the backup has everything up to a mark. A failed backup is dropped."""
         if mark.backup is not None:
             try:
                 mark.backup.wait(mark.applied)
             except (ChannelError, RemoteError):
                 self._go_on_without(mark.backup)
 
-    # What the other process of this server calls
+    # Functions for the other process of this server
 
     def attend(self, caller: Caller, address: str) -> int:
-        """Take a process as the backup: it gets the state, then every operation. Returns the generation."""
+        """Accept a process as the backup, and return the generation.
+
+        The backup receives the state, then every operation.
+        """
         with self.turn:
             self.must_be_primary()
             if self._backup and not self._backup.lost:
@@ -185,7 +194,7 @@ class Log:
             self._backup, index = backup, self.index
         try:
             backup.wait(index)
-            with self.turn:  # from here on nobody is answered before the backup has
+            with self.turn:  # from here on, answers wait for the backup
                 backup.counts, index = True, self.index
             backup.wait(index)
             with self.turn:
@@ -208,15 +217,15 @@ class Log:
             raise ServerRefused("server.backup_failed", "{error}", error=error) from None
 
     def beat(self, caller: Caller, generation: int) -> bool:
-        """Answer, a while later, whether this is the primary of a generation.
+        """Answer, after a delay, whether this is the primary of a generation.
 
-        The caller waits meanwhile, and sees the end of this process at once.
+        The caller waits meanwhile, and so notices immediately if this process ends.
         """
-        self._deposed.wait(_BEAT_S)  # without the lock, which is held while a large push is applied
+        self._deposed.wait(_BEAT_S)  # without the lock, which is held during a large push
         return self.primary and self.generation == generation
 
     def install(self, caller: Caller, generation: int, index: int, state: dict[str, Any]) -> None:
-        """Begin with the state of the primary."""
+        """Load the state of the primary."""
         with self.turn:
             if self.primary or (self.view and generation <= self.view.generation):
                 raise ServerRefused(
@@ -252,7 +261,7 @@ class Log:
 
     def _follow_views(self) -> None:
         while not self._closing:
-            # where it fails, the primary or the store is on its way
+            # if this fails, the primary or the store is still starting
             with suppress(ChannelError, RemoteError, ServerRefused, Elsewhere):
                 if self.primary:
                     self._look_around()
@@ -262,7 +271,7 @@ class Log:
                 self.turn.wait_for(lambda: self._closing, _LOOK_S if self.primary else _PAUSE_S)
 
     def _look_around(self) -> None:
-        """Find out that this process is deposed, or has no backup, while nobody asks."""
+        """Check, without calls from clients, if this process is deposed or has no backup."""
         self.verify()
         backup = self._backup
         if backup is not None and backup.counts and not backup.answers():
@@ -289,14 +298,14 @@ class Log:
         self.turn.notify_all()
 
     def _be_backup(self, view: View) -> None:
-        """Be the backup until one of both is lost; then lead in its place."""
+        """Act as the backup until either process is lost; then become primary."""
         with self.turn:
             self.view = view
         with suppress(ChannelError, RemoteError, ServerRefused):
             self._attend(place_of(view.primary))
         newest = self._views.read()
         with self.turn:
-            # a primary may be lost once the view says that this is its backup, and before it could say so itself
+            # the primary may be lost after the view names this process as backup, but before the primary reports it
             ours = newest is not None and newest.backup == self._own and newest.generation == self._installed
             if newest is not None and ours and not self._closing:
                 self._lead(newest, View(newest.generation + 1, self._own))
@@ -304,7 +313,10 @@ class Log:
                 self._installed = None
 
     def _attend(self, address: Address) -> None:
-        """Be the backup of a primary until one of both is lost. Raises where it takes none, or is lost."""
+        """Act as the backup of a primary until one of the two is lost.
+
+        Raises if the primary accepts no backup, or is lost.
+        """
         with Client(address, self._key, name=self._name, deadline_s=_BEAT_DEADLINE_S) as primary:
             status, generation = primary.call("attend", self._own, deadline_s=2 * _STATE_S)
             if status != "ok":
@@ -314,12 +326,12 @@ class Log:
                 pass
 
     def _go_on_without(self, backup: Backup) -> None:
-        """Begin a generation without the backup; who cannot begin it is deposed."""
+        """Begin a generation without the backup. On failure this process is deposed."""
         backup.close()
         with self.turn:
             if self._backup is not backup:
                 self.must_be_primary()
-                return  # another thread has
+                return  # another thread has already done so
             assert self.view is not None
             alone = View(self.view.generation + 1, self._own)
             try:
@@ -340,13 +352,13 @@ class Log:
 
 
 class Backup:
-    """A backup as its primary sees it.
+    """A backup, from the view of its primary.
 
     Attributes:
-        address: of the backup, as a view has it.
-        generation: in which it becomes the backup, and takes operations.
-        counts: the primary answers nobody before the backup has; until the state is there it does not count.
-        lost: it failed once, and is used no more.
+        address: address of the backup, as in a view.
+        generation: generation in which it becomes the backup, and accepts operations.
+        counts: True if answers wait for the backup, which is the case once it has the state.
+        lost: True if it has failed, and is not used any more.
     """
 
     def __init__(self, address: str, key: RunKey | None, generation: int, name: str) -> None:
@@ -355,14 +367,14 @@ class Backup:
         self._client = Client(place_of(address), key, name=name, deadline_s=_ANSWER_S)
         self._sent: deque[tuple[int, Pending]] = deque()
         self._confirmed = -1
-        self._collecting = threading.Lock()  # one thread takes the answers of all, in order
+        self._collecting = threading.Lock()  # one thread receives all answers, in order
 
     def install(self, index: int, state: dict[str, Any]) -> None:
-        """Send the whole state, after so many operations. Raises ChannelError."""
+        """Send the whole state and the number of its operations. Raises ChannelError."""
         self._sent.append((index, self._client.begin("install", self.generation, index, state, deadline_s=_STATE_S)))
 
     def post(self, index: int, operation: Operation) -> None:
-        """Send an operation. A failure is told by `wait`."""
+        """Send an operation. `wait` reports a failure."""
         entry = [*operation[:3], plain(operation.action)]
         deadline_s = (_ANSWER_S if self.counts else _STATE_S) + nbytes(entry) / SLOWEST_BYTES_PER_S
         try:
@@ -373,7 +385,10 @@ class Backup:
             self._sent.append((index, pending))
 
     def wait(self, index: int) -> None:
-        """Return when the operation is applied there. Raises ChannelError where it is not, or is not known to be."""
+        """Wait until the backup has applied the operation.
+
+        Raises ChannelError if it was not applied, or if this is unknown.
+        """
         with self._collecting:
             while self._confirmed < index:
                 if self.lost:
@@ -387,7 +402,7 @@ class Backup:
                 self._sent.popleft()
 
     def answers(self) -> bool:
-        """True if it is there, and still the backup."""
+        """True if the process answers, and is still the backup."""
         try:
             return not self.lost and self._client.call("alive", self.generation) == ["ok", True]
         except (ChannelError, RemoteError):
@@ -412,7 +427,7 @@ class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Views:
-    """The view of one server, in the run's store or, without a store, here."""
+    """The view of one server, in the run's store or, without a store, in memory."""
 
     def __init__(self, store: StoreClient | None = None, name: str = "", deadline_s: float = 5.0) -> None:
         self._store, self._key, self._deadline_s = store, f"parameter server/{name}", deadline_s
@@ -422,7 +437,7 @@ class Views:
         """The newest view; None before the first. Raises ChannelError."""
         if self._store is None:
             return self._own
-        # A value that nobody sets: with it as the expected one, nothing changes and the present one is returned.
+        # A value that is never set. With this as the expected value, nothing changes and the current value is returned.
         present = self._store.compare_set(self._key, _NOBODYS, _NOBODYS, self._deadline_s)
         if present in (b"", _NOBODYS):
             return None
@@ -434,7 +449,7 @@ class Views:
             ) from None
 
     def replace(self, old: View | None, new: View) -> bool:
-        """Replace the view, if it still is `old`; returns whether it was. Raises ChannelError."""
+        """Replace the view if it still is `old`; return True if it was. Raises ChannelError."""
         if self._store is None:
             still_is = self._own == old
             self._own = new if still_is else self._own
@@ -447,10 +462,10 @@ _NOBODYS = b"-"
 
 
 def wait_for(turn: threading.Condition, attempt: Callable[[], Any], until: float) -> Any:
-    """Result of an attempt, repeated on each change while that is a reason to wait.
+    """Repeat an attempt on each change until there is no reason to wait.
 
     Raises:
-        DeadlineError: there still is a reason when the time is over.
+        DeadlineError: there is still a reason to wait at the deadline.
     """
     while isinstance(result := attempt(), str):
         if (left_s := until - time.monotonic()) <= 0:

@@ -1,16 +1,16 @@
-"""State machine of one parameter server, apart from sockets, threads and clocks.
+"""State machine of one parameter server, without sockets, threads and clocks.
 
-The state is the one memory of what was applied: parameters and optimizers, members, tickets, each client's last answer,
-and the records of applied pieces. It changes by operations alone, so the same operations in the same order make the
-same state: that is what the log (`log.py`) sends to the backup.
+The state is the only record of applied operations. It consists of parameters and optimizers, members, tickets, each
+client's last answer, and the records of applied pieces. Only operations change the state, so the same operations in the
+same order give the same state. The log (`log.py`) sends these operations to the backup.
 
-Invariants, whatever is repeated, reordered or lost, and whoever dies:
+Invariants, which also hold if messages are repeated, reordered or lost, or processes die:
 
-- An operation is applied once. A client numbers its operations, one at a time; the number of the last one comes again
-  with the same answer, and a smaller one is refused.
-- A ticket counts once, whoever computes it. It belongs to its holder under one attempt; when the holder is lost it is
-  dealt again under the next attempt, and a push for an earlier one is dropped.
-- A piece's record is kept by the operation that applies its gradient, so there is one for each ticket that counts.
+- An operation is applied once. A client numbers its operations and sends one at a time. If the last number is repeated,
+the same answer is returned; a smaller number is refused.
+- A ticket counts once, even if several clients compute it. It belongs to its holder under one attempt. If the holder is
+lost, the ticket is dealt again under the next attempt, and a push for an earlier attempt is dropped.
+- The operation that applies a piece's gradient also keeps its record, so there is one record per counted ticket.
 - A refused operation changes nothing.
 """
 
@@ -29,22 +29,22 @@ from paceline.errors import ServerRefused
 from paceline_server.parameters.parameters import Gradient, Parameters, Rows, must_fit, negated, once_each
 from paceline_server.parameters.settings import ServerSettings, slices_of
 
-_TICKETS_AT_ONCE = 4  # that one client may hold
-_MOST_KEPT = 2**14  # records of clients that have left
-SLOWEST_BYTES_PER_S = 10e6  # of a link that is not taken for lost
+_TICKETS_AT_ONCE = 4  # limit of tickets that one client may hold
+_MOST_KEPT = 2**14  # limit of kept records of clients that have left
+SLOWEST_BYTES_PER_S = 10e6  # slowest transfer of a link that does not count as lost
 
 
 class Machine:
     """Parameters, members and tickets of one server.
 
-    Ask in this order: `must_fit` (are its tensors right), `known` (it came before), `check` (may it come at all),
-    `waits` (may it come now), `apply`. Only `must_fit` reads nothing that changes, so other threads may call it.
+    Call in this order: `must_fit` (tensors are valid), `known` (already applied), `check` (allowed), `waits` (must
+    wait), `apply`. Only `must_fit` reads no mutable state, so other threads may call it.
 
     Args:
-        part: which of the servers it is. The first deals the tickets, and keeps the records.
+        part: index of this server. The first server deals the tickets, and keeps the records.
 
     Attributes:
-        records: of applied pieces: number in the order of their application, ticket, and what its client noted.
+        records: records of applied pieces: number in order of application, ticket, and the client's note.
     """
 
     def __init__(self, settings: ServerSettings, servers: int = 1, part: int = 0) -> None:
@@ -56,7 +56,7 @@ class Machine:
         self._deals, self._recorded = part == 0, 0
 
     def must_fit(self, operation: Operation) -> None:
-        """Refuse tensors of wrong names, shapes, dtypes or values. Raises ServerRefused, saying what to do."""
+        """Refuse tensors with wrong names, shapes, dtypes or values. Raises ServerRefused with a remedy."""
         match operation.action:
             case Initialize(tensors):
                 must_fit(tensors, self.parameters.specs, operation.name)
@@ -69,7 +69,7 @@ class Machine:
                     )
             case Push() as push:
                 if push.ticket is not None and not push.dense and not push.rows:
-                    return  # a piece without samples here, or one that was left out
+                    return  # a piece without samples, or one that was skipped
                 must_fit(push.gradients(), self.parameters.specs, operation.name)
                 if push.dense.keys() & push.rows.keys():
                     raise ServerRefused(
@@ -79,15 +79,15 @@ class Machine:
                     )
 
     def known(self, operation: Operation) -> Reply | None:
-        """The answer of an operation that was applied already.
+        """Return the answer of an operation that was already applied.
 
         Raises:
-            ServerRefused: it is an older one, to which nobody waits for an answer.
+            ServerRefused: the operation is older, so no client waits for its answer.
         """
         return self.clients.answered(operation.identity, operation.sequence)
 
     def check(self, operation: Operation) -> None:
-        """Refuse what is wrong. Nothing changes. Raises ServerRefused, saying what to do."""
+        """Refuse an invalid operation without changes. Raises ServerRefused with a remedy."""
         name, identity, _, action = operation
         match action:
             case Join():
@@ -96,7 +96,7 @@ class Machine:
             case Leave() | Initialize():
                 return
             case Open() if self.tickets is not None:
-                return  # who keeps the boundaries need not be a member
+                return  # the process that sets the boundaries need not be a member
         self.clients.must_be_member(name, identity)
         match action:
             case Push():
@@ -115,16 +115,16 @@ class Machine:
                 )
 
     def waits(self, operation: Operation) -> str | None:
-        """Reason why an operation must wait for others; None where it can be applied."""
+        """Return why an operation must wait for others, or None if it can be applied."""
         if isinstance(operation.action, Take) and self.tickets is not None:
             return self.tickets.waits(operation.name)
         return None
 
     def read_waits(self, batches: int = 0) -> str | None:
-        """Reason why a client may not read the parameters yet; None where it may.
+        """Return why a client may not read the parameters yet, or None.
 
         Args:
-            batches: global batches that must be applied whole.
+            batches: number of global batches that must be fully applied.
         """
         if not self.parameters.ready:
             return "the parameters have no first values: one client calls initialize"
@@ -168,11 +168,11 @@ class Machine:
         return reply
 
     def records_since(self, number: int) -> list[Any]:
-        """The number behind the newest record, and tickets and notes from `number` on."""
+        """Return the next record number, and tickets and notes from `number` on."""
         return [self._recorded, [[ticket, note] for at, ticket, note in self.records if at >= number]]
 
     def state(self) -> dict[str, Any]:
-        """Everything here, as plain values and copied tensors."""
+        """Return the complete state, as plain values and copied tensors."""
         return {
             "parameters": self.parameters.state(),
             "clients": self.clients.state(),
@@ -229,7 +229,7 @@ class Machine:
         behind = self.parameters.version - push.read
         client.pushes, client.read = client.pushes + 1, push.read
         client.staleness[behind] = client.staleness.get(behind, 0) + 1
-        # with tickets, as many pushes as a global batch has pieces are what is usual
+        # with tickets, one global batch normally takes one push per piece
         late = max(1, behind / (self.settings.pieces or 1)) if self.settings.staleness_aware else 1
         self.parameters.step(negated(gradients) if push.delta else gradients, 1 / late)
         return Reply(self.parameters.version, staleness=behind)
@@ -249,21 +249,21 @@ class Machine:
 
 
 class _Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that a client asks for once."""
+    """A client's request, which is applied once."""
 
 
 class Join(_Action, frozen=True, tag="join"):
-    """Become a member under a name; another client that has it is lost."""
+    """Become a member under a name, and replace another client of that name."""
 
 
 class Leave(_Action, frozen=True, tag="leave"):
-    """End a membership: one's own, or that of a client that died."""
+    """End the client's own membership, or the membership of a dead client."""
 
     client: str | None = None
 
 
 class Initialize(_Action, frozen=True, tag="initialize"):
-    """Give the parameters their first values; the first one counts."""
+    """Set the initial parameters. Only the first such action counts."""
 
     tensors: dict[str, Tensor]
 
@@ -272,12 +272,13 @@ class Push(_Action, frozen=True, tag="push"):
     """A gradient, or a change of the parameters.
 
     Attributes:
-        read: the version that it was computed with.
+        read: version of the parameters with which it was computed.
         ticket: number and attempt.
-        take: deal the next ticket with the answer, where there is one now.
-        coded: names of dense tensors, and all their numbers in the settings' code; a server decodes them into `dense`.
-        coded_bytes: bytes in which `dense` came; 0: as it is.
-        record: plain values about the ticket's piece, for who reads `records_since`.
+        take: True to deal the next ticket with the answer, if one is available now.
+        coded: names of dense tensors, and all their numbers encoded by the settings' codec. A server decodes them into
+            `dense`.
+        coded_bytes: encoded size of `dense` in bytes; 0 if it was not encoded.
+        record: plain values about the ticket's piece, for readers of `records_since`.
     """
 
     dense: dict[str, Tensor]
@@ -291,7 +292,7 @@ class Push(_Action, frozen=True, tag="push"):
     record: list[Any] | None = None
 
     def gradients(self) -> dict[str, Gradient]:
-        """All of it by name."""
+        """All gradients by name."""
         return {**self.dense, **{name: Rows(*rows) for name, rows in self.rows.items()}}
 
 
@@ -311,7 +312,7 @@ class Open(_Action, frozen=True, tag="open"):
 
 
 class Load(_Action, frozen=True, tag="load"):
-    """Restore the parameters of a checkpoint, after so many global batches."""
+    """Restore the parameters of a checkpoint, and its number of global batches."""
 
     parameters: dict[str, Any]
     batches: int
@@ -321,11 +322,11 @@ Action = Join | Leave | Initialize | Push | Take | Open | Load
 
 
 class Operation(NamedTuple):
-    """An action with its client and the number that this client gave it.
+    """An action with its client and the client's number for it.
 
     Attributes:
-        name: of the client, as people read it.
-        identity: random, of this one process.
+        name: readable name of the client.
+        identity: random identity of the client's process.
     """
 
     name: str
@@ -338,8 +339,8 @@ class Ticket(NamedTuple):
     """A piece of a global batch to be computed by one client.
 
     Attributes:
-        attempt: 0, and one more for each time that it was dealt again.
-        needs: global batches whose pieces the parameters must hold that it is computed with.
+        attempt: number of times that the ticket was dealt again.
+        needs: number of global batches that the parameters for this piece must include.
     """
 
     number: int
@@ -353,10 +354,10 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of an operation.
 
     Attributes:
-        version: of the parameters, after it.
-        accepted: False: the ticket was dealt to another client meanwhile, and the push was dropped.
+        version: version of the parameters after the operation.
+        accepted: False if the ticket was meanwhile dealt to another client, and the push was dropped.
         staleness: steps since the version that the push was computed with.
-        ticket: that was dealt.
+        ticket: the ticket that was dealt, or None.
     """
 
     version: int
@@ -366,12 +367,12 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def plain(action: Action) -> dict[str, Any]:
-    """The action as nested plain values and tensors."""
+    """Convert the action to nested plain values and tensors."""
     return {"type": type(action).__struct_config__.tag, **msgspec.structs.asdict(action)}
 
 
 def read_action(values: Any) -> Action:
-    """The action that `plain` wrote. Raises ServerRefused where it is none."""
+    """Read an action that `plain` wrote. Raises ServerRefused if it is invalid."""
     try:
         action: Action = msgspec.convert(values, Action)
         return action
@@ -384,7 +385,7 @@ def read_action(values: Any) -> Action:
 
 
 def nbytes(value: Any) -> int:
-    """Memory of all tensors in nested values."""
+    """Return the memory of all tensors in nested values."""
     if isinstance(value, dict):
         return sum(nbytes(item) for item in value.values())
     if isinstance(value, list | tuple):
@@ -396,11 +397,11 @@ class Client(msgspec.Struct):
     """Record of one client.
 
     Attributes:
-        pushes: that were applied.
-        late: whose ticket had been dealt to another client.
-        read: version that its last push was computed with.
-        staleness: how often a push was so many steps late.
-        replaced: another client has joined under its name.
+        pushes: number of applied pushes.
+        late: number of pushes whose ticket had been dealt to another client.
+        read: version with which its last push was computed.
+        staleness: number of pushes by their lateness in steps.
+        replaced: True if another client has joined under its name.
     """
 
     name: str
@@ -415,7 +416,7 @@ class Client(msgspec.Struct):
 
 
 class Clients:
-    """All clients by their identity, with the answer to each one's last operation.
+    """All clients by identity, with the answer to each client's last operation.
 
     Attributes:
         members: identities by name.
@@ -427,7 +428,10 @@ class Clients:
         self.members: dict[str, str] = {}
 
     def answered(self, identity: str, sequence: int) -> Reply | None:
-        """The answer to an operation that was applied; None if it is new. Raises ServerRefused where it is older."""
+        """Return the answer to an applied operation, or None if it is new.
+
+        Raises ServerRefused if the operation is older.
+        """
         client = self._all.get(identity)
         if client is None or sequence > client.sequence:
             return None
@@ -442,11 +446,11 @@ class Clients:
         return client.reply
 
     def record(self, name: str, identity: str) -> Client:
-        """The record of a client, member or not. It is made if there is none."""
+        """Return the record of a client, member or not, and make one if needed."""
         return self._all.setdefault(identity, Client(name))
 
     def must_be_free(self, name: str, identity: str) -> None:
-        """Refuse one more member than allowed, and one whose place another has taken. Raises ServerRefused."""
+        """Refuse members beyond the limit, and replaced clients. Raises ServerRefused."""
         if identity in self._all and self._all[identity].replaced:
             raise ServerRefused(
                 "server.replaced",
@@ -462,7 +466,7 @@ class Clients:
             )
 
     def must_be_member(self, name: str, identity: str) -> None:
-        """Refuse a client that is none. Raises ServerRefused."""
+        """Refuse a client that is not a member. Raises ServerRefused."""
         if self.members.get(name) != identity:
             gone = "was lost to the others, or has left" if identity in self._all else "has not joined"
             raise ServerRefused(
@@ -473,11 +477,11 @@ class Clients:
             )
 
     def member(self, name: str) -> Client:
-        """The record of a member."""
+        """Return the record of a member."""
         return self._all[self.members[name]]
 
     def replace(self, name: str, identity: str) -> bool:
-        """True if another member has the name, and is to leave. None that has had it may come again."""
+        """Mark earlier clients of a name as replaced; return True if one must leave."""
         for other, client in self._all.items():
             client.replaced |= client.name == name and other != identity
         return self.members.get(name, identity) != identity
@@ -488,11 +492,14 @@ class Clients:
         self.members[name] = identity
 
     def leave(self, name: str, identity: str | None) -> bool:
-        """Remove a member, this identity or any; returns whether it was one. Its record stays a while."""
+        """Remove a member, and return True if it was one.
+
+        Its record is kept for a while.
+        """
         if name not in self.members or identity not in (None, self.members[name]):
             return False
         left = self.members.pop(name)
-        self._all[left] = self._all.pop(left)  # the newest of those that have left
+        self._all[left] = self._all.pop(left)  # the newest clients that have left
         if (surplus := len(self._all) - len(self.members) - _MOST_KEPT) > 0:
             present = set(self.members.values())
             for oldest in [identity for identity in self._all if identity not in present][:surplus]:
@@ -500,7 +507,7 @@ class Clients:
         return True
 
     def statistics(self) -> dict[str, dict[str, Any]]:
-        """Counts of each client by name; those of clients of one name are added."""
+        """Return the counters by client name. Clients of the same name are summed."""
         counts: dict[str, dict[str, Any]] = {}
         for client in self._all.values():
             of = counts.setdefault(client.name, {"pushes": 0, "late": 0, "bytes": 0, "staleness": {}})
@@ -529,14 +536,14 @@ class Tickets:
 
     Attributes:
         pieces: tickets of a global batch.
-        staleness: global batches by which a ticket may run ahead of the last one that is applied whole.
+        staleness: number of global batches by which a ticket may run ahead of the last fully applied one.
         until: tickets of batches below this one may be dealt.
         next: the lowest ticket that was never dealt.
         below: all tickets below this one are applied.
         applied: applied tickets that are not below `below`.
         again: heap of tickets to be dealt again.
-        attempts: number of the attempt of each ticket that was dealt again.
-        holders: client that holds each ticket that is dealt and not applied.
+        attempts: number of the attempt, for each ticket that was dealt again.
+        holders: the client that holds each ticket which is dealt and not applied.
     """
 
     pieces: int
@@ -551,7 +558,7 @@ class Tickets:
 
     @property
     def batches(self) -> int:
-        """Global batches that are applied whole, all before them included."""
+        """Number of consecutive global batches that are fully applied."""
         return self.below // self.pieces
 
     @property
@@ -560,11 +567,11 @@ class Tickets:
         return self.below >= self.until * self.pieces
 
     def open(self, until: int) -> None:
-        """Allow tickets of batches below `until`; a boundary that is further already stays."""
+        """Allow tickets of batches below `until`. A later boundary is not moved back."""
         self.until = max(self.until, until)
 
     def waits(self, client: str) -> str | None:
-        """Reason why a client has to wait for a ticket, or None."""
+        """Return why a client must wait for a ticket, or None."""
         if self.at_boundary:
             return None
         if sum(holder == client for holder in self.holders.values()) >= _TICKETS_AT_ONCE:
@@ -577,7 +584,7 @@ class Tickets:
         return None
 
     def deal(self, client: str) -> Ticket | None:
-        """The next ticket; None at the boundary. Not where `waits` gives a reason."""
+        """Deal the next ticket; None at the boundary. `waits` must be None."""
         if self.at_boundary:
             return None
         if self.again:
@@ -590,19 +597,19 @@ class Tickets:
         return Ticket(number, batch, piece, self.attempts.get(number, 0), needs)
 
     def holds(self, client: str, number: int, attempt: int) -> bool:
-        """True if the ticket is this client's, under this attempt."""
+        """True if this client holds the ticket under this attempt."""
         return self.holders.get(number) == client and self.attempts.get(number, 0) == attempt
 
     def apply(self, number: int) -> None:
-        """Note that a ticket in flight was applied."""
+        """Record that a ticket in flight was applied."""
         del self.holders[number]
         self.attempts.pop(number, None)
         self._note(number)
 
     def take_in(self, number: int) -> bool:
-        """Note that a ticket of another server was applied here; False where it was before.
+        """Record that another server's ticket was applied here; False if already recorded.
 
-        Whoever brings it first counts: servers that deal none do not know who holds it.
+        The first push counts, because servers that deal no tickets do not know the holder.
         """
         if number < self.below or number in self.applied:
             return False
@@ -610,14 +617,14 @@ class Tickets:
         return True
 
     def lose(self, client: str) -> None:
-        """Have all tickets of a client dealt again."""
+        """Schedule all tickets of a client to be dealt again."""
         for number in [number for number, holder in self.holders.items() if holder == client]:
             del self.holders[number]
             self.attempts[number] = self.attempts.get(number, 0) + 1
             heapq.heappush(self.again, number)
 
     def go_on_at(self, batches: int) -> None:
-        """Begin at a global batch, those before it applied; nothing is in flight."""
+        """Begin at a global batch. All earlier ones are applied, and no ticket is in flight."""
         self.below = self.next = batches * self.pieces
         self.until = max(self.until, batches)
         self.applied.clear()
@@ -638,6 +645,6 @@ class Tickets:
             self.below += 1
 
     def _shown(self) -> str:
-        """Tickets that are waited for and who has them, the first few."""
+        """Describe the first few pending tickets and their holders."""
         waited = [f"{number} ({self.holders[number]})" for number in sorted(self.holders)[:4]]
         return ", ".join(waited) or f"{self.below}"

@@ -1,4 +1,4 @@
-"""Tensors that a server owns, their optimizers and versions, and what may be pushed."""
+"""Tensors that a server owns, their optimizers and versions, and checks of pushes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline_server.parameters.settings import ServerSettings, Slice, TensorSpe
 
 
 class Rows(NamedTuple):
-    """Some rows of a tensor; `rows` are numbered from the beginning of the slice."""
+    """Some rows of a tensor. `rows` are row numbers within the server's slice."""
 
     rows: Tensor
     values: Tensor
@@ -27,8 +27,8 @@ class Parameters:
     """The tensors of one server and their optimizers.
 
     Attributes:
-        version: pushes or rounds that were stepped; a tensor that changed in step v has version v.
-        ready: the tensors have their first values.
+        version: number of pushes or rounds that were applied. A tensor that changed in step v has version v.
+        ready: True if the tensors have their initial values.
     """
 
     def __init__(self, settings: ServerSettings, owned: Sequence[Slice]) -> None:
@@ -44,7 +44,7 @@ class Parameters:
         self._snapshots: dict[str, tuple[int, Tensor]] = {}
 
     def initialize(self, values: Mapping[str, Tensor]) -> None:
-        """Set the first values, or those of a checkpoint."""
+        """Set the initial values, or the values of a checkpoint."""
         with torch.no_grad():
             for name, value in values.items():
                 self.tensors[name].copy_(value)
@@ -52,7 +52,7 @@ class Parameters:
         self.ready = True
 
     def step(self, gradients: Mapping[str, Gradient], lr_factor: float = 1.0) -> None:
-        """Take an optimizer step; tensors without a gradient stay as they are."""
+        """Take an optimizer step. Tensors without a gradient do not change."""
         self.version += 1
         if gradients:
             self._optimizer.step(self.tensors, gradients, lr_factor)
@@ -60,7 +60,10 @@ class Parameters:
             self._changed(name, gradient.rows if isinstance(gradient, Rows) else None)
 
     def snapshot(self, name: str) -> Tensor:
-        """The tensor as it is now, which no later step changes. Copied once a version, however many pull it."""
+        """Return a snapshot of a tensor that later steps do not change.
+
+        All pulls of one version share one copy.
+        """
         version = self.versions[name]
         kept = self._snapshots.get(name)
         if kept is None or kept[0] != version:
@@ -68,19 +71,19 @@ class Parameters:
         return kept[1]
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Copies of some rows."""
+        """Return copies of some rows."""
         return self.tensors[name].detach().index_select(0, rows)
 
     def changed_since(self, version: int) -> list[str]:
-        """Dense tensors that changed after a version; all of them before the first pull (version -1)."""
+        """List the dense tensors that changed after a version (-1 for all)."""
         return [name for name, spec in self.specs.items() if not spec.sparse and self.versions[name] > version]
 
     def rows_since(self, name: str, version: int) -> Tensor:
-        """Numbers of the rows of a sparse tensor that changed after a version."""
+        """Return the row numbers of a sparse tensor that changed after a version."""
         return torch.nonzero(self.row_versions[name] > version).flatten()
 
     def state(self) -> dict[str, Any]:
-        """Everything here by name, copied."""
+        """Return a copy of the complete state, by name."""
         return {
             "version": self.version,
             "ready": self.ready,
@@ -92,7 +95,7 @@ class Parameters:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned. Raises ServerRefused where it is of other tensors."""
+        """Restore what `state` returned. Raises ServerRefused if the tensors differ."""
         theirs = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
         if theirs != {name: spec.shape for name, spec in self.specs.items()}:
             raise ServerRefused(
@@ -120,8 +123,8 @@ class Parameters:
 class _Optimizer:
     """The optimizer of the tensors that this server owns.
 
-    State is kept by tensor name, so that a torch optimizer can step only some rows of a tensor: these rows, and their
-    rows of the state, are copied out, stepped, and copied back.
+    State is kept by tensor name, so that a torch optimizer can step only some rows of a tensor. These rows, and their
+    state, are copied out, stepped, and copied back.
     """
 
     def __init__(self, settings: ServerSettings, specs: Mapping[str, TensorSpec]) -> None:
@@ -156,7 +159,7 @@ class _Optimizer:
         self.steps += 1
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by name, copied."""
+        """Return a copy of the optimizer's state, by name."""
         return {name: {key: _copy(value) for key, value in state.items()} for name, state in self._state.items()}
 
     def load(self, state: Mapping[str, Mapping[str, Any]], steps: int) -> None:
@@ -205,7 +208,7 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
     """Refuse a push whose names, shapes, dtypes, row numbers or values are wrong.
 
     Raises:
-        ServerRefused: it says which tensor, and what is expected.
+        ServerRefused: the push is invalid; the message names the tensor and the expected value.
     """
     if not gradients:
         raise ServerRefused("server.empty_push", "{client} pushed nothing. Name at least one tensor.", client=client)
@@ -251,13 +254,13 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
 
 
 def is_finite(values: Tensor) -> bool:
-    """True if no value is NaN or Inf; one pass over the memory."""
-    total = values.sum(dtype=torch.float64)  # NaN and Inf stay; finite values of any of our dtypes have a finite sum
+    """True if no value is NaN or Inf, found in one pass over the memory."""
+    total = values.sum(dtype=torch.float64)  # NaN and Inf propagate; finite values have a finite sum
     return math.isfinite(total.item()) or bool(torch.isfinite(values).all())
 
 
 def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
-    """Refuse row numbers that are none. Raises ServerRefused."""
+    """Refuse row numbers out of range. Raises ServerRefused."""
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ServerRefused(
             "server.rows_type",
@@ -279,12 +282,12 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
 
 
 def negated(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
-    """The push with the opposite sign, in memory of its own."""
+    """Return a copy of the push with the opposite sign."""
     return {name: Rows(g.rows, -g.values) if isinstance(g, Rows) else -g for name, g in gradients.items()}
 
 
 def once_each(gradients: Mapping[str, Gradient]) -> dict[str, Gradient]:
-    """A push with every row named once, the values of repeated ones added."""
+    """Return a push that names every row once, with the values of repeated rows summed."""
     return {name: _summed_rows(g) if isinstance(g, Rows) else g for name, g in gradients.items()}
 
 

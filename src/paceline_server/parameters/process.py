@@ -1,4 +1,4 @@
-"""Process of a parameter server: calls of clients around the log, and sums."""
+"""Process of a parameter server: handles clients' calls by the log, and sums."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from paceline_server.parameters.settings import ServerSettings
 from paceline_server.service import Caller, Limits, Service
 from paceline_server.talk import LATER, Closing, at_once, quick
 
-GRACE_S = 5.0  # a client without a connection is lost after it
-MOST_WAIT_S = 1.0  # in the server; the client asks again, and so finds out that a server hangs
+GRACE_S = 5.0  # grace time of a client without a connection
+MOST_WAIT_S = 1.0  # longest wait in the server; the client then asks again, and so detects a hanging server
 _MOST_SUM_S = 3600.0
-_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}  # functions that may wait, and which argument says how long
+_WAITS = {"act": 2, "pull": 2, "pull_rows": 4}  # functions that may wait -> index of the argument for the time
 Decode = Callable[[Tensor, int], Tensor]
 _LIMITS = Limits(message_bytes=2**22, attached_bytes=2**34, calls_at_once=256, callers=4096)
 
@@ -34,13 +34,13 @@ class ParameterServer(Closing):
     """Serves one part of the parameters, as the primary or as its backup.
 
     Args:
-        where, key: as of `Service`.
-        part, servers: which of the servers it is. Only part 0 deals tickets.
-        views: which process is primary: of those with the same views the first is, the next is its backup. None: it is
-            alone.
-        grace_s: a client that has no connection for so long is lost: its tickets are dealt again.
-        threads: as of `Service`: clients that may wait at one time.
-        decode: reads coded tensors; takes their bytes and the count of numbers, and raises ServerRefused.
+        where, key: see `Service`.
+        part, servers: index of this server, and number of servers. Only part 0 deals tickets.
+        views: views that determine the primary: the first process with these views is primary, the next is its backup.
+            None if this process is the only one.
+        grace_s: time without a connection after which a client is lost, and its tickets are dealt again.
+        threads: see `Service`; number of clients that may wait at the same time.
+        decode: function that decodes tensors from their bytes and the count of numbers. Raises ServerRefused.
     """
 
     def __init__(
@@ -79,21 +79,21 @@ class ParameterServer(Closing):
 
     @property
     def has_backup(self) -> bool:
-        """True while every answered operation is in another process, too."""
+        """True while another process also has every answered operation."""
         return self._log.has_backup
 
     @property
     def unauthenticated(self) -> int:
-        """Connections without the run's key."""
+        """Number of connections without the run's key."""
         return self._service.unauthenticated
 
     @property
     def callers(self) -> int:
-        """Connections that are served."""
+        """Number of active connections."""
         return self._service.callers
 
     def statistics(self) -> dict[str, Any]:
-        """Counts for the report: of each client, and of the server."""
+        """Return counters of each client and of the server, for the report."""
         with self._turn:
             machine = self._log.machine
             clients = machine.clients.statistics()
@@ -110,17 +110,17 @@ class ParameterServer(Closing):
             }
 
     def expel(self, name: str) -> None:
-        """End the membership of a client that is known to be gone. The backup does nothing."""
+        """End the membership of a lost client. On the backup this has no effect."""
         self._lose(name)
 
     def close(self) -> None:
-        """Stop serving. Clients that wait are told that the server is lost."""
+        """Stop serving. Waiting clients get an error."""
         self._log.close()
         self._service.close()
         self.ended.set()
 
     def _functions(self) -> dict[str, Callable[..., Any]]:
-        """Functions that clients may call. Each answer is ["ok", value], or the reason for a refusal."""
+        """Return the functions for clients. Answers are ["ok", value], or a reason for refusal."""
         functions: dict[str, Callable[..., Any]] = {
             "hello": self._hello,
             "act": self._act,
@@ -137,14 +137,14 @@ class ParameterServer(Closing):
             "install": self._log.install,
             "repeat": self._log.repeat,
             "alive": self._log.alive,
-        }  # they wait for nobody
+        }  # these never wait
         told = {name: self._told(function) for name, function in functions.items()}
         for name, place in _WAITS.items():
             at_once(told[name], self._trial(told[name], place))
         return told | {name: quick(self._told(function)) for name, function in ordered.items()}
 
     def _trial(self, told: Callable[..., list[Any]], place: int) -> Callable[..., Any]:
-        """The function where it answers without a wait, for its turn or a copy."""
+        """Run the function if it can answer without waiting for its turn or a copy."""
 
         def answer(caller: Caller, *args: Any) -> Any:
             if self._log.is_copied:
@@ -155,7 +155,7 @@ class ParameterServer(Closing):
         return answer
 
     def _told(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """The function with its refusals as values, which need no traceback."""
+        """Wrap the function to return refusals as values, without a traceback."""
 
         def answer(caller: Caller, *args: Any) -> list[Any]:
             try:
@@ -164,7 +164,7 @@ class ParameterServer(Closing):
                 return self._elsewhere()
             except ServerRefused as error:
                 return self._refused(caller, error)
-            except ChannelError as error:  # it has waited for others, or nobody says who is the primary
+            except ChannelError as error:  # it waited for other clients, or the primary is unknown
                 return ["waits", str(error)]
 
         return answer
@@ -174,7 +174,7 @@ class ParameterServer(Closing):
         return ["elsewhere", view.addresses() if view else []]
 
     def _refused(self, caller: Caller, error: ServerRefused) -> list[Any]:
-        """The refusal, unless this process is deposed and only knows the past."""
+        """Return the refusal, unless this process is deposed and has stale state."""
         try:
             if self._log.primary:
                 self._log.verify()
@@ -187,7 +187,7 @@ class ParameterServer(Closing):
         return ["refused", [error.code, str(error)]]
 
     def _hello(self, caller: Caller, fingerprint: str, digest: str) -> list[str]:
-        """Addresses of this server's processes, for a client of the same model and settings."""
+        """Return the addresses of this server's processes to a client with the same settings."""
         if fingerprint != self._settings.fingerprint:
             raise ServerRefused(
                 "server.other_model",
@@ -211,7 +211,7 @@ class ParameterServer(Closing):
             return self._log.view.addresses()
 
     def _act(self, caller: Caller, sequence: int, values: Any, wait_s: float, pull: Sequence[int] = ()) -> list[Any]:
-        """Apply an operation once, whatever is repeated; then pull, where asked to."""
+        """Apply an operation once, even if repeated, and then pull if requested."""
         operation = Operation(caller.name, caller.identity, sequence, self._decoded(read_action(values)))
         self._log.machine.must_fit(operation)
         until = time.monotonic() + min(wait_s, MOST_WAIT_S)
@@ -223,11 +223,11 @@ class ParameterServer(Closing):
             return _as_list(reply)
         try:
             return [*_as_list(reply), *self._pull(caller, pull[0], pull[1], until - time.monotonic())]
-        except DeadlineError:  # the push has its answer; the client pulls without it
+        except DeadlineError:  # the push is already answered; the client pulls separately
             return _as_list(reply)
 
     def _decoded(self, action: Action) -> Action:
-        """A push with its coded tensors as numbers. Raises ServerRefused."""
+        """Decode the tensors of a push. Raises ServerRefused."""
         if not isinstance(action, Push) or action.coded is None:
             return action
         names, coded = action.coded
@@ -253,7 +253,7 @@ class ParameterServer(Closing):
         return machine.waits(operation) or self._log.commit(operation)
 
     def _pull(self, caller: Caller, since: int, batches: int, wait_s: float) -> list[Any]:
-        """Version, and the dense tensors that changed after `since`."""
+        """Return the version, and the dense tensors that changed after `since`."""
         with self._turn:
             self._wait_until_readable(batches, wait_s)
             parameters = self._log.machine.parameters
@@ -274,7 +274,7 @@ class ParameterServer(Closing):
     def _pull_rows(
         self, caller: Caller, name: str, rows: Tensor | None, since: int, batches: int, wait_s: float
     ) -> list[Any]:
-        """Version, numbers and values of sparse rows: those named, or all changed after `since`."""
+        """Return the version, and requested sparse rows or all rows changed after `since`."""
         spec = self._log.machine.parameters.specs.get(name)
         if spec is None or not spec.sparse:
             raise ServerRefused(
@@ -304,10 +304,10 @@ class ParameterServer(Closing):
         numel: int,
         wait_s: float,
     ) -> Tensor:
-        """Give a tensor to a sum.
+        """Contribute a tensor to a sum.
 
         Args:
-            numel: count of its numbers where it is coded, else 0.
+            numel: count of the tensor's numbers if it is encoded, else 0.
         """
         if numel:
             if self._decode is None:
@@ -342,7 +342,7 @@ class ParameterServer(Closing):
         wait_for(self._turn, readable, time.monotonic() + min(wait_s, MOST_WAIT_S))
 
     def _expect_members(self) -> None:
-        """Have members that do not come to the new primary counted as absent."""
+        """Count members that do not connect to the new primary as absent."""
         for name, identity in self._log.machine.clients.members.items():
             self._service.presence.expect(Caller(name, identity, ""))
 
@@ -364,17 +364,17 @@ _MOST_UNDER_WAY = 4096  # sums
 
 
 class Place(NamedTuple):
-    """Name of a sum: a step has one for each bucket."""
+    """Identity of a sum. A step has one sum per bucket."""
 
     number: int
     bucket: int
 
 
 class Sums:
-    """Sums over clients: each client contributes a tensor and gets the sum. Nothing is kept or replicated.
+    """Sums over clients, which are neither stored nor replicated.
 
-    The tensors are added in the order of the clients' indices. So the sum is the same in every run, and all clients get
-    the same bits. The callers' threads wait and do the work.
+    Each client contributes a tensor and receives the sum. Tensors are added in the order of the clients' indices, so
+    the sum is the same in every run and bit-equal on all clients. The callers' threads wait and do the work.
     """
 
     def __init__(self) -> None:
@@ -386,7 +386,7 @@ class Sums:
 
         Raises:
             ServerRefused: the tensor does not fit those of the other clients.
-            DeadlineError: some clients contributed nothing in time; the error names their indices. Repeat the call with
+            DeadlineError: some clients did not contribute in time; the error lists their indices. Repeat the call with
                 the same tensor.
         """
         until = time.monotonic() + wait_s
@@ -420,28 +420,28 @@ class Sums:
             return held.total
 
     def _forget_before(self, place: Place) -> None:
-        """Drop sums of two steps ago: members of a step have those of the last."""
+        """Drop sums of two steps ago. Members of a step have the sums of the previous step."""
         for old in [p for p in self._under_way if p.number < place.number - 1]:
             del self._under_way[old]
 
 
 class _Sum:
-    """One sum: those that came are added as soon as all of lower index have."""
+    """One sum. A tensor is added as soon as all tensors of lower index were added."""
 
     def __init__(self, members: int) -> None:
         self.members, self.total = members, None
-        self._next = 0  # index that is added next
+        self._next = 0  # index to add next
         self._waiting: dict[int, Tensor] = {}
 
     total: Tensor | None
 
     @property
     def missing(self) -> list[int]:
-        """Indices that have not come."""
+        """Indices that have not contributed."""
         return [index for index in range(self._next, self.members) if index not in self._waiting]
 
     def take(self, index: int, members: int, tensor: Tensor) -> None:
-        """Take the tensor of one client, whose memory is the sum's from here on. Once more is the same as once."""
+        """Take over the tensor of one client and its memory. Repeating this has no effect."""
         if members != self.members or not 0 <= index < members:
             raise ServerRefused(
                 "server.sum_members_differ",

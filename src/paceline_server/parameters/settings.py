@@ -1,6 +1,6 @@
-"""Settings of a parameter server: tensors, their optimizers, and how late a push may be.
+"""Settings of a parameter server: tensors, their optimizers, and staleness.
 
-Plain data, the same for all servers and clients of a run, which compare its digest when they meet.
+All servers and clients of a run have the same settings, and compare digests when they connect.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor under its name.
+    """A named tensor.
 
     Attributes:
-        sparse: its rows (along dimension 0) are pulled and pushed alone, and only rows that a push names are stepped.
+        sparse: True if rows (along dimension 0) are pulled and pushed separately, and only the pushed rows are stepped.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """The torch dtype."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @property
@@ -72,18 +72,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings that clients and servers of one model have in common.
+    """Settings that clients and servers of one model share.
 
     Attributes:
-        optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas it is the outer optimizer:
-            `{"name": "sgd", "lr": 1.0}` adds them as they are.
-        total_steps: the length of a schedule that decays to the end.
-        staleness: number of global batches by which a ticket may run ahead of the applied ones; inf: no client waits.
+        optimizer, schedule: keys of the job's `optimizer` and `schedule`. For deltas this is the outer optimizer;
+            `{"name": "sgd", "lr": 1.0}` adds them unchanged.
+        total_steps: number of steps, for a schedule that decays until the end.
+        staleness: number of global batches by which a ticket may run ahead of the applied ones; with inf, clients never
+            wait.
         staleness_aware: divide the learning rate of a push that is tau steps old by max(1, tau); with tickets by
             max(1, tau / pieces), because a global batch takes `pieces` steps.
-        pieces: number of tickets of one global batch; None: the server deals none, and takes pushes as they come.
+        pieces: number of tickets per global batch. With None the server deals no tickets, and accepts pushes in order
+            of arrival.
         compress: codec of the dense gradients that clients push; `none` sends them uncoded.
-        most_members: largest number of clients that are members at one time.
+        most_members: largest number of members at the same time.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -115,21 +117,21 @@ class ServerSettings:
             yield "a staleness is counted in tickets: set pieces"
 
     def optimizer_spec(self) -> OptimizerSpec:
-        """The optimizer's settings, checked. Raises ServerRefused."""
+        """Validate and return the optimizer's settings. Raises ServerRefused."""
         return _read(OptimizerSpec, self.optimizer)
 
     def schedule_spec(self) -> ScheduleSpec:
-        """The schedule's settings, checked. Raises ServerRefused."""
+        """Validate and return the schedule's settings. Raises ServerRefused."""
         return _read(ScheduleSpec, self.schedule or {})
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the model and its optimizer; a client with another one is refused."""
+        """Hash of the model and its optimizer. Clients with a different hash are refused."""
         return _hash([[asdict(tensor) for tensor in self.tensors], self.optimizer])
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything here, to be compared by both ends."""
+        """Hash of all settings, which both ends compare."""
         return _hash(asdict(self))
 
 
@@ -145,15 +147,15 @@ class Slice(NamedTuple):
     stop: int
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor that the server owns."""
+        """Return the rows of a tensor that the server owns."""
         return tensor[self.first : self.stop] if tensor.dim() else tensor
 
 
 def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
-    """Slices that each server owns: contiguous rows, of about equally many bytes.
+    """Divide tensors into one slice of contiguous rows per server, of about equal bytes.
 
-    A tensor is cut along dimension 0 at a server's boundary. Optimizers that scale by the norm of a whole tensor (LARS,
-    LAMB) get whole tensors.
+    Tensors are divided along dimension 0. For optimizers that scale by the norm of a tensor (LARS, LAMB), tensors are
+    not divided.
 
     Raises:
         ServerRefused: there are more servers than rows to own.
@@ -179,7 +181,7 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
 
 
 def _units(spec: TensorSpec, servers: int, whole: bool) -> Iterator[tuple[int, int]]:
-    """Runs of rows that stay together: 64 for each server are fine enough."""
+    """Divide rows into units that stay together, about 64 per server."""
     step = spec.rows if whole or servers == 1 else max(1, spec.rows // (64 * servers))
     return ((first, min(first + step, spec.rows)) for first in range(0, max(1, spec.rows), max(1, step)))
 

@@ -1,7 +1,7 @@
 """The sync rule `server`: replicas that push to parameter servers.
 
-`SERVER` describes the rule and does not import torch; `server.py` has its forms. The training loop of workers whose
-servers own the parameters is `paceline_server/training`.
+`SERVER` describes the rule without importing torch; `server.py` implements its forms. If servers own the parameters,
+the workers' training loop is in `paceline_server/training`.
 """
 
 from __future__ import annotations

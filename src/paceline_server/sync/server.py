@@ -1,8 +1,8 @@
 """The forms of the sync rule `server` (Li et al., 2014).
 
-Without a staleness, servers sum what all replicas push, and every replica gets the sum: `ServerSums`, and with a period
-`ServerDeltas`. With a staleness (Ho et al., 2013) servers own the parameters and the optimizer, and step on every push:
-`Served` and `ServedDeltas` are a worker's side, and `paceline_server/training` has the workers' loop.
+Without a staleness, servers sum the pushes of all replicas and return the sum: `ServerSums`, or with a period
+`ServerDeltas`. With a staleness (Ho et al., 2013), servers own the parameters and the optimizer, and step on every
+push. `Served` and `ServedDeltas` are then the worker's side, and `paceline_server/training` has the workers' loop.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from paceline_server.parameters.settings import ServerSettings, TensorSpec
 
 
 class ServerSums(AllReduce):
-    """Push the gradients of every replica to servers, and get their sums from them.
+    """Push the gradients of every replica to servers, and receive the sums.
 
-    The result is that of `allreduce`, in buckets that are pushed while the backward pass goes on where replicas are on
-    several hosts. The servers are threads of the first `servers` replicas' ranks, each with a part of every bucket, and
-    end with them: what a lost rank has served is served by the ranks of the next generation.
+    The result equals that of `allreduce`. If replicas are on several hosts, buckets are pushed during the backward
+    pass. The servers are threads in the ranks of the first `servers` replicas, and each server sums a part of every
+    bucket. A server ends with its rank; if the rank is lost, the ranks of the next generation take over its part.
 
     Args:
-        servers: how many share the sums. Other arguments are those of the rule's other forms.
-        compress: code of what replicas push; the sums come back as they are.
+        servers: number of servers. The other arguments are the same as for the other forms of the rule.
+        compress: codec of pushes. Sums are returned uncompressed.
     """
 
     def __init__(self, *, servers: int, compress: str = "none", **_: object) -> None:
@@ -77,9 +77,9 @@ class ServerSums(AllReduce):
 
 
 class CodedSums:
-    """Sums on servers of tensors that ranks code before they push them.
+    """Sums on servers of tensors that ranks encode before pushing.
 
-    Its methods are those of a `Compressor`.
+    The methods are the same as those of a `Compressor`.
     """
 
     def __init__(self, codec: str, algorithm: ServerSum, traffic: Traffic) -> None:
@@ -88,24 +88,24 @@ class CodedSums:
         self._code = Feedback(codec, seed=algorithm.group.rank, traffic=traffic)
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` by its sum over the ranks; what follows the views is summed exactly."""
+        """Replace `flat` by its sum over the ranks. Values after the views are summed exactly."""
         numel = sum(view.numel() for view in views)
         with self.traffic.counting(self.algorithm.group, flat.nbytes):
             self.algorithm.coded_sum(name, flat, numel, self._code)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback and random state of this rank."""
+        """Return this rank's error feedback and random state."""
         return self._code.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self._code.load_state_dict(state)
 
 
 class ServerDeltas(DiLoCo):
-    """Push the change of the parameters in `period` steps, and take the outer step.
+    """Push the parameter change of `period` steps, and take the outer step.
 
-    The rule is `diloco` with its sums made on servers.
+    The rule is `diloco` with sums on servers.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class ServerDeltas(DiLoCo):
 
 
 _LEAVE_S = 5.0
-_LOOK_S = 0.05  # between two looks at whether the generation is over
-_SUMS_OF_A_RANK = 2  # under way at once, at most
-_Part = tuple[Tensor, Tensor | None]  # a tensor to be summed in place, and what is sent instead
-_sockets = count()  # numbers of those of this process
+_LOOK_S = 0.05  # interval of checks if the generation has ended
+_SUMS_OF_A_RANK = 2  # largest number of concurrent sums
+_Part = tuple[Tensor, Tensor | None]  # a tensor to sum in place, and the bytes to send instead
+_sockets = count()  # numbers of the sums of this process
 
 
 class ServerSum(OwnAllReduce):
-    """An all-reduce by way of servers, in threads of the first ranks of the group.
+    """An all-reduce through servers in threads of the group's first ranks.
 
-    Each server sums a part of every tensor, in rank order, so that all ranks get the same bits.
+    Each server sums a part of every tensor in rank order, so all ranks get bit-equal results.
 
     Args:
-        compress: code of what `coded_sum` pushes.
+        compress: codec of the pushes of `coded_sum`.
     """
 
     name = "server"
@@ -148,7 +148,7 @@ class ServerSum(OwnAllReduce):
         self.compress = compress
         self._held = ExitStack()
         self._numbers = count()
-        # a sum that others do not come to can be broken off only by another thread
+        # only another thread can cancel a sum for which other ranks do not arrive
         self._beside = CommThread("paceline-sums") if generations_are_watched() else None
         with self._held as held:
             key = _key_of(group)
@@ -177,17 +177,17 @@ class ServerSum(OwnAllReduce):
             tensor.detach().copy_(flat.view(tensor.shape))
 
     def coded_sum(self, name: str, flat: Tensor, numel: int, code: Feedback) -> None:
-        """Replace `flat` on every rank by its sum, with coded pushes.
+        """Replace `flat` on every rank by its sum, with encoded pushes.
 
-        The first `numel` numbers are coded. The sums come back as they are.
+        The first `numel` numbers are encoded. Sums are returned uncompressed.
 
         Args:
-            name: of the tensor, for error feedback.
+            name: name of the tensor, for error feedback.
 
         Raises:
             SyncError: a rank did not come, or a server is lost.
         """
-        # servers add fp32 numbers, coded or not: some rank's may not be finite, and are not
+        # servers add encoded numbers as fp32; numbers that are not finite are not encoded
         numbers = flat[:numel].to("cpu", torch.float32, copy=True)
         tail = flat[numel:].to("cpu", copy=True)
         parts = [(part, code.encode(f"{name}.{i}", part)) for i, part in enumerate(numbers.tensor_split(self.servers))]
@@ -221,7 +221,7 @@ class ServerSum(OwnAllReduce):
             ) from error
 
     def close(self) -> None:
-        """Leave the servers, and end the one of this rank."""
+        """Leave the servers, and end this rank's server."""
         self._held.close()
         if self._beside is not None:
             self._beside.close()
@@ -237,7 +237,7 @@ class ServerSum(OwnAllReduce):
             result()
 
     def _wait(self, task: Task) -> None:
-        """Wait for sums, unless the generation ends before them."""
+        """Wait for sums, or until the generation ends."""
         while not task.done.wait(_LOOK_S):
             if generation_is_over():
                 self.client.close()
@@ -247,7 +247,7 @@ class ServerSum(OwnAllReduce):
         task.wait()
 
     def _serve(self, group: Group, key: RunKey | None, servers: int) -> str:
-        """Serve in threads of this process; returns the place."""
+        """Serve in threads of this process, and return the address."""
         where: tuple[str, int] | Path
         if group.spans_hosts:
             where = own_address(), 0
@@ -264,7 +264,7 @@ class ServerSum(OwnAllReduce):
         return name_of(server.address)
 
     def _socket(self) -> Path:
-        """Choose a socket in the launcher's folder, which outlives a killed rank."""
+        """Choose a socket in the launcher's folder, which remains after a rank is killed."""
         error_file = RankEnvironment.from_env().error_file if is_our_rank() else None
         if error_file is None:
             return self._held.enter_context(scratch_folder()) / "server"
@@ -272,7 +272,7 @@ class ServerSum(OwnAllReduce):
 
 
 def _await_leave(server: ParameterServer) -> None:
-    """Wait for a while until all clients have left. Their last answers may be under way."""
+    """Wait a limited time for all clients to leave; they may still expect answers."""
     until = time.monotonic() + _LEAVE_S
     while server.callers and time.monotonic() < until and not generation_is_over():
         time.sleep(0.005)
@@ -293,10 +293,10 @@ def _settings(servers: int) -> ServerSettings:
 
 
 def _key_of(group: Group) -> RunKey | None:
-    """The run's key, where the ranks are on several hosts.
+    """Return the run's key, which is needed if ranks are on several hosts.
 
     Raises:
-        LaunchError: none was handed to this process.
+        LaunchError: this process has no key.
     """
     if not group.spans_hosts:
         return None
@@ -310,9 +310,9 @@ def _key_of(group: Group) -> RunKey | None:
 
 
 class Served(SyncRule):
-    """Leave this worker's gradients where they are: the workers' loop pushes them, and servers step.
+    """Keep this worker's gradients local; the workers' loop pushes them, and servers step.
 
-    A worker's ranks are alone in their group: no collective joins them with others.
+    A worker's group contains only its own ranks, so it shares no collectives with other workers.
 
     Attributes:
         has_servers: set by the workers' loop.
@@ -344,13 +344,13 @@ class Served(SyncRule):
 
 
 class ServedDeltas(Served):
-    """Train alone for a round of steps; the workers' loop pushes the change.
+    """Train locally for a round of steps; the workers' loop pushes the change.
 
     Servers take the outer step (DiLoCo: Douillard et al., 2023, arXiv:2311.08105) on each push. Between rounds a worker
     keeps its optimizer's state.
 
     Attributes:
-        outer: state of the servers' optimizer at the last boundary, by the parameters' names; on the first worker.
+        outer: state of the servers' optimizer at the last boundary, by parameter name. Set on the first worker.
     """
 
     def __init__(self, **arguments: object) -> None:

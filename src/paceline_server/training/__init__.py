@@ -1,4 +1,4 @@
-"""Training with parameter servers: workers take microbatches of the global batches at their own speed.
+"""Training with parameter servers: workers compute pieces of global batches at their own speed.
 
-Read `loop` (the first worker, which also measures, saves and records), then `worker`; `run` starts each process.
+Read `loop` (the first worker, which also evaluates, saves and records), then `worker`. `run` starts each process.
 """

@@ -1,7 +1,8 @@
-"""The first worker: computes pieces as all do, and measures, saves and records.
+"""The first worker: computes pieces like all workers, and evaluates, saves and records.
 
-At a boundary everything before it is applied, and nothing after it: there a run is as any other. It lies where the job
-evaluates or saves by steps, where it saves by the clock or is stopped, and where the run ends.
+At a boundary, all earlier batches and no later ones are applied, so the state is that of an ordinary run. Boundaries
+are the steps at which the job evaluates or saves, times at which it saves by the clock or is stopped, and the end of
+the run.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from paceline_server.training.pieces import next_boundary
 from paceline_server.training.worker import PartRecord, Worker
 
 BEGIN = "served/begin"  # key of the run's store: batches before the first round
-_PROGRESS = "served/progress"  # key of the run's store: what the first worker needs when it is started again
-_AHEAD_S = 2.0  # of training that may be dealt at once: after that long a signal is heeded
-_FIRST_AHEAD = 16  # batches, before their time is known
+_PROGRESS = "served/progress"  # key of the run's store: state for a restarted first worker
+_AHEAD_S = 2.0  # seconds of training that are dealt ahead, and so the longest reaction to a signal
+_FIRST_AHEAD = 16  # number of batches before their time is known
 
 
 class FirstWorker(Loop):
-    """Trains from boundary to boundary."""
+    """Training loop of the first worker, from boundary to boundary."""
 
     def __init__(self, run: Run, worker: Worker, data: DataSets, group: Group, store: StoreClient) -> None:
         super().__init__(run, worker.engine, data, group)
         self.worker, self.client, self.store, self.workers = worker, worker.client, store, run.plan.dp
         self._share, self._why = worker.whole.share, ""
-        self._opened = 0  # batches that are dealt
-        self._noted = 0  # the newest boundary, from which this worker goes on when it is started again
+        self._opened = 0  # number of batches that are dealt
+        self._noted = 0  # the last boundary, from which this worker continues after a restart
         self._votes: dict[str, int] = {}
         self._last_written = time.monotonic()
         self._batch_s: float | None = None
 
     def begin(self) -> str | None:
-        """Begin or resume the run, or go on with it where this worker was lost."""
+        """Begin or resume the run, or continue it if this worker was restarted."""
         found = json.loads(self.store.get(_PROGRESS)) if self.store.check([_PROGRESS]) else None
         if (progress := self._share(found)) is not None:
             return self._return(progress)
@@ -88,7 +89,7 @@ class FirstWorker(Loop):
         return self.stop.ended(progress["step"])
 
     def steps(self) -> str | None:
-        """Train to the next boundary, and do what is due there."""
+        """Train to the next boundary, and evaluate or save if due."""
         boundary = self._next_boundary()
         self._last_written = time.monotonic()
         while not self._reached(boundary):
@@ -108,7 +109,7 @@ class FirstWorker(Loop):
 
     def _compute(self, boundary: int) -> None:
         self._open(boundary)
-        # of the rest of the loop the worker's ranks know the same
+        # the worker's ranks share the rest of the loop's state
         self._opened, self._votes = self._share([self._opened, self._votes])
         self.vote()
         results = self.worker.advance()
@@ -123,7 +124,7 @@ class FirstWorker(Loop):
             self._write()
 
     def _open(self, boundary: int) -> None:
-        """Have more batches dealt, unless something is to be done first."""
+        """Allow more batches, unless other work is due first."""
         self._boundary_reached = False
         if self.client is None or self._votes or self._opened >= boundary:
             return
@@ -135,7 +136,7 @@ class FirstWorker(Loop):
             self.client.open(rounds.until(wanted), rounds.until(self._noted))
 
     def _reached(self, boundary: int) -> bool:
-        """True if all that was dealt is applied, and no more is to be."""
+        """True if all dealt batches are applied, and no more may be dealt."""
         return self._boundary_reached and (bool(self._votes) or self._opened >= boundary)
 
     def _next_boundary(self) -> int:
@@ -143,7 +144,7 @@ class FirstWorker(Loop):
         return next_boundary(self.job, self.epoch_steps, self.total_steps, self.engine.step_count)
 
     def _take_over(self, step: int) -> None:
-        """Have the state of the servers in this engine."""
+        """Load the state of the servers into this engine."""
         self.worker.take_over()
         self.engine.step_count = step
         self.engine.loader.load_state_dict(self.position_after(step))
@@ -151,8 +152,8 @@ class FirstWorker(Loop):
     def ending(self, result: StepResult) -> str | None:
         """Reason why the run ends at a boundary, on all ranks of this worker.
 
-        The first rank has seen the losses of all batches before the boundary; the earliest one that ends the run is the
-        reason.
+        The first rank knows the losses of all batches before the boundary. The earliest batch that ends the run gives
+        the reason.
         """
         reason = super().ending(result)
         return cast("str | None", self._share(self._why or reason))
@@ -160,23 +161,23 @@ class FirstWorker(Loop):
     # Record
 
     def _last_of(self, step: int) -> StepInfo:
-        """The last batch before a boundary, after all others were written."""
+        """Return the last batch before a boundary, after writing all others."""
         info = (self._write(step) or self._told(step, [], 0.0)) if self.client is not None else None
         told = self._share(None if info is None else info.as_json())
         return info or StepInfo.from_json(told)
 
     def _write(self, until: int | None = None) -> StepInfo | None:
-        """Write the lines of batches that are applied whole; returns the last.
+        """Write the lines of fully applied batches, and return the last batch.
 
         Args:
-            until: the boundary where this is; between boundaries None, and there may be nothing to write yet.
+            until: the current boundary, or None between boundaries, when there may be no batches to write.
         """
         assert self.client is not None
         if until is None and time.monotonic() - self._last_written < _WRITE_S:
             return None
         if not (found := self._applied.whole(self.client)):
             return None
-        # behind the reading: the ends of batches are counted from here, and none lies before one already written
+        # taken after reading, so that the ends of batches do not precede those already written
         now, ended_at = time.monotonic(), time.time()
         passed_s, self._last_written = now - self._last_written, now
         self._batch_s, info = passed_s / len(found), None
@@ -191,7 +192,7 @@ class FirstWorker(Loop):
         return info
 
     def _told(self, step: int, pieces: list[PartRecord], step_s: float) -> StepInfo:
-        """A batch as callbacks see it: the mean of its pieces' losses."""
+        """Return a batch for callbacks, with the mean of its pieces' losses."""
         computed = [piece for piece in pieces if piece.loss is not None]
         samples = sum(piece.samples for piece in computed)
         loss = sum((piece.loss or 0.0) * piece.samples for piece in computed) / samples if samples else math.nan
@@ -221,18 +222,18 @@ class FirstWorker(Loop):
         self.store.set(_PROGRESS, json.dumps(progress).encode())
 
 
-_WRITE_S = 0.2  # from one look at the records of pieces to the next
+_WRITE_S = 0.2  # interval of reading the records of pieces
 
 
 class AppliedBatches:
-    """Puts the records of applied pieces together to batches.
+    """Batches, assembled from the records of applied pieces.
 
     Args:
-        pieces: of a batch.
-        first: the batch to begin with.
+        pieces: number of pieces per batch.
+        first: the first batch.
 
     Attributes:
-        next: the batch that `whole` gives next.
+        next: the next batch that `whole` returns.
     """
 
     def __init__(self, pieces: int, first: int) -> None:
@@ -240,7 +241,7 @@ class AppliedBatches:
         self._known: defaultdict[int, dict[int, PartRecord]] = defaultdict(dict)
 
     def whole(self, client: ServerClient) -> list[tuple[int, list[PartRecord]]]:
-        """Batches whose pieces are all applied, in order, each once."""
+        """Return batches whose pieces are all applied, in order, each once."""
         self._number, found = client.records(self._number)
         for ticket, record in found:
             for part in msgspec.convert(record, list[PartRecord]):

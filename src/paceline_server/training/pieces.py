@@ -1,4 +1,4 @@
-"""Pieces and rounds of the global batches, as servers deal them to workers."""
+"""Pieces and rounds of global batches that servers deal to workers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.job.partition import Partition
 
 
 class Pieces:
-    """Samples of each piece: the share of a replica that waits for all others.
+    """Samples of each piece, which equals a replica's share in synchronous training.
 
     Args:
-        like: the partition of a reader of the whole data.
+        like: a partition of the whole data.
         pieces: of a global batch.
-        data_rank, data_ranks: this rank among those of the worker that compute different samples of a piece.
+        data_rank, data_ranks: index and number of the worker's ranks that compute different samples of a piece.
     """
 
     def __init__(self, job: Job, like: Partition, pieces: int, data_rank: int = 0, data_ranks: int = 1) -> None:
@@ -34,11 +34,11 @@ class Pieces:
             )
             for number in range(pieces)
         ]
-        # of each piece: epoch, the next step, and the samples from there on
+        # for each piece: epoch, next step, and the remaining samples
         self._at: list[tuple[int, int, Iterator[list[int]]]] = [(-1, 0, iter(())) for _ in self.parts]
 
     def samples(self, batch: int, piece: int) -> tuple[list[int], Position]:
-        """This rank's samples of a piece, and its place.
+        """Return this rank's samples of a piece, and its position.
 
         Args:
             batch: number of the global batch, from 0 over all epochs.
@@ -56,19 +56,19 @@ class Pieces:
 
 
 class Rounds:
-    """Consecutive global batches, `period` to a round, or fewer before a boundary.
+    """Rounds of `period` consecutive global batches, or fewer before a boundary.
 
     Args:
         begin: the global batch with which round 0 begins.
-        boundary: the next boundary behind a number of batches.
+        boundary: function that returns the next boundary after a number of batches.
     """
 
     def __init__(self, period: int, begin: int, boundary: Callable[[int], int]) -> None:
         self.period, self._boundary = period, boundary
-        self._begins = [begin]  # of each round that was asked for
+        self._begins = [begin]  # bounds of each requested round
 
     def batches(self, number: int) -> range:
-        """Global batches of a round."""
+        """Return the global batches of a round."""
         if self.period == 1:
             return range(self._begins[0] + number, self._begins[0] + number + 1)
         while len(self._begins) <= number + 1:
@@ -77,7 +77,7 @@ class Rounds:
         return range(self._begins[number], self._begins[number + 1])
 
     def until(self, batch: int) -> int:
-        """Number of rounds that begin before a global batch."""
+        """Return the number of rounds that begin before a global batch."""
         if self.period == 1:
             return max(0, batch - self._begins[0])
         while self._begins[-1] < batch:
@@ -85,13 +85,13 @@ class Rounds:
         return bisect_left(self._begins, batch)
 
     def whole(self, batch: int) -> int:
-        """The end of a round at or behind so many global batches."""
+        """Return the first end of a round at or after a number of global batches."""
         rounds = self.until(batch)
         return self.batches(rounds - 1).stop if rounds else self._begins[0]
 
 
 def next_boundary(job: Job, epoch_steps: int, total_steps: int | None, step: int) -> int:
-    """The step after which something is due: an evaluation, a checkpoint, the end."""
+    """Return the next step with an evaluation, a checkpoint or the end."""
     measured = job.evaluate.every_steps or job.evaluate.every_epochs * epoch_steps
     every = [n for n in (measured, job.checkpoint.every_steps) if n is not None]
     due = [(step // n + 1) * n for n in every]

@@ -49,16 +49,16 @@ from paceline_server.training.whole import Whole
 from paceline_server.training.worker import Worker
 
 SETTINGS, ENDED, ADDRESS = "served/settings", "served/ended", "served/address"  # keys of the run's store
-_LOOK_S = 0.02  # from one look at whether a boundary is over to the next
-_START_S = 300.0  # time for the first worker and the servers to start; the launcher watches each of them
-_DEALT_AGAIN_S = 2 * GRACE_S  # from the end of a worker that hangs until another worker has its piece
-_ALIVE_S = 0.25  # between two marks of a server that it lives, and looks at who takes part
+_LOOK_S = 0.02  # interval of checks if a boundary has ended
+_START_S = 300.0  # time for the first worker and the servers to start; the launcher monitors each of them
+_DEALT_AGAIN_S = 2 * GRACE_S  # time from the end of a hanging worker until another worker has its piece
+_ALIVE_S = 0.25  # interval of a server's heartbeat and of its membership check
 
 
 def run_rank(arguments: list[str]) -> None:
-    """Be a worker or a server of the run in the directory `arguments[0]`."""
+    """Run a worker or a server of the run in the directory `arguments[0]`."""
     run, environment = Run(arguments[0]), RankEnvironment.from_env()
-    # every attempt of the run has a store of its own
+    # every attempt of the run has its own store
     assert environment.store is not None
     with closing(StoreClient(place_of(environment.store), own_key(), run.job.deadline_s)) as store:
         if environment.rank >= run.plan.ranks:
@@ -94,7 +94,7 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
         assert environment.status_file is not None
         folder, generation = environment.status_file.parent, Generation(-1, ())
         while not server.ended.wait(_ALIVE_S):
-            # "done" has no limit of its own but the deadline, and no signal is for it
+            # "done" is limited by the deadline only, and signals do not affect it
             board.mark("done", 0)
             if board.current_generation != generation.number and (found := announced(folder, board.current_generation)):
                 generation = found
@@ -102,10 +102,10 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _vacate(store: StoreClient, views: Views, number: int) -> None:
-    """Free the lead of a server that a lost predecessor of this process held alone.
+    """Remove a lost predecessor of this process as a server's only primary.
 
-    Otherwise both processes of the server would wait for the predecessor for ever. This is done only before the run
-    begins, when no parameters are lost with the predecessor.
+    Otherwise both processes of the server would wait for the predecessor forever. This happens only before the run
+    begins, when no parameters can be lost.
     """
     key = f"{ADDRESS}/{number}"
     if not store.check([key]) or store.check([BEGIN]):
@@ -128,9 +128,9 @@ def _name(first: int) -> str:
 
 
 def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
-    """Compute pieces until the run ends, or this worker is to leave.
+    """Compute pieces until the run ends or this worker must leave.
 
-    The first worker also measures, saves and records.
+    The first worker also evaluates, saves and records.
     """
     leaves = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: leaves.set())  # `elastic/independent.py:LEAVE`
@@ -165,7 +165,7 @@ def _work(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
 
 
 def _work_until(worker: Worker, leaves: threading.Event, ended: Callable[[], bool]) -> None:
-    """Compute pieces; at a boundary wait for the first worker."""
+    """Compute pieces, and wait for the first worker at boundaries."""
     with stop_signals(lambda name: None):  # the first worker ends the run, for all
         while not worker.whole.share(leaves.is_set()):
             if worker.advance() is None:
@@ -176,9 +176,9 @@ def _work_until(worker: Worker, leaves: threading.Event, ended: Callable[[], boo
 
 @contextmanager
 def _own_group(run: Run, environment: RankEnvironment, worker: int) -> Iterator[Group]:
-    """The group of this worker's ranks.
+    """Form the group of this worker's ranks.
 
-    They are started together, also where one of them was lost: the launcher then ends the others, which is waited for.
+    The ranks start together, even after one was lost: the launcher then ends the others, and this call waits for that.
     """
     size, deadline_s = run.plan.ranks // run.plan.dp, _patience_s(run)
     if size == 1:
@@ -197,10 +197,10 @@ def _trained(engine: RankEngine) -> dict[str, nn.Parameter]:
 
 
 def _rounds(run: Run, engine: RankEngine, store: StoreClient) -> Rounds:
-    """Batches of each ticket, the same for all workers."""
+    """Return the batches of each ticket, which are the same for all workers."""
     job, period = run.job, SyncSpec.parse(run.plan.sync).period
     epoch_steps, total_steps = _partition(engine).steps_per_epoch, _total_steps(job, engine)
-    # without rounds a ticket has the number of its batch, which the servers' schedule counts
+    # without rounds, tickets follow the number of batches, which the servers' schedule counts
     begin = 0 if period == 1 else int(store.get(BEGIN, _START_S))
     return Rounds(period, begin, lambda step: next_boundary(job, epoch_steps, total_steps, step))
 
@@ -243,29 +243,30 @@ def _view_key(part: int) -> str:
 def _patience_s(run: Run) -> float:
     """Return the longest wait for a piece of another worker.
 
-    The launcher watches that worker, allows the deadline for each of its steps, and starts it again if it hangs.
+    The launcher monitors that worker, allows the deadline for each of its steps, and restarts it if it hangs.
     """
     return SyncSpec.parse(run.plan.sync).period * run.job.deadline_s + _DEALT_AGAIN_S
 
 
 def _key_and_place(environment: RankEnvironment) -> tuple[RunKey | None, tuple[str, int] | Path]:
-    """Key and place to serve at: TLS between hosts, else a Unix socket."""
+    """Return the key and address of a server: TLS between hosts, else a Unix socket."""
     if environment.store is None or not environment.store.startswith("/"):
         return own_key(), (own_address(), 0)
     assert environment.error_file is not None
-    # in the launcher's folder, which goes with the attempt
+    # in the launcher's folder, which is deleted after the attempt
     return None, environment.error_file.with_name(f"server-{os.getpid()}")
 
 
-# of a schedule, in global batches; servers count pushes
+# keys of a schedule in global batches; servers count pushes
 _COUNTED = ("warmup_steps", "decay_steps")
 
 
 def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_steps: int | None) -> ServerSettings:
-    """Settings of the servers of a run, which own these tensors.
+    """Return the settings of a run's servers, which own these tensors.
 
-    A push is the mean gradient of a piece, which counts for its share of the global batch: its learning rate is the
-    job's divided by the pieces. With a period it is a change of the parameters, and the optimizer the outer one.
+    A push is the mean gradient of a piece. It counts for the piece's share of the global batch, so its learning rate is
+    the job's divided by `pieces`. With a period, a push is a parameter change, and the optimizer is the outer
+    optimizer.
     """
     pieces, spec = plan.dp, SyncSpec.parse(plan.sync)
     staleness = float(spec.arguments["staleness"])
@@ -283,10 +284,10 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
 
 
 def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The outer optimizer, taken on every push instead of once a round.
+    """Scale the outer optimizer to step on every push instead of once per round.
 
-    Over the pushes of a round the momentum decays as in one outer step, and a steady change moves the parameters as
-    far.
+    Over the pushes of a round, the momentum decays as in one outer step, and a constant change moves the parameters by
+    the same distance.
     """
     decay = arguments["momentum"] ** (1 / pieces)
     rate = arguments["lr"] / pieces * (1 - decay) / (1 - arguments["momentum"])
@@ -294,7 +295,7 @@ def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gradients(job: Job, pieces: int, total_steps: int | None) -> dict[str, Any]:
-    """The job's optimizer, schedule and number of steps, for pushes of gradients."""
+    """Return the job's optimizer, schedule and number of steps, for pushes of gradients."""
     optimizer = job.optimizer.model_dump(exclude_defaults=True) | {"lr": job.optimizer.lr / pieces}
     schedule = job.schedule.model_dump(exclude_defaults=True)
     schedule |= {key: schedule[key] * pieces for key in _COUNTED if schedule.get(key)}
@@ -305,10 +306,12 @@ def _of_gradients(job: Job, pieces: int, total_steps: int | None) -> dict[str, A
 
 
 def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec, ...]:
-    """The tensors that servers own of a worker's model. Where it is divided, or with a period, tables are dense.
+    """Return the tensors of a worker's model that servers own.
+
+    If the model is divided, or with a period, embedding tables are dense.
 
     Raises:
-        ServerRefused: a parameter is of a kind that servers do not hold.
+        ServerRefused: servers do not support the type of a parameter.
     """
     sparse = set[str]() if whole.divides or period > 1 else set(sparse_tables(model))
     return tuple(
@@ -318,10 +321,10 @@ def tensors_of(model: nn.Module, whole: Whole, period: int) -> tuple[TensorSpec,
 
 
 def written(settings: ServerSettings) -> bytes:
-    """Settings as JSON."""
+    """Return settings as JSON."""
     return json.dumps(asdict(settings)).encode()
 
 
 def read(text: bytes) -> ServerSettings:
-    """Settings that `written` told."""
+    """Read settings that `written` returned."""
     return msgspec.convert(json.loads(text), ServerSettings)

@@ -1,7 +1,7 @@
-"""Whole tensors of a worker whose ranks each hold a part of the model.
+"""Whole tensors of a worker whose ranks hold parts of the model.
 
-Servers own whole tensors, whatever divides the model, so workers of one run could be divided differently. The first
-rank of a worker speaks with the servers; the others send it their parts, and get theirs of what it has pulled.
+Servers own whole tensors, so the workers of one run may divide the model differently. The first rank of a worker
+connects to the servers. The other ranks send it their parts, and receive their parts of pulled tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOST = torch.device("cpu")
 
 
 class _Held(NamedTuple):
-    """Part of a tensor on one rank; `first`: no rank before it holds the same."""
+    """Part of a tensor on one rank. `first`: no lower rank holds the same part."""
 
     name: str
     layout: ShardLayout
@@ -28,16 +28,18 @@ class _Held(NamedTuple):
 
 
 class Whole:
-    """Gathers the ranks' parts on the worker's first rank, and spreads what it has. All ranks call each method.
+    """Gathers parts on the worker's first rank, and distributes its tensors.
+
+    All ranks call each method.
 
     Args:
         group: the worker's ranks.
-        parameters: those that this rank trains.
-        parts: the part that it holds of each.
+        parameters: the parameters that this rank trains.
+        parts: this rank's part of each parameter.
 
     Attributes:
-        divides: whether there is more than one rank.
-        shapes, dtypes: of all tensors of the worker.
+        divides: True if there is more than one rank.
+        shapes, dtypes: shapes and dtypes of all tensors of the worker.
     """
 
     def __init__(self, group: Group, parameters: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
@@ -57,9 +59,9 @@ class Whole:
             self._held.append(held)
 
     def gather(self, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Whole tensors of the ranks' parts; nothing but on the first rank.
+        """Gather whole tensors from the ranks' parts; only the first rank returns them.
 
-        A tensor of which no rank has a part is left out; missing parts of others are zeros.
+        A tensor without any part is left out. Missing parts of other tensors are zeros.
         """
         rank = self.group.rank
         if not self.divides:
@@ -82,10 +84,10 @@ class Whole:
         return whole
 
     def spread(self, whole: Mapping[str, Tensor], into: Mapping[str, Tensor], names: Iterable[str] = ()) -> None:
-        """Copy each rank's parts of the first rank's whole tensors into its own.
+        """Copy the first rank's whole tensors into each rank's parts.
 
         Args:
-            names: of the tensors, the same on all ranks; all of them where none are named.
+            names: names of the tensors, the same on all ranks; by default all tensors.
         """
         wanted = set(names) or self.shapes.keys()
         held = [[one for one in of_rank if one.name in wanted] for of_rank in self._held]
@@ -105,7 +107,7 @@ class Whole:
             local(into[one.name].detach()).copy_(one.layout.take(whole[one.name]))
 
     def share(self, value: Any) -> Any:
-        """The first rank's value (JSON)."""
+        """Broadcast a JSON value from the first rank."""
         if not self.divides:
             return value
         return self.group.gather_json(value if self.group.rank == 0 else None)[0]

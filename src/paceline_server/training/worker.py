@@ -1,6 +1,7 @@
-"""A worker of servers: takes a piece, pushes its gradient, and takes the next.
+"""A worker: takes a piece, pushes its gradient, and takes the next piece.
 
-It is one rank, or several that hold the model together: then the first speaks with the servers (`whole.py`).
+A worker is one rank, or several ranks that share the model. In the latter case, only the first rank connects to the
+servers (`whole.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline_server.training.whole import Whole
 class PartRecord(msgspec.Struct, array_like=True, frozen=True):
     """Record of a worker's part of a global batch.
 
-    The server that applies the part keeps the record. Without samples loss and norm are None.
+    The server that applies the part keeps the record. Without samples, loss and norm are None.
     """
 
     batch: int
@@ -36,14 +37,14 @@ class PartRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Worker:
-    """Computes pieces with an engine of its own, in a group of its own. All its ranks call each method.
+    """A worker with its own engine and group. All of its ranks call each method.
 
     Args:
-        client: this worker's connections to the servers; None on all its ranks but the first.
-        rounds: called when the first ticket is there, or to begin with parameters.
+        client: this worker's connections to the servers; None except on its first rank.
+        rounds: called when the first ticket arrives, or when parameters are set initially.
 
     Attributes:
-        whole: joins what the worker's ranks hold.
+        whole: gathers the parts of the worker's ranks.
     """
 
     def __init__(
@@ -64,25 +65,25 @@ class Worker:
         self._rounds, self._alone = rounds, isinstance(self.rule, ServedDeltas)
         self.rule.has_servers = True
         self.trained: dict[str, nn.Parameter] = {n: p for n, p in engine.named_parameters().items() if p.requires_grad}
-        # where the client pulls to: the parameters themselves, or whole ones, of which each rank gets its parts
+        # destination of pulls: the parameters themselves, or whole tensors, which are then distributed to the ranks
         self.values: Mapping[str, Tensor] = {name: p.data for name, p in self.trained.items()}
         if whole.divides:
             here = whole.shapes.items() if client is not None else ()
             self.values = {name: torch.empty(shape, dtype=whole.dtypes[name]) for name, shape in here}
         self._rows = [spec.name for spec in client.settings.tensors if spec.sparse] if client is not None else []
-        self._fresh, self._has = False, 0  # whether parameters came with the last push, and the batches they hold
-        self._next: Ticket | None = None  # dealt with the last push
+        self._fresh, self._has = False, 0  # the number of batches in parameters that came with the last push, if any
+        self._next: Ticket | None = None  # ticket dealt with the last push
 
     @cached_property
     def rounds(self) -> Rounds:
-        """The global batches of each ticket."""
+        """Return the global batches of each ticket."""
         return self._rounds()
 
     def advance(self) -> list[StepResult] | None:
         """Compute and push the next piece, a part of each global batch of its round.
 
         Returns:
-            The results of this worker's steps; None where everything up to the boundary is applied.
+            The results of this worker's steps, or None if all batches up to the boundary are applied.
         """
         self.engine.on_phase("sync", self.engine.step_count)
         ticket = None
@@ -95,12 +96,12 @@ class Worker:
     def _taken(self, client: ServerClient) -> Ticket | None:
         try:
             return client.take()
-        except NoMember:  # it was taken for lost
+        except NoMember:  # the servers declared this worker lost
             client.join()
             return client.take()
 
     def pull(self, at_least: int = 0) -> None:
-        """Get the parameters that have changed, once they hold so many global batches."""
+        """Pull changed parameters as soon as a number of global batches is applied."""
         if self.client is not None:
             self.client.pull(self.values, at_least=at_least)
             self._pull_rows(self.client, at_least)
@@ -108,7 +109,7 @@ class Worker:
         self._has = max(self._has, at_least)
 
     def hand_over(self, batches: int, servers: int) -> None:
-        """Give the servers the engine's parameters and optimizer state, after so many global batches."""
+        """Send the engine's parameters, optimizer state and batch count to the servers."""
         values, rounds = self.whole.gather(self.trained), self.rounds.until(batches)
         optimizer = self._optimizer_state() if batches else {}
         if self.client is None:
@@ -121,7 +122,7 @@ class Worker:
         self.pull(rounds)
 
     def take_over(self) -> None:
-        """Put the servers' parameters and optimizer state into the engine."""
+        """Load the servers' parameters and optimizer state into the engine."""
         found = TrainedState({}, {})
         if self.client is not None:
             found = of_servers(self.client.state(), self.client.settings)
@@ -132,7 +133,7 @@ class Worker:
     def _computed(self, ticket: Ticket, *, pulls: bool) -> list[StepResult]:
         batches = self.rounds.batches(ticket.batch)
         if pulls:
-            self.pull(ticket.needs)  # still in the phase "sync", because it may wait for other workers
+            self.pull(ticket.needs)  # still in the phase "sync", because this may wait for other workers
         self.engine.on_phase("data", batches.start + 1)
         before = self._copied() if self._alone else {}
         parts = [self._step(batch, ticket.piece) for batch in batches]
@@ -144,12 +145,12 @@ class Worker:
             gradients = {name: p.grad for name, p in self.trained.items()}
             self._push(ticket, self.whole.gather(gradients), record)
         elif self.client is not None:
-            # no samples, or numbers that are not finite and that the job skips
+            # no samples, or non-finite numbers that the job skips
             self.client.push({}, ticket=ticket, record=record)
         return results
 
     def _step(self, batch: int, piece: int) -> tuple[PartRecord, StepResult | None]:
-        """Compute this worker's part of a global batch; without samples there is no result."""
+        """Compute this worker's part of a global batch; None without samples."""
         engine = self.engine
         samples, position = self.pieces.samples(batch, piece)
         engine.step_count = batch
@@ -163,9 +164,9 @@ class Worker:
         return {name: value.clone() for name, value in self.values.items()}
 
     def _change_since(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Change of the parameters; nothing but on the first rank.
+        """Return the change of the parameters, on the first rank only.
 
-        They are as before then, should the servers refuse the push and send nothing new.
+        The parameters are reset, in case the servers refuse the push and send no new ones.
         """
         change = {name: value - before[name] for name, value in self.whole.gather(self.trained).items()}
         for name, value in self.values.items():
@@ -178,7 +179,7 @@ class Worker:
             pushed = self.client.push(tensors, self.values, ticket=ticket, delta=self._alone, take=True, record=record)
             self._next = pushed.next
             if self._next is not None and len(self.client.lines) == 1:
-                # dealt before the parameters were read, which so hold what it needs
+                # dealt before the parameters were read, so they include the batches that it needs
                 self._has = max(self._has, self._next.needs)
             self._pull_rows(self.client)
         self._spread()
@@ -192,7 +193,7 @@ class Worker:
             self.whole.spread(self.values, self.trained)
 
     def _optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Whole state of the servers' optimizer; nothing but on the first rank."""
+        """Return the whole state of the servers' optimizer, on the first rank only."""
         if isinstance(self.rule, ServedDeltas):
             return dict(self.rule.outer)
         states = {name: self.engine.optimizer.state.get(p, {}) for name, p in self.trained.items()}
@@ -209,7 +210,7 @@ class Worker:
         return found
 
     def _put_optimizer_state(self, whole: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give each rank its parts of the state of the servers' optimizer."""
+        """Distribute the state of the servers' optimizer to the ranks."""
         if isinstance(self.rule, ServedDeltas):
             self.rule.outer = {name: dict(state) for name, state in whole.items()}
             return
@@ -234,7 +235,7 @@ class Worker:
 
 
 def _numbers_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of an optimizer's state; None for tensors that are divided as their parameter."""
+    """Return the numbers in an optimizer's state; None for tensors divided like their parameter."""
     told: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -251,17 +252,17 @@ def _value(told: dict[str, Any] | None) -> Any:
 
 
 class TrainedState(NamedTuple):
-    """Whole parameters, and the optimizer's state of each, by the parameters' names."""
+    """Whole parameters and their optimizer state, by parameter name."""
 
     values: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Any]]
 
 
 def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedState:
-    """The state of all servers together.
+    """Combine the state of all servers.
 
     Args:
-        state: of a `ServerClient`.
+        state: state from a `ServerClient`.
     """
     values: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -285,7 +286,7 @@ def of_servers(state: Mapping[str, Any], settings: ServerSettings) -> TrainedSta
 
 
 def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, batches: int) -> dict[str, Any]:
-    """State for `ServerClient.load_state`, after so many global batches."""
+    """Return the state for `ServerClient.load_state` and its number of global batches."""
     pushes = batches * (settings.pieces or 1)
     specs = {spec.name: spec for spec in settings.tensors}
     parts = []
@@ -316,7 +317,7 @@ def for_servers(trained: TrainedState, settings: ServerSettings, servers: int, b
 
 
 def _together(whole: Tensor, parts: list[tuple[Slice, Any]]) -> Any:
-    """One value of an optimizer's state, whole; the first server's where none is divided."""
+    """Join one value of an optimizer's state; the first server's if not divided."""
     piece, first = parts[0]
     if not isinstance(first, Tensor) or first.shape != piece.cut(whole).shape:
         return first
