@@ -140,7 +140,7 @@ def startable(listed: Sequence[Forecast]) -> tuple[int, list[Forecast]]:
 
 
 def steps_per_epoch(job: Job) -> int:
-    """Return the steps per epoch if the job itself states the number of samples. Else 0."""
+    """Return the steps per epoch if the job itself states its samples, else 0."""
     data = job.data
     samples = data.samples if isinstance(data, Synthetic) else _DIGITS if isinstance(data, Digits) else 0
     if data.limit is not None:
@@ -458,7 +458,7 @@ def budget_s(
 
 
 def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
-    """Return the reason why a setting is not tried now, such as lack of time. Or None."""
+    """Return the reason why a setting is not tried now, or None."""
     if knob.untried:
         return knob.untried
     if knob.cost_s and run_s is None:
@@ -551,7 +551,7 @@ def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
 
 
 def idle_cores(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Return the knob that gives all cores to a single rank. Tried before plans of several ranks."""
+    """Return the knob that gives all cores to a single rank. It is tried before plans of several ranks."""
     spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
     return [Knob({"threads": 0})] if spare else []
 
@@ -565,7 +565,7 @@ def _hints(job: Job, cluster: Cluster) -> list[Knob]:
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:
-    """Return the first reason against the changed plan, without the plan's text and the advice. Or None."""
+    """Return the first reason against the changed plan without plan text and advice, or None."""
     known = reasons_against(plan, job, cluster)
     problems = [problem for problem in reasons_against(changed, job, cluster) if problem not in known]
     return problems[0].predicate.rpartition(": ")[0] if problems else None

@@ -107,7 +107,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
         where: the text of the plan that is read, for errors: `sync=local:8`.
 
     Raises:
-        PlanError: `name` does not take an argument, or a value is invalid.
+        PlanError: `name` does not take one of the arguments, or a value is invalid.
     """
     for word in given:
         if word not in takes:

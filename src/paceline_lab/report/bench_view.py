@@ -235,7 +235,7 @@ def _rows(report: Report, one: MeasuredSetting | None) -> list[Row]:
 
 
 def _plans(settings: Sequence[MeasuredSetting]) -> Chart | None:
-    """Chart the plans for several devices. None if no two plans use the same number of devices."""
+    """Chart the plans for several devices; None if no two have equal device counts."""
     compared = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     if len({s.devices for s in compared}) == len(compared):
         return None

@@ -235,7 +235,7 @@ class Setting:
 
 
 def target_of(job: Job) -> str | None:
-    """Return the loss or metrics of the job's stop rule as text. None if it has none."""
+    """Return the loss or metrics in the job's stop rule as text, or None."""
     rules = [] if job.stop.loss_below is None else [f"loss < {job.stop.loss_below:g}"]
     rules += [f"{name} > {value:g}" for name, value in job.stop.metric_above.items()]
     rules += [f"{name} < {value:g}" for name, value in job.stop.metric_below.items()]

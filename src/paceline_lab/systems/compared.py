@@ -446,7 +446,7 @@ def _limits(compare: Compare, ways: list[ComparedWay]) -> Iterator[str]:
 
 
 def changed_lines(train: str | None) -> int | None:
-    """Count the lines of a script's functions that the plain script lacks. None without a script."""
+    """Count the lines of a script's functions that the plain script lacks. The result is None without a script."""
     if train is None:
         return None
     before, after = _code("paceline_lab.systems.scripts:plain"), _code(train)

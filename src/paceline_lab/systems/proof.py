@@ -106,7 +106,7 @@ class References:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the largest relative difference of two courses of losses. Infinite if one is not finite."""
+    """Return the largest relative difference of two courses of losses. It is infinite if one is not finite."""
     worst = 0.0
     for loss, other in zip(losses, reference, strict=False):
         apart = abs(loss - other) / max(abs(other), 1e-12)

@@ -391,7 +391,7 @@ def _idle_stages(plan: Plan) -> Iterator[str]:
 
 
 def _fewer_microbatches(context: PlanContext) -> Iterator[str]:
-    """Warn that fewer microbatches will be used. Pipeline stages need equal ones."""
+    """Warn that fewer microbatches will be used. Pipeline stages need microbatches of equal size."""
     plan, shares = context.plan, context.shares
     fitting = fitting_microbatches(shares, plan.microbatches)
     if plan.pp > 1 and fitting != plan.microbatches:

@@ -128,7 +128,7 @@ def block_config(layout: Layout) -> BlockConfig:
 
 
 def device_of(layout: Layout) -> Accelerator:
-    """Return a rank's compute device. On CPUs, one with as many cores as the rank has threads."""
+    """Return a rank's compute device. On CPUs, its number of cores is the rank's number of threads."""
     device = layout.machines.device
     return _cores(device, layout.threads) if device.is_core and layout.threads > 1 else device
 

@@ -208,7 +208,7 @@ def _dp_s(layout: Layout, slow: StageCost) -> float:
 
 
 def _summed_s(seconds: float, layout: Layout, slow: StageCost) -> float:
-    """Return the exposed seconds of gradient reductions. The last block's cannot be overlapped."""
+    """Return the exposed seconds of gradient reductions. The reduction of the last block cannot be overlapped."""
     if not layout.framework.overlaps_gradients:
         return seconds
     return exposed_s(seconds, slow.backward) + seconds / slow.blocks

@@ -128,16 +128,16 @@ class Machines:
 class Layout:
     """A plan, a model and machines, as numbers.
 
-    The degrees multiply to the ranks; ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's mesh), unless
-    `order` says otherwise.
+    The product of the degrees is the number of ranks. Ranks fill hosts in the order tp, ep, cp, fsdp, pp, dp (a run's
+    mesh), unless `order` specifies another order.
 
     Attributes:
         samples: samples of one microbatch of one data-parallel rank (there are dp × fsdp × ep of them).
         microbatches: microbatches of one data-parallel rank in a step.
         chunks: virtual stages of a pipeline rank.
         zero: ZeRO stage of fsdp, 1 to 3. `zero_dp`: True if the optimizer's state is sharded over dp as well (ZeRO-1 in
-            other frameworks). parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy
-            counts as optimizer state.
+            other frameworks).
+        parameter_bytes, gradient_bytes, optimizer_bytes: bytes per parameter; a master copy counts as optimizer state.
         cut: number of blocks of each virtual stage, in order; () is as even as the blocks' times allow.
         sync_bytes: bytes per gradient sent between replicas, once in `sync_every` steps.
         servers: number of parameter servers, which sum gradients, or own the parameters if `served`; 0 if replicas

@@ -165,7 +165,7 @@ def _state(
 ) -> tuple[float, float, float, float, float]:
     """Return the bytes of parameters, gradients, optimizer state, gathered tensors and temporaries.
 
-    Gathered tensors are FSDP's, temporaries exist during an update.
+    FSDP gathers tensors; temporaries exist during an update.
     """
     dense, experts = sum(held.dense for held in chunks), sum(held.experts for held in chunks)
     if layout.pp == 1 or (layout.schedule in V_SCHEDULES and chunks[0].outside and chunks[-1].outside):

@@ -412,7 +412,7 @@ def advise(job: Job, cluster: Cluster, calibration: Basis | None = None) -> Batc
 
 
 def _samples(job: Job) -> int | None:
-    """Return the number of training samples. None if the data is not available here, or not yet prepared."""
+    """Return the number of training samples, or None if the data is not available."""
     if job.model.transformer is not None:
         return job.data.limit
     # the data is on another machine, or a stream without a length

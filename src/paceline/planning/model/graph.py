@@ -68,8 +68,8 @@ class BlockTrace:
         scores: elements of the attention scores that the other kernels read and write; a fused attention kernel has
             none.
         kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
-        fixed: elements that other kernels read and write once for a microbatch, however many samples it has: weights
-            that autocast casts, positions, masks.
+        fixed: elements that other kernels read and write once per microbatch, independent of its samples: weights that
+            autocast casts, positions, masks.
         kept_fixed: those of `fixed` saved for the backward pass.
         selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as
             `kept_` ones: results of products with weights and of fused attention; both 0 if unknown.

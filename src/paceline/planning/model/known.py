@@ -404,7 +404,7 @@ def known_dimensions(name: str) -> Dimensions | None:
 
 
 def known_model(name: str, *, seq: int | None = None, vocab: int | None = None) -> ModelTrace | None:
-    """Return the trace of a known language or image model. None if its name is not known.
+    """Return the trace of a known language or image model, or None if unknown.
 
     Args:
         seq: tokens of a sequence, instead of the length used in the original training; image models have none.

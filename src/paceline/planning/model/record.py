@@ -325,7 +325,7 @@ def is_pointwise(function: type[Function], args: tuple[Any, ...], kwargs: dict[s
 def _steps(
     function: type[Function], args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size
 ) -> list[Any] | None:
-    """Return operations of both passes with their constants. None if one is not pointwise or fails."""
+    """Return operations of both passes with their constants, or None if one is not pointwise."""
     found: list[list[Any] | None] = [None]
 
     def run() -> None:

@@ -39,13 +39,13 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Interval of its step time. If the prediction has none, the interval of the cost model alone."""
+        """Interval of its step time, by default that of the cost model alone."""
         found = self.prediction.interval
         return found or Adjustment().interval(self.layout, self.prediction.step_time_s)
 
 
 def figures(found: Candidate | None) -> dict[str, Any]:
-    """Return a plan and its predicted figures as plain JSON values. All None without a plan."""
+    """Return a plan and its predicted figures as plain JSON values. All figures are None without a plan."""
     if found is None:
         return dict.fromkeys(("plan", "step_time_s", "interval_80_s", "throughput", "memory_bytes", "mfu"))
     prediction = found.prediction

@@ -137,7 +137,7 @@ class Space:
         return np.array([self.legal.divides_sequence(*key) for key in both], np.bool_)[place]
 
     def runs(self, rows: Ints, pipeline: Pipeline) -> NDArray[np.bool_]:
-        """Return a mask of the rows that a schedule can run. Without a pipeline only 1f1b."""
+        """Return a mask of the rows that a schedule can run. Without a pipeline, only 1f1b can run."""
         return np.asarray(self._schedules[pipeline.schedule][rows] & self._suited[pipeline][self.rows["pp"][rows]])
 
     @cached_property
@@ -197,7 +197,7 @@ class Space:
         return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
 
     def _threads(self, ranks: int) -> int:
-        """Return the threads of each rank on the host with the most of `ranks`. 1 on GPUs."""
+        """Return the threads of each rank on the host with most of `ranks`; 1 on GPUs."""
         if self.cluster.has_accelerators:
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))
@@ -346,7 +346,7 @@ class LegalPlans:
         self._memory = next(check for check in CHECKS if check.keys == MEMORY)
 
     def refusal(self, values: dict[str, Any], among: Iterable[str] | None = None) -> Refusal | None:
-        """Return the first reason why the base plan with these values cannot run. None if it can.
+        """Return the first reason why the base plan with these values cannot run, or None.
 
         Memory is not checked here: see `out_of_memory`.
 

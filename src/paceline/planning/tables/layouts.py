@@ -148,7 +148,7 @@ def _machines(cells: Cells, device: Accelerator, ranks: int) -> Machines:
 
 
 def _chunks(cells: Cells, pp: int, layers: int) -> int:
-    """Return the virtual stages per rank. If not stated, 4 or a number that divides the layers."""
+    """Return the virtual stages per rank. The default is 4, or a number that divides the layers."""
     stated = number(cells.get("vpp", ""))
     if pp == 1:
         return 1

@@ -118,7 +118,7 @@ class ShapeRewriter:
         self.rewrites.setdefault(full.path, set()).add(Rewrite(full.site, kind, which, by))
 
     def _note_attributes(self, repeat: Repeat) -> bool:
-        """Divide the attributes with the repeat count of a module's heads. False if there are none."""
+        """Divide a module's attributes with a repeat count of heads; False if there are none."""
         names = counts_of(self.model.get_submodule(repeat.path), repeat.times)
         if names:
             self.rewrites.setdefault(repeat.path, set()).update(Rewrite(None, name, 0, repeat.by) for name in names)
