@@ -402,7 +402,7 @@ def _faster(link: LinkSpec, times: float) -> LinkSpec:
 def with_devices(cluster: Cluster, times: float) -> Cluster | None:
     """Return a copy of the cluster with `times` the devices.
 
-    None if that is not a whole number, if hosts differ, or if the link to an additional host is unknown.
+    The result is None if that is not a whole number, if hosts differ, or if the link to an additional host is unknown.
     """
     hosts = round(len(cluster.hosts) * times, 9)  # (n + 1) / n of n hosts must give exactly n + 1
     if not _alike(cluster):

@@ -121,7 +121,7 @@ class Explanation:
     def cost(self, candidate: Candidate) -> TrainingCost | None:
         """Cost of the whole run, or of a round number of tokens or samples.
 
-        None without prices. The cost is for the whole run if its number of steps is known.
+        It is None without prices. The cost is for the whole run if its number of steps is known.
         """
         if self.cluster.price_per_hour is None:
             return None
@@ -401,7 +401,7 @@ class FailureOutlook:
 def outlook(job: Job, cluster: Cluster, found: Sequence[Candidate]) -> FailureOutlook | None:
     """Return the effect of failures on the plans found, best first.
 
-    None if the cluster has no failure rate.
+    The result is None if the cluster has no failure rate.
     """
     rate = cluster.failures_per_host_day
     if not rate:

@@ -120,7 +120,7 @@ class ClusterChoice:
     def as_cheap(self) -> Option | None:
         """The fastest option among those that predictions cannot distinguish from the cheapest.
 
-        None if that is the cheapest, or the fastest of all.
+        The result is None if that is the cheapest, or the fastest of all.
         """
         if (least := self.cheapest) is None:
             return None

@@ -253,7 +253,7 @@ def _token_embeddings(model: nn.Module) -> list[int]:
 def _input_embeddings(module: nn.Module) -> object:
     """Return the input embeddings that a transformers model names.
 
-    None for image models, which raise an exception.
+    The result is None for image models, which raise an exception.
     """
     try:
         found: object = module.get_input_embeddings()  # type: ignore[operator]

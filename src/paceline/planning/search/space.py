@@ -197,7 +197,7 @@ class Space:
         return [{"transport": name} for name in ("auto", *others) if name not in (WITHIN_HOST, BETWEEN_HOSTS)]
 
     def _threads(self, ranks: int) -> int:
-        """Return the threads of each rank on the host with most of `ranks`; 1 on GPUs."""
+        """Return the threads per rank on the host with most of `ranks`; 1 on GPUs."""
         if self.cluster.has_accelerators:
             return 1
         return self.base.threads_for(self.cluster.hosts[0], max(spread(ranks, self.legal.context.per_host)))

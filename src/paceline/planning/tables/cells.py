@@ -38,7 +38,7 @@ class UnusableError(Exception):
 def number(text: str) -> float | None:
     """Return the first number of a cell: `1,024`, `7.5e9`, `175B`, `250k-class (…)`.
 
-    None if there is none.
+    The result is None if the cell has no number.
     """
     found = _NUMBER.search(text or "")
     if not found:
@@ -241,7 +241,7 @@ def _checked(values: Mapping[str, Any]) -> Dimensions:
 def _masked(cells: Cells, seq: int) -> dict[str, float]:
     """Return the fraction of tokens that a masked language model's head computes.
 
-    None if the row does not state it.
+    The result is None if the row does not state it.
     """
     pairs = re.findall(r"(\d+) of (\d+)\b", cells.get("notes", ""))
     found = next((int(few) / int(of) for few, of in pairs if int(of) == seq), None)

@@ -87,7 +87,7 @@ class TensorDegrees:
     def least(self) -> int:
         """Return the smallest degree above 1 that divides all heads, or any region.
 
-        2 if there is none.
+        The result is 2 if there is none.
         """
         regions = self._survey.regions
         heads = [set(region.degrees) for region in regions if region.attention]
