@@ -79,8 +79,6 @@ def command(
     from paceline.elastic.forkserver import warm_up
 
     warm_up()  # torch is imported while this process imports the other modules and checks the jobs
-    from paceline.console import Console
-    from paceline.report.sweep_page import write_sweep_page
     from paceline.run.sweep.sweep import Sweep, SweepRequest
 
     line = shlex.join(["paceline", *sys.argv[1:]])
@@ -101,13 +99,7 @@ def command(
         _on_ray(sweep, scheduler)
     else:
         sweep.run()
-    page = write_sweep_page(sweep)
-    Console().print(table(sweep))
-    for run in (run for run in sweep.runs if run.state == "failed"):
-        typer.echo(f"failed   {sweep.path / run.run}: {str(run.error).partition(chr(10))[0]}")
-    typer.echo(sweep.verdict.text)
-    typer.echo(f"page     {page}")
-    typer.echo(f"runs     {sweep.path / 'runs'}")
+    _show(sweep)
     if as_json:
         typer.echo(json.dumps(sweep.content()))
     if sweep.stopped_by:
@@ -116,6 +108,20 @@ def command(
         raise typer.Exit(EXIT_CODES.get(sweep.stopped_by, 1))
     if not any(run.is_over for run in sweep.runs):
         raise typer.Exit(1)
+
+
+def _show(sweep: Sweep) -> None:
+    """Show the table, the errors and the verdict, and write the page."""
+    from paceline.console import Console
+    from paceline.report.sweep_page import write_sweep_page
+
+    page = write_sweep_page(sweep)
+    Console().print(table(sweep))
+    for run in (run for run in sweep.runs if run.state == "failed"):
+        typer.echo(f"failed   {sweep.path / run.run}: {str(run.error).partition(chr(10))[0]}")
+    typer.echo(sweep.verdict.text)
+    typer.echo(f"page     {page}")
+    typer.echo(f"runs     {sweep.path / 'runs'}")
 
 
 def _on_ray(sweep: Sweep, scheduler: Literal["asha"] | None) -> None:
