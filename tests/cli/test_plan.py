@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -141,6 +142,19 @@ def test_the_accepted_batch_is_a_new_job_and_every_change_is_said(tmp_path: Path
     advice = json.loads(shown.out.splitlines()[-1])
     assert (advice["now"], advice["useful"]) == (4, accepted.global_batch)
     assert paceline(*command, folder=tmp_path).code == 2, "out.yaml exists already"
+
+
+def test_the_accepted_job_keeps_relative_paths_beside_the_job_alone(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef net():\n    return nn.Linear(3, 2)\n")
+    data = {"kind": "arrays", "path": "points.npz", "inputs": "x", "target": "y"}
+    np.savez(tmp_path / "points.npz", x=np.zeros((4096, 3), np.float32), y=np.arange(4096) % 2)
+    write_job(tmp_path, model="net.py:net", data=data, precision="fp32", global_batch=2)
+    (tmp_path / "other").mkdir()
+    for out in ("out.yaml", "other/out.yaml"):
+        shown = paceline("plan", "batch", "job.yaml", "--no-measure", "--out", out, folder=tmp_path)
+        assert shown.code == 0, shown.err
+        assert Job.load(tmp_path / out).data == Job.load(tmp_path / "job.yaml").data
+    assert str(tmp_path) not in (tmp_path / "out.yaml").read_text()
 
 
 def test_a_job_whose_batch_is_the_useful_one_is_not_written_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -274,7 +275,7 @@ def batch(
     show_case(asked.job, asked.cluster, console)
     show_advice(advice, console)
     if out is not None:
-        _write_job(advice, asked.job, out, console)
+        _write_job(advice, asked.job, job, out, console)
     if as_json:
         typer.echo(json.dumps(advice.to_json()))
 
@@ -341,13 +342,14 @@ def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
     return {"scaling": [point.to_json() for point in scaled], "batch_advice": advice.to_json()}
 
 
-def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> None:
+def _write_job(advice: BatchAdvice, job: Job, source: Path, file: Path, console: Console) -> None:
     """Write the job with the advised values, if any differs, and print every change."""
     from rich.text import Text
 
     from paceline.errors import JobError
-    from paceline.files import write_whole
+    from paceline.files import read_text, write_whole
     from paceline.run.record.run import differences
+    from paceline.yaml_file import parse_value, to_yaml
 
     console.print()
     if advice.keeps:
@@ -355,7 +357,10 @@ def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> N
         return
     advised = advice.job(job)
     try:
-        write_whole(file, advised.to_yaml())
+        values = advised.model_dump(mode="json", exclude_defaults=True)
+        if file.parent.resolve() == source.parent.resolve():
+            values = _as_written(values, parse_value(read_text(source)), source.parent.resolve())
+        write_whole(file, to_yaml(values))
     except OSError as error:
         raise JobError(
             "file.unwritable", "{file} cannot be written: {reason}", file=file, reason=error.strerror or error
@@ -364,6 +369,18 @@ def _write_job(advice: BatchAdvice, job: Job, file: Path, console: Console) -> N
         console.print(Text(f"  {line}"))
     line = f'wrote {file}; train it with: paceline train {shlex.quote(str(file))} --plan "{advice.useful.best.plan}"'
     console.print(Text(line), soft_wrap=True)
+
+
+def _as_written(value: Any, written: Any, folder: Path) -> Any:
+    """Return a job's values with its paths as its file has them, relative to the folder of both files."""
+    if isinstance(value, dict):
+        # in the short form of a part, `model: net.py:Net`, the text stands for one of the part's keys
+        keys = written if isinstance(written, dict) else dict.fromkeys(value, written)
+        return {key: _as_written(entry, keys.get(key), folder) for key, entry in value.items()}
+    if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
+        return [_as_written(*pair, folder) for pair in zip(value, written, strict=True)]
+    is_path = isinstance(value, str) and isinstance(written, str) and value == os.path.normpath(folder / written)
+    return written if is_path else value
 
 
 class _Options(NamedTuple):
