@@ -187,6 +187,12 @@ def test_a_step_that_was_trained_again_counts_once_as_it_was_the_last_time(tmp_p
     assert math.isnan(run.losses[2])
 
 
+def test_steps_that_an_earlier_attempt_alone_made_do_not_count(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run", small_job())
+    write_steps(run, [step(1), step(2), step(3, loss=0.1), step(1, loss=2.0), step(2, loss=1.5)])
+    assert run.losses == [2.0, 1.5]
+
+
 def test_ranks_have_records_of_their_own(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", small_job())
     write_steps(run, [step(1)], rank=1)

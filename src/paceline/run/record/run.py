@@ -217,9 +217,13 @@ class Run:
         return any(self.checkpoints.glob("step-*"))
 
     def steps(self, rank: int = 0) -> list[dict[str, Any]]:
-        """The records of a rank's steps, each step once, in order."""
-        newest = {line["step"]: line for line in read_lines(self.path / "steps" / f"rank-{rank}.jsonl")}
-        return [newest[step] for step in sorted(newest)]
+        """The records of a rank's steps, each step once, in order.
+
+        A run that went back to an earlier step has discarded the steps after its newest one.
+        """
+        lines = list(read_lines(self.path / "steps" / f"rank-{rank}.jsonl"))
+        newest = {line["step"]: line for line in lines}
+        return [newest[step] for step in sorted(newest) if step <= lines[-1]["step"]]
 
     def events(self) -> list[dict[str, Any]]:
         """All events in order: start, resume, evaluation, checkpoint, damage, restart, end, …"""
