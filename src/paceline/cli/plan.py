@@ -372,7 +372,7 @@ def _write_job(advice: BatchAdvice, job: Job, source: Path, file: Path, console:
 
 
 def _as_written(value: Any, written: Any, folder: Path) -> Any:
-    """Return a job's values with its paths as its file has them, relative to the folder of both files."""
+    """Return a job's values with its paths as its file has them."""
     if isinstance(value, dict):
         # in the short form of a part, `model: net.py:Net`, the text stands for one of the part's keys
         keys = written if isinstance(written, dict) else dict.fromkeys(value, written)
