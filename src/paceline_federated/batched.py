@@ -28,20 +28,20 @@ from paceline_federated.rules import Local, Task
 from paceline_federated.server import Cohort
 from paceline_federated.simulated_clients import Deal, Kept
 
-_AT_ONCE_BYTES = 2**28  # of the stacked parameters of clients that train together
-_READ_BYTES = 2**24  # of samples that are read together
+_AT_ONCE_BYTES = 2**28  # bytes of stacked parameters of clients that train together
+_READ_BYTES = 2**24  # bytes of samples that are read together
 _MOST_GRAPHS, _MOST_TIMETABLES = 256, 4
-_NARROW = 16  # classes; for fewer, torch's softmax on CPUs is slow along the last dimension
-_TOGETHER = 2  # what random numbers are for: those of clients that train together
+_NARROW = 16  # number of classes; below it, torch's softmax on CPUs is slow along the last dimension
+_TOGETHER = 2  # purpose of random numbers: clients that train together
 _COUPLED = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class CannotBatch(Exception):
-    """The model does not train in a batch of clients; the text says why."""
+    """The model cannot train in a batch of clients. The message gives the reason."""
 
 
 class Batched:
-    """Trains clients side by side.
+    """Local training of several clients side by side.
 
     Raises:
         CannotBatch: the job's model, loss or optimizer treats samples or layers together in a way that padding or
@@ -59,7 +59,7 @@ class Batched:
         self._all_counted = self._checked()
 
     def train(self, task: Task, clients: Sequence[int], kept: Kept) -> list[Cohort]:
-        """Updates of clients that have samples, as many together as memory allows."""
+        """Train clients that have samples, in groups limited by memory, and return updates."""
         numbers = np.asarray(clients, np.int64)
         totals = self.training.work.step_counts(self.deal.samples[numbers])
         numbers = numbers[np.argsort(-totals, kind="stable")]
@@ -70,10 +70,10 @@ class Batched:
             return [self._train(task, part, kept) for part in parts]
 
     def _checked(self) -> bool:
-        """True if every label is known to be a class of the model, and counts.
+        """True if every label is known to be a valid class, and none is ignored.
 
         Raises:
-            DataError: one is out of range; names it.
+            DataError: a label is out of range. The message names it.
         """
         loss, whole = self.training.loss, self.samples.whole
         if not isinstance(loss, CrossEntropy) or whole is None:
@@ -114,7 +114,7 @@ class Batched:
         training, parameters = self.training, self.training.layout.parameters
         flat = torch.cat([stack.flatten(1) for stack in final[: len(self.shared)]], dim=1)
         deltas = flat - task.weights[:parameters]
-        if parameters < training.layout.numel:  # buffers, which no client has changed
+        if parameters < training.layout.numel:  # buffers, which clients do not change
             deltas = torch.nn.functional.pad(deltas, (0, training.layout.numel - parameters))
         samples = self.deal.samples[clients]
         taken = training.work.step_counts(samples)
@@ -125,19 +125,19 @@ class Batched:
         return Cohort(clients.tolist(), deltas, returned, samples.tolist(), taken.tolist(), means)
 
     def _stacks(self, task: Task, clients: Ints, kept: Kept) -> list[Tensor]:
-        """Parameters of every client at the start, (k, …) each."""
+        """Stack the initial parameters of every client, (k, …) each."""
         shared = self.training.layout.named(task.weights)
         stacks = [shared[name].expand(len(clients), *shared[name].shape).clone() for name in self.shared]
         return [*stacks, *kept.personal(clients)]
 
     @staticmethod
     def _keep(stacks: list[Tensor], final: list[Tensor], first: int, end: int) -> None:
-        """Keep the parameters of clients that have taken their last step."""
+        """Store the parameters of clients that have taken their last step."""
         for stack, place in zip(stacks, final, strict=True):
             place[first:end] = stack[first:end]
 
     def _steps(self, clients: Ints, round: int) -> Iterator[tuple[Step, list[Tensor]]]:
-        """Each local step with the parts of its samples, (rows, width, …) each."""
+        """Iterate over local steps, each with its samples' parts, (rows, width, …) each."""
         known, layout = clients.tobytes(), self.training.layout
         table = self._timetables.get(known)
         if table is None:
@@ -152,7 +152,7 @@ class Batched:
                 yield step, [part[number].unflatten(0, (step.rows, step.width)) for part in parts]
 
     def _gradients(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Gradients (k, …) and losses (k,) of a step, from stacks, parts of samples, and shares."""
+        """Compute the gradients (k, …) and losses (k,) of a step."""
         key = tuple([tensor.shape for tensor in inputs])
         graph = self._graphs.get(key)
         if graph is None:
@@ -172,7 +172,7 @@ class Batched:
         return [part.view_as(old) for part, old in zip(parts, gradients, strict=False)] + gradients[shared:]
 
     def _traced(self, inputs: list[Tensor]) -> Callable[..., Any]:
-        """One step's gradients as plain operations on stacks of these shapes."""
+        """Trace one step's gradients to plain operations on stacks of these shapes."""
         model, count = self.training.model.train(), len(self.names)
         held = tensors_of(model)
         constants = {name: held[name].detach() for name in held if name not in self.names}
@@ -206,7 +206,7 @@ class Batched:
 
 
 def why_not(training: LocalTraining) -> str | None:
-    """Reason for clients of a job to train in turn; None without a known one."""
+    """Return a known reason why a job's clients must train in turn, or None."""
     for name, module in training.model.named_modules():
         if isinstance(module, _COUPLED):
             return f"{name or 'the model'} is a {type(module).__name__}, which mixes the samples of a batch"
@@ -218,10 +218,10 @@ def why_not(training: LocalTraining) -> str | None:
 
 
 def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_counted: bool) -> Tensor:
-    """Loss of a batch (b, …) by each sample's share (b,), 0 for padded ones.
+    """Compute a batch's loss, weighted by each sample's share (b,), 0 for padding.
 
     Args:
-        all_counted: no label is left out, so that all samples have equally many.
+        all_counted: True if no label is ignored, so all samples have the same number of labels.
     """
     target = target_of(batch)
     if isinstance(loss, Elementwise):
@@ -246,14 +246,14 @@ def shared_loss(loss: Any, output: Any, batch: Any, shares: Tensor, *, all_count
 
 
 def _picked(logits: Tensor, labels: Tensor) -> Tensor:
-    """Log-probability of each label; logits have the classes on dimension 1."""
+    """Return the log-probability of each label. Classes are on dim 1 of the logits."""
     if logits.dim() == 2 and logits.shape[1] < _NARROW:
         by_class = F.log_softmax(logits.t().contiguous(), dim=0)
         return by_class.gather(0, labels.unsqueeze(0))
     return F.log_softmax(logits, dim=1).gather(1, labels.unsqueeze(1))
 
 
-_TABLE = 2**23  # numbers of a table of orders; larger ones are made client by client
+_TABLE = 2**23  # entries in a table of orders; larger tables are made client by client
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ class Step:
     """One local step of several clients.
 
     Attributes:
-        clients: so many of the first clients take it.
-        rows: clients with those that only fill up the batch, whose samples count nothing.
-        width: samples of a client, with padded ones.
+        clients: number of leading clients that take this step.
+        rows: number of clients including padding, whose samples do not count.
+        width: number of samples per client, including padding.
         shares: share of each sample in its client's mean loss, (rows, width); 0 for padded ones.
     """
 
@@ -275,12 +275,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps, whose samples are read together.
+    """Consecutive steps whose samples are read together.
 
     Attributes:
-        positions: of each sample in the orders of its epoch, step by step, row by row.
-        starts: where the samples of its client begin in the deal.
-        epochs: of the clients' own; with the samples in it, where there are several.
+        positions: position of each sample in the order of its epoch, step by step, row by row.
+        starts: offset of the sample's client in the deal.
+        epochs: epochs of the clients; if there are several, each with its samples.
     """
 
     steps: list[Step]
@@ -290,16 +290,16 @@ class Block:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each step."""
+        """Number of samples of each step."""
         return [step.rows * step.width for step in self.steps]
 
 
 class Timetable:
-    """Steps of clients in a round, apart from the order of their samples.
+    """Steps of clients in a round, without the order of their samples.
 
     Args:
-        clients: those with the most steps first.
-        together: samples of a block, where a step has not more.
+        clients: the clients, sorted by descending number of steps.
+        together: number of samples of a block, unless one step has more.
     """
 
     def __init__(self, work: Work, deal: Deal, clients: Ints, together: int, dtype: torch.dtype) -> None:
@@ -307,7 +307,7 @@ class Timetable:
         self.blocks = list(self._blocks(work, clients, together, dtype))
 
     def samples(self, block: Block, round: int) -> Ints:
-        """Indices in the training set of a block's samples, in the order that `Work.batches` has."""
+        """Return a block's indices in the training set, in the order of `Work.batches`."""
         if len(block.epochs) == 1:
             taken = self._orders.of(round, block.epochs[0][0])[block.positions]
         else:
@@ -328,7 +328,7 @@ class Timetable:
             yield _joined(held)
 
     def _steps(self, work: Work, clients: Ints, dtype: torch.dtype) -> Iterator[tuple[Step, Ints, Ints, Ints]]:
-        """Each step with its samples' positions, starts and epochs."""
+        """Iterate over steps with their samples' positions, starts and epochs."""
         samples, starts = self.deal.samples[clients], self.deal.ends[clients]
         per_epoch, totals = -(-samples // work.batch), work.step_counts(samples)
         for number in range(int(totals[0])):
@@ -347,7 +347,7 @@ class Timetable:
 
 
 def padded(number: int) -> int:
-    """The next number of a list of a few, at most an eighth above `number`."""
+    """Round `number` up by at most an eighth, to obtain few distinct values."""
     unit = 1 << max(number.bit_length() - 4, 0)
     return -(-number // unit) * unit
 
@@ -361,10 +361,10 @@ def _joined(held: list[tuple[Step, Ints, Ints, Ints]]) -> Block:
 
 
 class _Orders:
-    """Orders of the samples of several clients, one after the other in a flat array.
+    """Sample orders of several clients, concatenated in a flat array.
 
     Attributes:
-        base: place of each client's order in it.
+        base: offset of each client's order in the array.
     """
 
     def __init__(self, seed: int, clients: Ints, samples: Ints) -> None:
@@ -379,7 +379,7 @@ class _Orders:
         self._made: dict[tuple[int, int], Ints] = {}
 
     def of(self, round: int, epoch: int) -> Ints:
-        """The orders of one epoch of a round."""
+        """Return the orders of one epoch of a round."""
         if (found := self._made.get((round, epoch))) is None:
             if len(self._made) >= 4:
                 self._made.clear()
@@ -397,7 +397,7 @@ class _Orders:
 
 
 class StackedOptimizer:
-    """Steps of a job's optimizer on stacks of parameters (k, …), begun anew.
+    """A fresh optimizer of the job for stacks of parameters (k, …).
 
     Attributes:
         stacks: the parameters, which `narrow` replaces.
@@ -412,7 +412,7 @@ class StackedOptimizer:
             self._adam = spec.model_copy(update={"lr": lr}).build(self._parameters)
 
     def step(self, gradients: list[Tensor]) -> None:
-        """One step on gradients of the stacks' shapes."""
+        """Take one step on gradients of the stacks' shapes."""
         if self._adam is not None:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -425,7 +425,7 @@ class StackedOptimizer:
         torch._foreach_add_(self.stacks, gradients, alpha=-self.lr)
 
     def narrow(self, rows: int) -> None:
-        """Go on with the first rows only."""
+        """Keep the first rows only."""
         if rows >= len(self.stacks[0]):
             return
         self.stacks = [stack[:rows] for stack in self.stacks]
@@ -452,25 +452,25 @@ class StackedOptimizer:
 
 
 def clip(gradients: list[Tensor], most: float) -> list[Tensor]:
-    """Gradients (k, …) of which each client's L2 norm is at most `most`."""
+    """Clip each client's gradients (k, …) to an L2 norm of at most `most`."""
     norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
     factors = (most / (norms + 1e-6)).clamp(max=1.0)
     return [gradient * factors.view(-1, *[1] * (gradient.dim() - 1)) for gradient in gradients]
 
 
-_KEPT_BYTES = 2**30  # of a training set that stays in memory as the model gets it
+_KEPT_BYTES = 2**30  # limit for a training set that stays in memory in the model's format
 
 
 class Samples:
     """Batches of a training set as lists of tensors, samples on dim 0.
 
     Args:
-        dtype: of floating-point parts; None leaves them as they are.
+        dtype: dtype of floating-point parts; None leaves them unchanged.
 
     Attributes:
-        names: of the parts, where samples are mappings; else None.
-        sample_bytes: of a sample's parts.
-        whole: the parts of all samples, where they stay in memory; else None.
+        names: names of the parts if samples are mappings; else None.
+        sample_bytes: bytes of one sample's parts.
+        whole: the parts of all samples if they stay in memory; else None.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, dtype: torch.dtype | None) -> None:
@@ -484,21 +484,21 @@ class Samples:
             self.whole = self.parts(self._read(np.arange(samples)))
 
     def at(self, indices: Ints) -> list[Tensor]:
-        """The parts of a batch of samples."""
+        """Return the parts of a batch of samples."""
         if self.whole is None:
             return self.parts(self._read(indices))
         rows = torch.from_numpy(indices)
         return [part.index_select(0, rows) for part in self.whole]
 
     def batch(self, parts: Sequence[Tensor]) -> Batch:
-        """A batch as models and losses take it."""
+        """Convert parts to a batch for models and losses."""
         return tuple(parts) if self.names is None else dict(zip(self.names, parts, strict=True))
 
     def parts(self, batch: Any) -> list[Tensor]:
-        """The tensors of a batch.
+        """Return the tensors of a batch.
 
         Raises:
-            DataError: it has other parts.
+            DataError: the batch has different parts.
         """
         held = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
         if not all(isinstance(part, Tensor) for part in held):
@@ -513,7 +513,7 @@ class Samples:
 
 
 def _never_changes(dataset: Any) -> bool:
-    """True if a sample is the same whenever it is read."""
+    """True if a sample is the same each time it is read."""
     if isinstance(dataset, Selection):
         return _never_changes(dataset.dataset)
     return isinstance(dataset, TensorSamples)
@@ -522,7 +522,7 @@ def _never_changes(dataset: Any) -> bool:
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _SHAPED = (_aten.expand.default, _aten.view.default, _aten._unsafe_view.default)
-# Functions and methods that parse their arguments faster than the operators that a trace is made of.
+# Functions and methods that parse their arguments faster than the operators in a trace.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: torch.bmm,
     _aten.add.Tensor: torch.add,
@@ -547,9 +547,9 @@ _SCALED = (_aten.mul.Scalar, _aten.mul.Tensor, _aten.div.Scalar)
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """The function for inputs of these shapes, as operations that are called one after another.
+    """Trace a function for inputs of these shapes to a sequence of operations.
 
-    A function that `torch.func` has transformed is called several times as fast so.
+    This makes calls of a function transformed by `torch.func` several times faster.
     """
     with kept_random():
         graph = make_fx(function)(*inputs)
@@ -570,7 +570,7 @@ def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[.
 
 
 def _unchanged(node: Node) -> Node | None:
-    """Argument of a node that is equal to its result; None without one."""
+    """Return the argument of a node that equals its result, or None."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None
     first = node.args[0]
@@ -588,7 +588,7 @@ def _unchanged(node: Node) -> Node | None:
 
 
 def _keep_constants(graph: GraphModule) -> None:
-    """Make tensors of one number once, instead of at every call."""
+    """Create one-element tensors once, instead of in every call."""
     for number, node in enumerate(list(graph.graph.nodes)):
         if node.op == "call_function" and node.target is _aten.scalar_tensor.default:
             name = f"_constant{number}"

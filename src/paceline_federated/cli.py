@@ -32,7 +32,7 @@ def simulate(
         bool, typer.Option("--in-turn", help="Train clients one by one instead of side by side.")
     ] = False,
 ) -> None:
-    """Train with simulated clients, thousands of them in one process."""
+    """Train with simulated clients; one process simulates thousands."""
     from paceline.cli.train import last
     from paceline.job.job import Job
     from paceline.text import printable
@@ -97,7 +97,7 @@ def deploy(
 
 
 def with_clients(job: Job, clients: int | None) -> Job:
-    """The job with another number of clients, checked like one that was written so."""
+    """Change the job's number of clients, and validate the job again."""
     from paceline.job.job import Job
     from paceline_federated.client import federated
 
@@ -110,7 +110,7 @@ def with_clients(job: Job, clients: int | None) -> Job:
 
 
 def summary(run: Run) -> str:
-    """Result, cost, reason for the end, and directory of a federated run, as text."""
+    """Return a federated run's result, cost, stop reason and directory as text."""
     from paceline import units
     from paceline.cli.train import last
     from paceline_federated.section import federate_spec

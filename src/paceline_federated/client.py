@@ -1,4 +1,4 @@
-"""Local training of one client: some steps on its own samples, and the update."""
+"""Local training of one client: steps on its own samples, and the update."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.section import FederatedRuleSpec, FederateSpec, federate_spec
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-_DROPOUT = 1  # beside the order of samples
+_DROPOUT = 1  # purpose of random numbers other than the order of samples
 
 
 @dataclass
 class ClientState:
-    """State that a client keeps from one of its rounds to the next.
+    """State that a client keeps between its rounds.
 
     Attributes:
         rule: tensors of the rule, (p,) each; empty before the first round.
@@ -44,18 +44,18 @@ class ClientState:
 
 
 class LocalTraining:
-    """Trains clients of a job, one at a time, in one model.
+    """Local training of a job's clients, one at a time, in one model.
 
     Args:
-        model: as the job begins it; its weights are overwritten.
+        model: the job's initial model; its weights are overwritten.
 
     Attributes:
-        layout: what clients and server share.
-        rule: the clients' end of the rule.
-        work: how much a client does in a round.
+        layout: the tensors that clients and server share.
+        rule: the client side of the rule.
+        work: a client's amount of work per round.
 
     Raises:
-        JobError: the job does not fit its rule.
+        JobError: the job does not support its rule.
     """
 
     def __init__(self, job: Job, model: nn.Module) -> None:
@@ -76,12 +76,12 @@ class LocalTraining:
         """Train one client on a task.
 
         Args:
-            client: its number, on which the order of its samples depends.
-            dataset: its own samples, all for training.
-            state: what it kept; updated in place.
+            client: number of the client, which determines the order of its samples.
+            dataset: the client's own samples, all for training.
+            state: the client's state; updated in place.
 
         Raises:
-            DataError: a sample cannot be read, or does not fit.
+            DataError: a sample cannot be read, or does not match the model.
         """
         samples = len(dataset)  # type: ignore[arg-type]
         self._begin(task, state)
@@ -110,7 +110,7 @@ class LocalTraining:
 
     @torch.no_grad()
     def show(self, weights: Tensor, state: ClientState | None = None) -> nn.Module:
-        """The model with a server's weights, and a client's own parts, if given."""
+        """Load a server's weights, and a client's own parts if given, into the model."""
         self.layout.load(self.model, weights)
         held, personal = tensors_of(self.model), self.first_personal | (state.personal if state else {})
         for name, tensor in {**self._unshared, **personal}.items():
@@ -125,7 +125,7 @@ class LocalTraining:
                 state.rule[name] = torch.zeros(self.layout.parameters, dtype=self.layout.dtype)
 
     def _backward(self, batch: Any) -> Tensor:
-        """Make the gradients of a batch; returns its loss."""
+        """Compute the gradients of a batch, and return its loss."""
         batch = place(batch, torch.device("cpu"), dtype=self._input_dtype, channels_last=False)
         loss: Tensor = self.loss(call(self.model, batch, loss=self.loss), target_of(batch))
         loss.backward()
@@ -148,10 +148,10 @@ class LocalTraining:
 
 
 def first_model(job: Job) -> nn.Module:
-    """The model as every run of the job begins it.
+    """Build the job's initial model, which is the same in every run.
 
     Raises:
-        JobError: its precision is not one for clients.
+        JobError: clients do not support the job's precision.
     """
     if job.precision not in _DTYPES:
         raise JobError(
@@ -164,10 +164,10 @@ def first_model(job: Job) -> nn.Module:
 
 
 def rule_of(job: Job) -> FederatedRule:
-    """A new instance of the job's rule.
+    """Make a new instance of the job's rule.
 
     Raises:
-        JobError: the rule is unknown, or does not go with the job's optimizer.
+        JobError: the rule is unknown, or is incompatible with the job's optimizer.
     """
     spec = federated(job)
     rule, name = FederatedRuleSpec.parse(spec.rule).build(), job.optimizer.name
@@ -182,10 +182,10 @@ def rule_of(job: Job) -> FederatedRule:
 
 
 def federated(job: Job) -> FederateSpec:
-    """The federated part of a job.
+    """Return the validated `federate` section of a job.
 
     Raises:
-        JobError: it has none, or names what federated training does not have.
+        JobError: the job has no such section, or uses features that federated training does not support.
     """
     spec = federate_spec(job)
     if job.stop.epochs is not None:
@@ -225,16 +225,16 @@ def federated(job: Job) -> FederateSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of shared tensors in a flat one: trainable parameters, then floating-point buffers.
+    """Layout of the flat shared tensor: trainable parameters, then floating-point buffers.
 
-    Frozen parameters and buffers of whole numbers are not shared; they stay as the job begins them.
+    Frozen parameters and integer buffers are not shared, and keep their initial values.
 
     Attributes:
-        names: of the shared tensors, in order.
-        shapes: of each.
-        trainable: how many of them are parameters.
-        personal: names of the parameters that stay at a client.
-        dtype: of the flat tensor.
+        names: names of the shared tensors, in order.
+        shapes: shape of each shared tensor.
+        trainable: number of shared tensors that are parameters.
+        personal: names of the parameters that stay on the client.
+        dtype: dtype of the flat tensor.
     """
 
     names: tuple[str, ...]
@@ -245,13 +245,13 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, personal: Sequence[str] = ()) -> Layout:
-        """The layout of a model.
+        """Return the layout of a model.
 
         Args:
-            personal: patterns of the names of parameters that stay at a client, as in `head.*`.
+            personal: name patterns of parameters that stay on the client, such as `head.*`.
 
         Raises:
-            JobError: a pattern fits no parameter, or nothing is left to share.
+            JobError: a pattern matches no parameter, or no parameters are left to share.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for pattern in personal:
@@ -284,21 +284,21 @@ class Layout:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers in each shared tensor."""
+        """Number of elements in each shared tensor."""
         return [prod(shape) for shape in self.shapes]
 
     @property
     def parameters(self) -> int:
-        """Trainable numbers, which come first."""
+        """Number of trainable elements, which come first."""
         return sum(self.sizes[: self.trainable])
 
     @property
     def numel(self) -> int:
-        """All numbers."""
+        """Total number of elements."""
         return sum(self.sizes)
 
     def flatten(self, model: nn.Module) -> Tensor:
-        """A copy of a model's shared tensors, flat (n,)."""
+        """Copy a model's shared tensors to a flat tensor (n,)."""
         held = tensors_of(model)
         return torch.cat([held[name].detach().reshape(-1) for name in self.names])
 
@@ -310,7 +310,7 @@ class Layout:
             held[name].copy_(value)
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a flat tensor (n,), or of rows (k, n), by name, in their shapes."""
+        """Split a flat tensor (n,), or rows (k, n), into named views of the original shapes."""
         parts = flat.split(self.sizes, dim=-1)
         return {
             name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
@@ -319,7 +319,7 @@ class Layout:
 
 
 def tensors_of(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters and buffers of a model by name."""
+    """Return the parameters and buffers of a model by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -331,10 +331,10 @@ class Work:
     """Local work of a job's clients.
 
     Attributes:
-        batch: samples of a step; the last one of an epoch has what remains.
-        epochs: passes over the samples in a round, where `steps` is None.
-        steps: optimizer steps in a round.
-        seed: of the order of samples.
+        batch: samples per step. The last step of an epoch has the remainder.
+        epochs: passes over the samples per round, if `steps` is None.
+        steps: optimizer steps per round.
+        seed: seed of the order of samples.
     """
 
     batch: int
@@ -344,23 +344,23 @@ class Work:
 
     @classmethod
     def of(cls, job: Job) -> Work:
-        """The work that a job asks for."""
+        """Return the work of a job's clients."""
         spec = federate_spec(job)
         return cls(spec.batch or job.global_batch, spec.epochs, spec.local_steps, job.seed)
 
     def step_count(self, samples: int) -> int:
-        """Optimizer steps of a client with so many samples."""
+        """Return the optimizer steps of a client with a given number of samples."""
         if not samples:
             return 0
         return self.steps or self.epochs * -(-samples // self.batch)
 
     def step_counts(self, samples: Ints) -> Ints:
-        """Optimizer steps of several clients."""
+        """Return the optimizer steps of several clients."""
         steps = self.epochs * -(-samples // self.batch) if self.steps is None else np.full_like(samples, self.steps)
         return np.where(samples > 0, steps, 0)
 
     def batches(self, client: int, round: int, samples: int) -> Iterator[Ints]:
-        """Indices of a client's own samples (0, 1, …) in each step of a round."""
+        """Iterate over the indices of a client's own samples (0, 1, …) in each step of a round."""
         left, epoch = self.step_count(samples), 0
         while left:
             indices = order(self.seed, client, round, epoch, samples)
@@ -378,7 +378,10 @@ _MASK = 2**64 - 1
 
 
 def keys(*numbers: int | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Random 64-bit numbers, one for each combination of the broadcast `numbers` (SplitMix64: Steele et al., 2014)."""
+    """Hash each combination of the broadcast `numbers` to 64 random bits.
+
+    SplitMix64: Steele et al., 2014.
+    """
     state = np.zeros((), np.uint64)
     with np.errstate(over="ignore"):
         for number in numbers:
@@ -390,12 +393,12 @@ def keys(*numbers: int | NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def uniform(*numbers: int | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Random numbers from 0 to below 1, by `keys`."""
+    """Return random numbers in [0, 1), by `keys`."""
     return (keys(*numbers) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def one_key(*numbers: int) -> int:
-    """A random number from 0 to below 2^63: half of that of `keys`."""
+    """Return a random integer in [0, 2^63), which is half of the result of `keys`."""
     state = 0
     for number in numbers:
         state = (state + number + _GAMMA_INT) & _MASK
@@ -406,15 +409,15 @@ def one_key(*numbers: int) -> int:
 
 
 def order(seed: int, client: int, round: int, epoch: int, samples: int) -> NDArray[np.int64]:
-    """Order in which a client reads its samples in one epoch of a round."""
+    """Return the order of a client's samples in one epoch of a round."""
     return np.argsort(keys(seed, round, epoch, client, np.arange(samples)), kind="stable")
 
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Context in which torch's random numbers on the CPU follow from a seed.
+    """Seed torch's random numbers on the CPU within this context.
 
-    Cheaper than `torch.manual_seed`, which also keeps a trace of its caller for each kind of accelerator.
+    This is cheaper than `torch.manual_seed`, which also records a traceback for each type of accelerator.
     """
     generator = torch.default_generator
     before = generator.get_state()

@@ -22,7 +22,7 @@ _SPREAD = {"best": charts.GREEN, "median": charts.BLUE, "worst": charts.VERMILLI
 
 
 def panel(record: RunRecord) -> Iterator[Chart]:
-    """Charts of a run whose steps are rounds; none of any other."""
+    """Return the charts of a federated run; other runs have none."""
     rounds = [step for step in record.ranks.get(0, []) if "chosen" in step]
     if not rounds:
         return

@@ -36,12 +36,12 @@ _MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
 
 
 class Turnout(NamedTuple):
-    """Clients of a round, by how they answered.
+    """Numbers of a round's clients, by response.
 
     Attributes:
         chosen: clients that got the task.
-        answered, dropped, late: chosen clients that answered in time, never, or after the deadline.
-        more: other numbers of the round, by name.
+        answered, dropped, late: chosen clients that answered in time, did not answer, or answered after the deadline.
+        more: additional numbers of the round, by name.
     """
 
     chosen: int
@@ -55,10 +55,10 @@ class FederatedRecord:
     """Files of a federated run, open for writing.
 
     Attributes:
-        failures: rounds in a row that changed nothing.
+        failures: number of consecutive rounds without a step.
 
     Raises:
-        RunError: they cannot be written.
+        RunError: the files cannot be written.
     """
 
     def __init__(self, run: Run) -> None:
@@ -78,22 +78,22 @@ class FederatedRecord:
         compute_s: float = 0.0,
         clipped: int | None = None,
     ) -> Agreed | None:
-        """Step the server on the updates of a round, and write the round's line.
+        """Step the server on a round's updates, and write the round's line.
 
-        A round with too few updates changes nothing and is counted. A round is a step of the run, and its parts sum to
-        the step.
+        A round with too few updates takes no step, and counts as a failure. A round is a step of the run, and the times
+        of its phases sum to the time of the step.
 
         Args:
-            number: number of the round, from 1; with an asynchronous rule, of the server's step.
+            number: number of the round, from 1. With an asynchronous rule, number of the server's step.
             began_s: beginning of the round, by `time.perf_counter`.
-            compute_s: seconds in which clients were trained in this process; 0 for real clients.
-            clipped: number of updates that were scaled down to a bound, if that happened before the aggregator.
+            compute_s: seconds of client training in this process; 0 for real clients.
+            clipped: number of updates that were clipped before they reached the aggregator.
 
         Returns:
             The aggregated update; None if too few clients answered.
 
         Raises:
-            JobError: too many rounds in a row changed nothing.
+            JobError: too many consecutive rounds took no step.
         """
         agreed = aggregator.agree() if aggregator.clients >= server.spec.least else None
         self._step(server, number, agreed, turnout.chosen, aggregator.refused)
@@ -155,11 +155,11 @@ class FederatedRecord:
 
 
 def run_at(job: Job, path: Path, *, resume: bool) -> Run:
-    """The run at `path`: a new one, or the one to go on with.
+    """Open the run at `path`: create a new one, or resume it.
 
     Raises:
-        JobError: another job made the run.
-        RunError: there is a run already and it is not to be resumed; or it cannot be written.
+        JobError: the run belongs to another job.
+        RunError: the run exists and `resume` is not set, or the run cannot be written.
     """
     if resume and (path / "job.yaml").exists():
         run = Run(path)
@@ -169,10 +169,10 @@ def run_at(job: Job, path: Path, *, resume: bool) -> Run:
 
 
 class ServerCheckpoints:
-    """Checkpoints of a server, in the format of every run.
+    """Checkpoints of a server, in the usual format of runs.
 
     Args:
-        model: the job's model, for names and shapes; the server's weights are put into it to be saved.
+        model: the job's model, for names and shapes. To save the server's weights, they are loaded into this model.
     """
 
     def __init__(self, run: Run, server: Server, model: nn.Module, record: FederatedRecord) -> None:
@@ -180,13 +180,13 @@ class ServerCheckpoints:
         self._writer: Checkpointer | None = None
 
     def save(self, round: int, values: Mapping[str, Any], extra: Mapping[str, Tensor]) -> None:
-        """Write a checkpoint and wait until it is on the disk.
+        """Write a checkpoint, and wait until it is on disk.
 
         Args:
-            extra: tensors beside those of the server.
+            extra: additional tensors.
 
         Raises:
-            CheckpointError: it cannot be written; older ones are as they were.
+            CheckpointError: the checkpoint cannot be written. Older checkpoints are unchanged.
         """
         if self._writer is None:
             spec, job = self.run.job.checkpoint, self.run.job
@@ -207,10 +207,10 @@ class ServerCheckpoints:
         self._writer.close()
 
     def load(self) -> tuple[Loaded, dict[str, Tensor]] | None:
-        """Restore the server from the newest whole checkpoint; returns it with the extra tensors.
+        """Restore the server from the newest complete checkpoint, and return it.
 
         Raises:
-            CheckpointError: there are some, but none is whole or fits.
+            CheckpointError: checkpoints exist, but none is complete and matches the job.
         """
         loaded = load_latest(self.run.checkpoints, rank=0, world=1, report=self.record.events.event)
         if loaded is None:
@@ -237,10 +237,10 @@ class ServerCheckpoints:
 
 
 def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
-    """Directory for a run: the named one, the newest to resume, or a new one.
+    """Choose a run's directory: the given one, the newest to resume, or a new one.
 
     Raises:
-        RunError: there is nothing to resume.
+        RunError: there is no run to resume.
     """
     if run is not None:
         return Path(run)
@@ -258,17 +258,17 @@ def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
 
 
 class Measure:
-    """The job's metrics of a model that clients and server share."""
+    """Evaluation of a shared model by the job's metrics."""
 
     def __init__(self, training: LocalTraining) -> None:
         self.training = training
         self.metrics: list[Metric] = build_metrics(training.job.metrics, training.loss)
 
     def validation(self, weights: Tensor, dataset: Dataset[Any], state: ClientState | None = None) -> dict[str, float]:
-        """Every metric of the weights on a data set.
+        """Compute every metric of the weights on a data set.
 
         Args:
-            state: of the client whose own parts of the model are measured with them.
+            state: state of the client whose personal parameters are used with the weights.
         """
         training = self.training
         model = training.show(weights, state).eval()
@@ -284,18 +284,19 @@ class Measure:
 
     @property
     def of_clients(self) -> str:
-        """Metric that clients are compared by: the job's first, or else the loss."""
+        """Return the metric for comparing clients: the job's first metric, or the loss."""
         return self.metrics[1].name if len(self.metrics) > 1 else self.metrics[0].name
 
 
 class Fairness(NamedTuple):
-    """Distribution of a metric over clients, each measured on samples of its own.
+    """Distribution of a metric over clients, each evaluated on its own samples.
 
     Attributes:
-        metric: its name.
-        clients: number of clients that were measured.
-        worst, tenth, median, best: of the metric; `worst` is the lowest, `tenth` the tenth percentile.
-        variance: of the metric over the clients.
+        metric: name of the metric.
+        clients: number of evaluated clients.
+        worst, tenth, median, best: quantiles of the metric. `worst` is the lowest value, and `tenth` is the tenth
+            percentile.
+        variance: variance of the metric over the clients.
     """
 
     metric: str
@@ -308,10 +309,10 @@ class Fairness(NamedTuple):
 
     @classmethod
     def of(cls, metric: str, values: Iterable[float]) -> Fairness | None:
-        """The figures of finite values; None where there are none.
+        """Compute the distribution of finite values; None if there are none.
 
         Args:
-            metric: for `loss`, where less is better, worst and best change places.
+            metric: for `loss`, for which lower is better, worst and best are swapped.
         """
         finite = np.array([value for value in values if np.isfinite(value)])
         if not len(finite):
@@ -321,7 +322,7 @@ class Fairness(NamedTuple):
         return cls(metric, len(finite), worst, tenth, median, best, float(finite.var()))
 
     def sentence(self) -> str:
-        """The figures as text."""
+        """Describe the distribution as text."""
         return (
             f"{self.metric} of {self.clients} clients on their own samples: worst {self.worst:.4f}, tenth percentile "
             f"{self.tenth:.4f}, median {self.median:.4f}, best {self.best:.4f}, variance {self.variance:.3g}"

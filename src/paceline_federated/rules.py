@@ -1,6 +1,6 @@
 """Federated rules: their interface, and the built-in ones. No sockets, no files.
 
-A rule has two ends: the server's step, and the corrections of clients' gradients.
+A rule has two sides: the server's step, and corrections of clients' gradients.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one client in one round.
+    """The work of one client in one round.
 
     Attributes:
-        round: from 1.
-        version: server steps before it, so the age of `weights`.
-        weights: the shared part of the model, flat (`paceline_federated.client`): trainable numbers, then buffers.
-        sent: further flat tensors from the rule, of the length of the trainable numbers.
+        round: number of the round, from 1.
+        version: number of earlier server steps, which identifies `weights`.
+        weights: the shared part of the model as a flat tensor (`Layout`): trainable parameters, then buffers.
+        sent: additional flat tensors from the rule, of the length of the trainable parameters.
         lr: learning rate of the local optimizer.
     """
 
@@ -37,12 +37,12 @@ class Update:
 
     Attributes:
         client: number of the client, from 0.
-        round, version: those of the task.
-        delta: new weights less the task's, of the same length.
+        round, version: as in the task.
+        delta: new weights minus the task's weights, of the same length.
         returned: the rule's own tensors (`FederatedRule.finish`).
-        samples: training samples that the client holds.
-        steps: local optimizer steps that it took.
-        loss: mean training loss over these steps; NaN where it took none.
+        samples: number of the client's training samples.
+        steps: number of local optimizer steps.
+        loss: mean training loss over these steps; NaN if there were none.
     """
 
     client: int
@@ -57,14 +57,14 @@ class Update:
 
 @dataclass
 class Local:
-    """Local training of one client, or of k clients together, as a rule sees it.
+    """Local training of one client, or of k clients together, from a rule's view.
 
-    A batch has tensors of the shape (k, p) in the place of (p,), p being the trainable numbers.
+    For k clients, tensors have shape (k, p) instead of (p,), with p trainable elements.
 
     Attributes:
         start: parameters of the task, (p,).
-        sent: the task's tensors, (p,) each.
-        state: what the rule keeps at each client between rounds, (p,) or (k, p) each.
+        sent: the task's additional tensors, (p,) each.
+        state: tensors that the rule keeps on each client between rounds, (p,) or (k, p) each.
         lr: learning rate of the local optimizer.
     """
 
@@ -77,14 +77,14 @@ class Local:
 class FederatedRule:
     """A federated rule: the server's step, and the corrections of each client's gradients.
 
-    The server has one instance; each client has another with the same arguments. By itself a rule is federated
-    averaging with a server learning rate of 1: the methods here do that.
+    The server has one instance, and each client has its own instance with the same arguments. The methods of this base
+    class implement federated averaging with a server learning rate of 1.
 
     Attributes:
-        client_keeps: names of tensors of the length of the parameters that a client keeps between its rounds, zeros
-            at first.
-        buffer: updates after which an asynchronous server steps; None: rule with synchronous rounds.
-        plain_sgd: the local optimizer has to be sgd without momentum.
+        client_keeps: names of tensors that a client keeps between its rounds, of the length of the parameters and
+            initially zero.
+        buffer: number of updates per step of an asynchronous server; None for synchronous rounds.
+        plain_sgd: True if the local optimizer must be sgd without momentum.
     """
 
     client_keeps: tuple[str, ...] = ()
@@ -92,28 +92,28 @@ class FederatedRule:
     plain_sgd: bool = False
 
     def start(self, parameters: Tensor, clients: int) -> None:
-        """Begin with the server's first parameters (p,) and the number of all clients."""
+        """Initialise with the server's first parameters (p,) and the number of all clients."""
 
     def sends(self) -> Mapping[str, Tensor]:
-        """Tensors (p,) that every task carries beside the weights."""
+        """Return tensors (p,) that every task carries in addition to the weights."""
         return {}
 
     def discount(self, staleness: int) -> float:
-        """Factor of an update that was begun `staleness` server steps ago."""
+        """Return the factor of an update that began `staleness` server steps ago."""
         return 1.0
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Step on the server's parameters (p,), in place.
+        """Step the server's parameters (p,) in place.
 
         Args:
-            mean: the agreed update (p,): the weighted mean of the clients' deltas, or a robust one.
-            returned: the plain mean of what clients' `finish` returned.
-            clients: number of updates in it.
+            mean: the aggregated update (p,): the weighted mean of the clients' deltas, or a robust aggregate.
+            returned: the unweighted mean of the tensors that clients' `finish` returned.
+            clients: number of aggregated updates.
         """
         parameters += mean
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The server's state for a resumed run."""
+        """Return the server's state, to resume a run."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -123,17 +123,20 @@ class FederatedRule:
         """Correct gradients (p,) or (k, p) of one local step, in place."""
 
     def finish(self, delta: Tensor, steps: Tensor, local: Local) -> Mapping[str, Tensor]:
-        """End the local training, update `local.state` in place, and return what the server needs.
+        """End local training, update `local.state` in place, and return tensors for the server.
 
         Args:
-            delta: new parameters less those of the task, (p,) or (k, p).
-            steps: local steps taken, () or (k, 1).
+            delta: new parameters minus the task's parameters, (p,) or (k, p).
+            steps: number of local steps, () or (k, 1).
         """
         return {}
 
 
 class FedAvg(FederatedRule):
-    """Federated averaging, with a server learning rate and momentum (FedAvgM: Hsu et al., 2019, arXiv:1909.06335)."""
+    """Federated averaging with server learning rate and momentum.
+
+    FedAvgM: Hsu et al., 2019, arXiv:1909.06335.
+    """
 
     def __init__(self, lr: float = 1.0, momentum: float = 0.0) -> None:
         self.lr, self.momentum = lr, momentum
@@ -143,7 +146,7 @@ class FedAvg(FederatedRule):
         self._velocity = torch.zeros_like(parameters) if self.momentum else None
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Move along the mean update."""
+        """Apply the mean update."""
         if self._velocity is not None:
             mean = self._velocity.mul_(self.momentum).add_(mean)
         parameters.add_(mean, alpha=self.lr)
@@ -157,7 +160,7 @@ class FedAvg(FederatedRule):
 
 
 class FedProx(FederatedRule):
-    """Federated averaging of clients whose loss has a term μ/2 · ‖w − w_server‖²."""
+    """Federated averaging with a term μ/2 · ‖w − w_server‖² in the clients' loss."""
 
     def __init__(self, value: float) -> None:
         self.mu = value
@@ -172,7 +175,7 @@ class FedAdam(FederatedRule):
     Args:
         lr: the server's learning rate.
         beta1, beta2: decay of the first and second moment.
-        tau: adaptivity, added to the root of the second moment, which begins at its square.
+        tau: degree of adaptivity, added to the root of the second moment. The second moment begins at `tau` squared.
     """
 
     def __init__(self, lr: float, beta1: float, beta2: float, tau: float) -> None:
@@ -184,7 +187,7 @@ class FedAdam(FederatedRule):
         self._second = torch.full_like(parameters, self.tau**2)
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Move by the first moment over the root of the second."""
+        """Apply the first moment divided by the root of the second moment."""
         self._first.mul_(self.beta1).add_(mean, alpha=1 - self.beta1)
         self.update_second(self._second, mean * mean)
         parameters.addcdiv_(self._first, self._second.sqrt().add_(self.tau), value=self.lr)
@@ -213,9 +216,10 @@ CONTROL = "control"
 
 
 class Scaffold(FederatedRule):
-    """Clients add the server's control variate to each gradient and take off their own (option II of the paper).
+    """SCAFFOLD: clients correct gradients by control variates (option II of the paper).
 
-    A client's is the mean gradient of its last round, so the local optimizer is plain SGD.
+    Each gradient is corrected by the server's control variate minus the client's. A client's control variate is the
+    mean gradient of its last round, so the local optimizer must be plain SGD.
     """
 
     client_keeps = (CONTROL,)
@@ -232,7 +236,7 @@ class Scaffold(FederatedRule):
         return {CONTROL: self._control}
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Move along the mean update, and the control variate by the clients' share of all."""
+        """Apply the mean update, and move the control variate by the participating fraction."""
         parameters.add_(mean, alpha=self.lr)
         self._control.add_(returned[CONTROL], alpha=clients / self.clients)
 
@@ -246,14 +250,14 @@ class Scaffold(FederatedRule):
         gradients.add_(local.sent[CONTROL]).sub_(local.state[CONTROL])
 
     def finish(self, delta: Tensor, steps: Tensor, local: Local) -> Mapping[str, Tensor]:
-        """Take the mean gradient of the round as control variate; return its change."""
+        """Set the control variate to the round's mean gradient, and return its change."""
         change = -local.sent[CONTROL] - delta / (steps * local.lr)
         local.state[CONTROL].add_(change)
         return {CONTROL: change}
 
 
 class FedBuff(FederatedRule):
-    """Mean of the next `value` updates, whichever version they began from, each over √(1 + staleness)."""
+    """Mean of the next `value` updates, each divided by √(1 + staleness)."""
 
     def __init__(self, value: int, lr: float = 1.0) -> None:
         self.buffer, self.lr = value, lr
@@ -262,5 +266,5 @@ class FedBuff(FederatedRule):
         return float((1 + staleness) ** -0.5)
 
     def step(self, parameters: Tensor, mean: Tensor, returned: Mapping[str, Tensor], clients: int) -> None:
-        """Move along the mean of the discounted updates."""
+        """Apply the mean of the discounted updates."""
         parameters.add_(mean, alpha=self.lr)

@@ -1,4 +1,4 @@
-"""The section `federate` of a job, and the descriptions of its rules. No rule and no torch is imported."""
+"""The section `federate` of a job, and descriptions of rules, without importing torch."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ClientsSpec(Spec):
 
     - `iid`: nearly equal numbers of samples, drawn at random.
     - `dirichlet`: each class is divided by shares from a Dirichlet distribution (Hsu et al., 2019, arXiv:1909.06335);
-      the smaller `alpha`, the more clients differ. Clients may get no sample.
-    - `shards`: samples in order of their class, cut into equal shards, of which each client gets `shards`.
-    - `user`: a client for each value of the data set's attribute `users`, one per sample.
+      the smaller `alpha`, the more the clients differ. Clients may have no samples.
+    - `shards`: samples are sorted by class and divided into equal shards; each client gets `shards` of them.
+    - `user`: one client per distinct value in the data set's attribute `users`, which has one value per sample.
     """
 
     short: ClassVar[str | None] = "kind"
@@ -54,8 +54,8 @@ class ClientsSpec(Spec):
 class PrivacySpec(Spec):
     """Differential privacy of each client (McMahan et al., 2018, arXiv:1710.06963).
 
-    The L2 norm of an update is clipped to `clip`; the sum of a round's updates gets Gaussian noise of the standard
-    deviation `noise` × `clip`. ε is told for `delta`.
+    The L2 norm of an update is clipped to `clip`. Gaussian noise with standard deviation `noise` × `clip` is added to
+    the sum of a round's updates. ε is reported for `delta`.
     """
 
     clip: float = Field(gt=0)
@@ -66,11 +66,12 @@ class PrivacySpec(Spec):
 class SecureSpec(Spec):
     """Secure aggregation of a deployment by Flower's SecAgg+.
 
-    The server sees sums of updates, and no single update.
+    The server receives sums of updates only.
 
     Each number of an update lies within ±`clipping_range`, and is rounded to one of `quantization_range` values. A
-    client weighs as its samples, at most `max_weight`. Each client's keys are divided into `num_shares` shares (as many
-    as the round has clients if not given); `reconstruction_threshold` is the part of them that restores a key.
+    client's weight is its number of samples, at most `max_weight`. Each client's keys are divided into `num_shares`
+    shares (as many as the round has clients if not given); `reconstruction_threshold` is the fraction of shares that
+    restores a key.
     """
 
     clipping_range: PositiveFloat = 8.0
@@ -83,9 +84,9 @@ class SecureSpec(Spec):
 class SimulateSpec(Spec):
     """Behaviour of simulated clients.
 
-    `drop_out` is the share of chosen clients that never answer. `spread` is the standard deviation of the logarithm of
-    clients' speeds; `deadline`, in units of the usual client's time for a usual task, leaves out who is later. A share
-    of `poisoners` sends ten times the opposite of its update.
+    `drop_out` is the fraction of chosen clients that never answer. `spread` is the standard deviation of the logarithm
+    of clients' speeds. Clients later than `deadline` are left out; its unit is the time of a typical client for a
+    typical task. A fraction `poisoners` of the clients sends its update multiplied by -10.
     """
 
     drop_out: float = Field(0.0, ge=0, lt=1)
@@ -97,25 +98,25 @@ class SimulateSpec(Spec):
 class FederateSpec(Spec):
     """Federated training of the job: `paceline federate`. A step of the job's `stop` rule is then a round."""
 
-    rule: str = "fedavg"  # of the server and its clients, as in `fedprox:0.01`
+    rule: str = "fedavg"  # rule of the server and its clients, as in `fedprox:0.01`
     clients: int = Field(10, ge=1)  # simulated clients, or nodes that a deployment waits for before it begins
     per_round: int | None = Field(None, ge=1)  # clients chosen in a round; None: all
-    local_epochs: int | None = Field(None, ge=1)  # passes of a client over its samples in a round: 1 if not given
-    local_steps: int | None = Field(None, ge=1)  # or so many steps of its optimizer
+    local_epochs: int | None = Field(None, ge=1)  # passes of a client over its samples per round; default 1
+    local_steps: int | None = Field(None, ge=1)  # alternatively, optimizer steps per round
     batch: int | None = Field(None, ge=1)  # samples of a client's step; None: the job's global_batch
     partition: ClientsSpec = ClientsSpec()
-    weigh: Literal["samples", "equal"] = "samples"  # what a client's update counts by
-    aggregate: str = "mean"  # or median, or trimmed:SHARE of each end of every number
-    norm_bound: PositiveFloat | None = None  # longer updates are scaled down to it
-    compress: str = "none"  # codec of what clients send
-    compress_down: str = "none"  # codec of the weights that they get
+    weigh: Literal["samples", "equal"] = "samples"  # weighting of clients' updates
+    aggregate: str = "mean"  # or median, or trimmed:SHARE, which drops that share at each end
+    norm_bound: PositiveFloat | None = None  # L2 bound to which updates are clipped
+    compress: str = "none"  # codec of clients' updates
+    compress_down: str = "none"  # codec of the weights sent to clients
     privacy: PrivacySpec | None = None
-    secure: SecureSpec | None = None  # of a deployment; `secure: {}` for its defaults
-    personal: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # parameters that stay at the client: "head.*"
-    held_out: float = Field(0.0, ge=0, lt=1)  # share of each client's samples on which it is measured
-    least: int = Field(1, ge=1)  # updates without which a round changes nothing
-    max_failures: int = Field(3, ge=1)  # such rounds in a row end the run
-    deadline_s: PositiveFloat = 60.0  # for the answer of a deployed client
+    secure: SecureSpec | None = None  # for a deployment; `secure: {}` uses the defaults
+    personal: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # parameters that stay local, such as "head.*"
+    held_out: float = Field(0.0, ge=0, lt=1)  # fraction of each client's samples for its evaluation
+    least: int = Field(1, ge=1)  # minimum number of updates for a step
+    max_failures: int = Field(3, ge=1)  # number of consecutive rounds without a step that end the run
+    deadline_s: PositiveFloat = 60.0  # deadline for the answer of a deployed client
     simulate: SimulateSpec = SimulateSpec()
 
     @field_validator("aggregate")
@@ -159,7 +160,7 @@ class FederateSpec(Spec):
         return self
 
     def _can_be_secure(self) -> None:
-        """Refuse what needs single updates, or changes numbers that must stay under their masks."""
+        """Refuse settings that need single updates, or that change masked numbers."""
         if self.secure is None:
             return
         if self.aggregate != "mean" or self.norm_bound is not None:
@@ -179,15 +180,17 @@ class FederateSpec(Spec):
 
     @property
     def epochs(self) -> int:
-        """Passes over a client's samples, where `local_steps` does not count."""
+        """Return the passes over a client's samples, if `local_steps` is not set."""
         return self.local_epochs or 1
 
 
 def trimmed_share(text: str) -> float | None:
-    """Share that `aggregate` leaves out at each end: 0 for `mean`, None for `median`.
+    """Return the share that `aggregate` drops at each end.
+
+    It is 0 for `mean`, and None for `median`.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `aggregate` has another value.
     """
     if text in ("mean", "median"):
         return 0.0 if text == "mean" else None
@@ -229,7 +232,8 @@ class FederatedRuleInfo:
 
     Attributes:
         rule: import path of the class, which is called with its arguments as keywords.
-        arguments: name to type, default and limits. The value after the colon is under "", and is called `value`.
+        arguments: name -> type, default and limits. The value after the colon has the key "", and the argument name
+            `value`.
     """
 
     rule: str
@@ -276,8 +280,9 @@ class FederatedRuleSpec:
     """`NAME[:VALUE][,KEY=VALUE…]`, e.g. `fedprox:0.01`, `fedadam,lr=0.05`.
 
     Attributes:
-        name: of a built-in rule, or of one that a package registers under the entry point `paceline.federated_rules`.
-        arguments: the rule's own, converted and with their defaults.
+        name: name of a built-in rule, or of a rule that a package registers under the entry point
+            `paceline.federated_rules`.
+        arguments: arguments of the rule, converted and with defaults.
     """
 
     name: str
@@ -288,7 +293,7 @@ class FederatedRuleSpec:
         """Read the value of `federate.rule`.
 
         Raises:
-            JobError: an unknown rule or argument (with the nearest), or a value that it does not take.
+            JobError: the rule or an argument is unknown (the message suggests the nearest), or a value is invalid.
         """
         where = f"federate.rule {text}"
         try:
@@ -303,14 +308,14 @@ class FederatedRuleSpec:
 
     @property
     def info(self) -> FederatedRuleInfo:
-        """Description of the rule."""
+        """Return the description of the rule."""
         return FEDERATED_RULES[self.name]
 
     def build(self) -> FederatedRule:
-        """A new instance of the rule.
+        """Make a new instance of the rule.
 
         Raises:
-            JobError: its class cannot be imported, or does not take its arguments.
+            JobError: the rule's class cannot be imported, or does not accept its arguments.
         """
         try:
             rule: FederatedRule = load_object(self.info.rule)(**self.arguments)

@@ -1,4 +1,4 @@
-"""The server of federated training as a state machine, without any I/O."""
+"""The server of federated training as a state machine without I/O."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from paceline_federated.client import Layout, federated, keys, one_key, rule_of,
 from paceline_federated.rules import FederatedRule, Task, Update
 from paceline_federated.section import FederateSpec, PrivacySpec, trimmed_share
 
-# what random numbers of a seed are for, so that no two uses draw the same
+# purposes of random numbers, so that no two uses of a seed draw the same numbers
 _CHOICE, _NOISE, _DOWN, _UP = 11, 12, 13, 14
 
 
 class Server:
-    """Holds the weights that clients share, and steps on what they agree on.
+    """Holder of the shared weights, which steps on aggregated updates.
 
     Args:
-        weights: the first ones, flat (n,).
-        clients: number of all clients, for the share of them that a round has.
-        adds_noise: False if something else adds privacy's noise, as Flower does in a deployment.
+        weights: the initial weights, flat (n,).
+        clients: total number of clients, for the fraction that takes part in a round.
+        adds_noise: False if the noise of differential privacy is added elsewhere, such as by Flower in a deployment.
 
     Attributes:
-        weights: the newest ones.
-        version: steps so far.
-        privacy: what was spent; None without privacy.
+        weights: the current weights.
+        version: number of steps so far.
+        privacy: the spent privacy budget; None without differential privacy.
         up, down: codecs of updates, and of weights.
 
     Raises:
-        JobError: the job's federated part names what does not go together or is not installed.
+        JobError: settings in the job's `federate` section are incompatible, or need a package that is not installed.
     """
 
     def __init__(self, job: Job, layout: Layout, weights: Tensor, clients: int, *, adds_noise: bool = True) -> None:
@@ -61,11 +61,11 @@ class Server:
         self.up, self.down = codecs_of(job, layout)
 
     def choose(self, round: int, available: NDArray[np.int64]) -> list[int]:
-        """Clients of a round, out of those that are there.
+        """Choose the clients of a round among the available clients.
 
-        The same job and round have the same ones.
+        The same job and round always give the same choice.
 
-        Under differential privacy each is chosen independently of the others, as its accountant assumes.
+        Under differential privacy each client is chosen independently, as the accountant assumes.
         """
         if self.privacy is not None and self.privacy.rate < 1:
             drawn = uniform(self.job.seed, _CHOICE, round, available) < self.privacy.rate
@@ -76,35 +76,35 @@ class Server:
         return [int(client) for client in np.sort(available[by_chance[: self.per_round]])]
 
     def task(self, round: int) -> Task:
-        """The task of every client that begins now."""
+        """Return the task of every client that begins now."""
         weights = self.down.round_trip(self.weights.clone(), round)
         sent = {name: tensor.clone() for name, tensor in self.rule.sends().items()}
         return Task(round, self.version, weights, sent, self.lr_in(round))
 
     def lr_in(self, round: int) -> float:
-        """The learning rate of the clients' optimizer in a round."""
+        """Return the learning rate of the clients' optimizer in a round."""
         return self.job.optimizer.lr * self.job.schedule.factor_at(round - 1, self.job.stop.steps)
 
     @property
     def task_bytes(self) -> int:
-        """Bytes of a task's tensors as they are sent."""
+        """Return the encoded bytes of a task's tensors."""
         return self.down.nbytes + sum(tensor.nbytes for tensor in self.rule.sends().values())
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of an update's tensors as they are sent."""
+        """Return the encoded bytes of an update's tensors."""
         returned = len(self.rule.client_keeps) * self.layout.parameters * self.layout.dtype.itemsize
         return self.up.nbytes + returned
 
     def aggregator(self, round: int) -> Aggregator:
-        """Takes the updates of the next step."""
+        """Make an aggregator for the updates of the next step."""
         noise = None
         if self.privacy is not None and self._adds_noise:
             noise = torch.Generator().manual_seed(one_key(self.job.seed, _NOISE, round))
         return Aggregator(self.spec, self.layout, self.rule, chosen=float(self.per_round), noise=noise)
 
     def apply(self, agreed: Agreed) -> None:
-        """Step on an agreement.
+        """Step on the aggregate of a round.
 
         Raises:
             NonFiniteError: the new weights are not finite.
@@ -125,7 +125,7 @@ class Server:
             self.privacy.rounds += 1
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """State beside the weights: the rule's tensors, and plain values."""
+        """Return the state other than weights: the rule's tensors, and plain values."""
         spent = self.privacy.rounds if self.privacy is not None else 0
         return dict(self.rule.state_dict()), {"version": self.version, "noised_rounds": spent}
 
@@ -144,7 +144,7 @@ class Server:
 
 
 def codecs_of(job: Job, layout: Layout) -> tuple[UpdateCodec, UpdateCodec]:
-    """The codecs of updates and of weights, alike on a server and its clients."""
+    """Return the codecs of updates and of weights, equal on a server and its clients."""
     spec, numel, dtype = federated(job), layout.numel, layout.dtype
     up = UpdateCodec(spec.compress, numel, seed=one_key(job.seed, _UP), dtype=dtype)
     down = UpdateCodec(spec.compress_down, numel, seed=one_key(job.seed, _DOWN), weights=True, dtype=dtype)
@@ -156,10 +156,10 @@ class Cohort:
     """Updates of k clients that trained on one task, row by row.
 
     Attributes:
-        clients: their numbers.
-        deltas: new weights less the task's, (k, n).
+        clients: numbers of the clients.
+        deltas: new weights minus the task's weights, (k, n).
         returned: the rule's own tensors, (k, p) each.
-        samples, steps, losses: of each, as in `Update`.
+        samples, steps, losses: values of each client, as in `Update`.
     """
 
     clients: Sequence[int]
@@ -171,13 +171,13 @@ class Cohort:
 
     @classmethod
     def of(cls, update: Update) -> Cohort:
-        """One update as a cohort."""
+        """Make a cohort of one update."""
         returned = {name: tensor.unsqueeze(0) for name, tensor in update.returned.items()}
         delta = update.delta.unsqueeze(0)
         return cls([update.client], delta, returned, [update.samples], [update.steps], [update.loss])
 
     def rows(self, places: Sequence[int]) -> Cohort:
-        """The cohort of some of its clients."""
+        """Select some clients of the cohort."""
         if list(places) == list(range(len(self.clients))):
             return self
         index = torch.tensor(places, dtype=torch.int64)
@@ -194,16 +194,16 @@ class Cohort:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Agreement on a round's updates.
+    """Aggregate of a round's updates.
 
     Attributes:
-        delta: the agreed update (n,).
-        returned: plain means of the rule's own tensors, (p,) each.
+        delta: the aggregated update (n,).
+        returned: unweighted means of the rule's own tensors, (p,) each.
         clients: number of updates in it.
-        samples: of these clients together.
-        loss: their mean training loss, by samples.
-        norm: the largest L2 norm of an update, before any bound.
-        clipped: updates that were scaled down to a bound.
+        samples: total number of samples of these clients.
+        loss: mean training loss of the clients, weighted by samples.
+        norm: the largest L2 norm of an update before clipping.
+        clipped: number of clipped updates.
     """
 
     delta: Tensor
@@ -216,18 +216,18 @@ class Agreed:
 
 
 class Aggregator:
-    """Aggregates the updates of one server step, which come in any order.
+    """Aggregator of the updates of one server step, in any order.
 
-    The mean needs the memory of one update; median and trimmed mean keep all updates.
+    The mean takes the memory of one update. Median and trimmed mean keep all updates.
 
     Args:
-        rule: discounts updates that began from an older version.
+        rule: the rule, which discounts updates that began from an older version.
         chosen: expected number of updates under differential privacy, which divides the sum by it.
-        noise: random numbers of differential privacy; None adds no noise.
+        noise: random generator of differential privacy; None adds no noise.
 
     Attributes:
-        refused: number of each refused client, with the reason.
-        clients: updates accepted so far.
+        refused: number of each refused client -> the reason.
+        clients: number of updates accepted so far.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Aggregator:
         self._bound = spec.privacy.clip if spec.privacy else spec.norm_bound
 
     def add(self, update: Update, staleness: int = 0) -> str | None:
-        """Take one client's update; returns the reason where it is refused."""
+        """Add one client's update, or return the reason why it is refused."""
         reason = problem_with(update, self.layout)
         if reason is not None:
             self.refused[update.client] = reason
@@ -260,7 +260,7 @@ class Aggregator:
         return self.refused.get(update.client)
 
     def add_cohort(self, cohort: Cohort, staleness: int = 0) -> None:
-        """Take the updates of clients that trained on one task. Rows that are not finite are refused."""
+        """Add the updates of clients with the same task. Non-finite rows are refused."""
         norms = cohort.deltas.norm(dim=1)
         finite = norms.isfinite()
         for tensor in cohort.returned.values():
@@ -277,18 +277,18 @@ class Aggregator:
     def add_sum(
         self, total: Tensor, weight: float, returned: Mapping[str, Tensor], clients: int, samples: int, loss: float
     ) -> None:
-        """Take the sum of several updates, of which none is known by itself (secure aggregation).
+        """Add the sum of several unknown updates (secure aggregation).
 
         Args:
-            total: updates times their weights, summed (n,); `weight` is the sum of the weights.
+            total: weighted sum of the updates (n,). `weight` is the sum of the weights.
             returned: sums of the rule's own tensors.
-            loss: mean of the clients'.
+            loss: mean loss of the clients.
         """
         self._delta += total.to(self._delta)
         self._add(weight, returned, clients, samples, samples * loss)
 
     def agree(self) -> Agreed | None:
-        """The agreed update; None where no update was accepted."""
+        """Return the aggregate, or None if no update was accepted."""
         if not self.clients:
             return None
         return Agreed(
@@ -344,7 +344,7 @@ class Aggregator:
 
 
 def problem_with(update: Update, layout: Layout) -> str | None:
-    """Reason to refuse an update by its form; None where it fits the layout."""
+    """Return why an update is malformed, or None if it fits the layout."""
     if update.delta.shape != (layout.numel,):
         return f"its update has the shape {tuple(update.delta.shape)} instead of ({layout.numel},): another model"
     if update.delta.dtype is not layout.dtype:
@@ -358,19 +358,21 @@ def problem_with(update: Update, layout: Layout) -> str | None:
 
 
 class UpdateCodec:
-    """Codes flat tensors of one length. The random rounding follows from the seed and the numbers given with each.
+    """Codec of flat tensors of one length.
+
+    Random rounding is determined by the seed and the numbers given with each tensor.
 
     Args:
-        text: as in a plan's `compress=`, e.g. `int8`, `topk:0.01+bf16`; or `none`.
-        numel: numbers of a tensor.
-        weights: the tensors are weights, of which every number is needed.
+        text: the codec as in a plan's `compress=`, such as `int8` or `topk:0.01+bf16`, or `none`.
+        numel: number of elements of a tensor.
+        weights: True if the tensors are weights, so that every element must be sent.
 
     Attributes:
-        exact: nothing is coded.
-        nbytes: bytes of a coded tensor.
+        exact: True if tensors are sent unencoded.
+        nbytes: size of an encoded tensor in bytes.
 
     Raises:
-        JobError: an unknown codec, or one that does not code one client's numbers by themselves.
+        JobError: the codec is unknown, or cannot encode the numbers of a single client.
     """
 
     def __init__(self, text: str, numel: int, *, seed: int, weights: bool = False, dtype: torch.dtype) -> None:
@@ -406,31 +408,31 @@ class UpdateCodec:
             )
 
     def encode(self, flat: Tensor, *numbers: int) -> Tensor:
-        """A tensor (numel,) as bytes, uint8; `numbers` are those of round and client."""
+        """Encode a tensor (numel,) as uint8; `numbers` identify round and client."""
         if self.exact:
             return flat.detach().contiguous().view(torch.uint8)
         self._generator.manual_seed(one_key(self.seed, *numbers))
         return self._codec.encode(flat)
 
     def decode(self, coded: Tensor) -> Tensor:
-        """The tensor that `encode` kept, (numel,)."""
+        """Decode a tensor (numel,)."""
         if self.exact:
             return coded.view(self.dtype)
         return self._codec.decode(coded).to(self.dtype)
 
     def round_trip(self, flat: Tensor, *numbers: int) -> Tensor:
-        """The tensor that the other end gets."""
+        """Encode and decode a tensor, to obtain what the other end receives."""
         return flat if self.exact else self.decode(self.encode(flat, *numbers))
 
 
 class PrivacySpent:
-    """Counts the server's steps on noised sums, and computes ε.
+    """Accountant of the server's steps on noised sums, which computes ε.
 
     Args:
         rate: probability with which each client is chosen, independently of the others, in each round.
 
     Attributes:
-        rounds: noised sums so far.
+        rounds: number of noised sums so far.
 
     Raises:
         JobError: opacus is not installed.
@@ -450,11 +452,11 @@ class PrivacySpent:
 
     @property
     def epsilon(self) -> float:
-        """ε of all rounds so far, for the job's δ; 0 before the first."""
+        """Return ε of all rounds so far, for the job's δ; 0 before the first round."""
         if not self.rounds:
             return 0.0
         accountant = self._accountant()
         accountant.history = [(self.spec.noise, self.rate, self.rounds)]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an order at the end of its range: the bound is then a loose one
+            warnings.simplefilter("ignore")  # optimal order at the end of its range: a loose bound
             return float(accountant.get_epsilon(delta=self.spec.delta))

@@ -1,4 +1,4 @@
-"""Simulated clients: their samples, their behaviour, and what they keep between rounds."""
+"""Simulated clients: their samples, behaviour, and state between rounds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DEAL, _HELD_OUT = 21, 22
 class Deal:
     """Samples of every simulated client, as indices into the training set.
 
-    All clients' indices are one array, so ten thousand clients take no more memory than the set has samples.
+    All clients' indices are in one array, so memory grows with the number of samples and not of clients.
 
     Attributes:
-        indices: of the samples, client by client.
-        ends: end of each client's part, from 0 on, one more than there are clients.
+        indices: indices of the samples, client by client.
+        ends: offsets of the clients' parts, beginning with 0; one more than the number of clients.
     """
 
     def __init__(self, parts: Iterator[Ints] | list[Ints]) -> None:
@@ -49,9 +49,9 @@ class Deal:
         return np.diff(self.ends)
 
     def split(self, share: float, seed: int) -> tuple[Deal, Deal]:
-        """Deals of samples to train on, and of a share to measure clients on.
+        """Split into a deal for training, and a deal of held-out samples for evaluation.
 
-        A client keeps at least one sample to train on; one with a single sample has none to be measured on.
+        A client keeps at least one training sample, so a client with a single sample has none for evaluation.
         """
         train, held_out = [], []
         for client in range(len(self)):
@@ -63,7 +63,7 @@ class Deal:
 
 
 def kept_apart(samples: int, share: float, seed: int, client: int) -> tuple[Ints, Ints]:
-    """Indices of the samples to measure a client on, and of those to train on."""
+    """Return the indices of a client's held-out samples, and of its training samples."""
     kept = min(round(share * samples) or int(share > 0), max(samples - 1, 0))
     order = np.random.default_rng(one_key(seed, _HELD_OUT, client)).permutation(samples)
     return np.sort(order[:kept]), np.sort(order[kept:])
@@ -73,7 +73,7 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
     """Divide a training set over clients.
 
     Raises:
-        DataError: the set has no labels or users where the division needs them, or too few samples.
+        DataError: the set has too few samples, or lacks the labels or users that the division needs.
     """
     samples = len(dataset)  # type: ignore[arg-type]
     if clients > samples:
@@ -135,7 +135,7 @@ def _users(dataset: Dataset[Any]) -> list[Ints]:
 
 
 def users_of(dataset: Any) -> NDArray[Any] | None:
-    """User of each sample, by the data set's attribute `users`; None without one."""
+    """Return the user of each sample (the data set's attribute `users`), or None."""
     if isinstance(dataset, Collated):
         return users_of(dataset.dataset)
     if isinstance(dataset, Selection):
@@ -174,7 +174,7 @@ def _by_owner(owner: Ints, clients: int) -> list[Ints]:
 
 
 _DROP, _SPEED, _ANGLE, _POISON = 31, 32, 33, 34
-POISON = -10.0  # times its own update, which is what a poisoner sends
+POISON = -10.0  # factor by which a poisoner multiplies its update
 
 
 class Answers(NamedTuple):
@@ -186,10 +186,10 @@ class Answers(NamedTuple):
 
 
 class Behaviour:
-    """Draws of simulated clients, which follow from the job's seed.
+    """Random behaviour of simulated clients, determined by the job's seed.
 
     Args:
-        step_counts: local steps of each client in a round.
+        step_counts: number of local steps of each client per round.
     """
 
     def __init__(self, spec: SimulateSpec, seed: int, step_counts: NDArray[np.int64]) -> None:
@@ -199,7 +199,7 @@ class Behaviour:
         normal = radius * np.cos(2.0 * np.pi * uniform(seed, _ANGLE, clients))
         trains = step_counts > 0
         usual = float(np.median(step_counts[trains])) if trains.any() else 1.0
-        # time of each client's work, in units of the usual one
+        # time of each client's work, relative to a typical client
         self.times = np.exp(spec.spread * normal) * step_counts / usual
         self.poisons = uniform(seed, _POISON, clients) < spec.poisoners
 
@@ -208,7 +208,7 @@ class Behaviour:
         return bool(self.spec.drop_out) and bool(uniform(self.seed, _DROP, round, client) < self.spec.drop_out)
 
     def answers(self, round: int, chosen: Sequence[int]) -> Answers:
-        """Answers of the chosen clients of a round."""
+        """Return the answers of the chosen clients of a round."""
         if not self.spec.drop_out and self.spec.deadline is None:
             return Answers(list(chosen), [], [])
         numbers = np.asarray(chosen, np.int64)
@@ -226,8 +226,8 @@ _PREFIX = "clients/"
 class Kept:
     """Tensors of all clients, one row each, mapped into memory from a sparse file.
 
-    A rule that keeps nothing, without personal parameters, costs nothing. Clients that have not trained have zeros, and
-    the personal parameters that the job begins with.
+    If a rule keeps no tensors and there are no personal parameters, no memory is used. Clients that have not trained
+    have zeros, and the job's initial personal parameters.
 
     Raises:
         RunError: the file cannot be made.
@@ -261,12 +261,12 @@ class Kept:
             self._tables[name] = part
 
     def rule(self, clients: Ints) -> dict[str, Tensor]:
-        """Copies of the rule's tensors of some clients, (k, p) each."""
+        """Copy the rule's tensors of some clients, (k, p) each."""
         rows = torch.from_numpy(clients)
         return {name: self._tables[name][rows] for name in self.rule_names}
 
     def personal(self, clients: Ints) -> list[Tensor]:
-        """Copies of the personal parameters of some clients, (k, …) each, in the layout's order."""
+        """Copy the personal parameters of some clients, (k, …) each, in the layout's order."""
         rows, known = torch.from_numpy(clients), torch.from_numpy(self.touched[clients])
         found = []
         for name in self.personal_names:
@@ -276,9 +276,9 @@ class Kept:
         return found
 
     def keep(self, clients: Ints, rule: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Keep the clients' tensors of the end of a round.
+        """Store the clients' tensors at the end of a round.
 
-        `parameters` may have others than personal ones.
+        `parameters` may also contain shared parameters.
         """
         rows = torch.from_numpy(clients)
         for name in self.rule_names:
@@ -288,19 +288,19 @@ class Kept:
         self.touched[clients] = True
 
     def state(self, client: int) -> ClientState:
-        """State of one client, as real clients have it."""
+        """Return the state of one client, in the form of real clients."""
         one = np.array([client])
         rule = {name: tensor[0] for name, tensor in self.rule(one).items()}
         personal = {n: t[0] for n, t in zip(self.personal_names, self.personal(one), strict=True)}
         return ClientState(rule, personal)
 
     def put(self, client: int, state: ClientState) -> None:
-        """Keep the state of one client."""
+        """Store the state of one client."""
         rule, personal = ({n: t.unsqueeze(0) for n, t in held.items()} for held in (state.rule, state.personal))
         self.keep(np.array([client]), rule, personal)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Rows of the clients that have trained, for a checkpoint."""
+        """Return the rows of clients that have trained, for a checkpoint."""
         if not self._tables:
             return {}
         rows = torch.from_numpy(np.flatnonzero(self.touched))
@@ -318,6 +318,6 @@ class Kept:
         self.touched[rows.numpy()] = True
 
     def close(self) -> None:
-        """Remove the file; checkpoints have its content."""
+        """Remove the file; checkpoints have its contents."""
         self._tables.clear()
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`paceline federate simulate`: all rounds of a federated job with simulated clients, in one process."""
+"""`paceline federate simulate`: run a federated job with simulated clients in one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from paceline_federated.rules import Task
 from paceline_federated.server import Aggregator, Cohort, Server
 from paceline_federated.simulated_clients import POISON, Behaviour, Deal, Kept, deal
 
-_MEASURED = 1000  # clients, at most, that are measured on samples of their own
-# multiplications of a step of a round's clients: for fewer, to wake a second thread takes longer than it saves
+_MEASURED = 1000  # largest number of clients that are evaluated on their own samples
+# multiplications in one step of a round's clients, below which a second thread does not pay off
 _SMALL = 2**25
 Say = Callable[[str], object]
 
@@ -43,12 +43,12 @@ def simulate(job: Job, path: Path, *, resume: bool = False, say: Say = lambda li
 
     Args:
         path: directory of the run.
-        resume: go on from the newest checkpoint in it.
-        say: takes lines for the user.
-        batched: train clients side by side where the model allows; else one by one.
+        resume: True to continue from the newest checkpoint in the directory.
+        say: function that prints lines for the user.
+        batched: True to train clients side by side if the model allows this, else one by one.
 
     Raises:
-        PacelineError: the job or its data cannot work, or too few clients answer; the text says what to do.
+        PacelineError: the job or its data is invalid, or too few clients answer. The message has a remedy.
     """
     federated(job)
     job.fetch()
@@ -67,11 +67,11 @@ class Simulation:
     """A federated job with simulated clients, before its first round.
 
     Attributes:
-        deal: samples that each client trains on.
-        training: local training, as one client does it.
+        deal: training samples of each client.
+        training: local training of a single client.
 
     Raises:
-        PacelineError: the job or its data cannot work.
+        PacelineError: the job or its data is invalid.
     """
 
     def __init__(self, job: Job, *, batched: bool = True, say: Say = lambda line: None) -> None:
@@ -81,7 +81,7 @@ class Simulation:
         load_published(job, model)
         self.training = LocalTraining(job, model)
         self.data = job.data.build(input_shape=job.model.input_shape(), seed=job.seed)
-        self.own: Deal | None = None  # samples that clients are measured on
+        self.own: Deal | None = None  # held-out samples of clients
         self.deal = deal(self.data.train, spec.partition, spec.clients, job.seed)
         if spec.held_out:
             self.deal, self.own = self.deal.split(spec.held_out, job.seed)
@@ -97,7 +97,7 @@ class Simulation:
         self._signals: list[str] = []
 
     def run(self, run: Run) -> None:
-        """All rounds, with their record in the directory of a run."""
+        """Run all rounds, and record them in the directory of a run."""
         with ExitStack() as held:
             record = held.enter_context(closing(FederatedRecord(run)))
             kept = held.enter_context(closing(Kept(self.training, len(self.deal), run.path)))
@@ -110,13 +110,13 @@ class Simulation:
 
     @property
     def signal(self) -> str | None:
-        """The first signal to end; None without one."""
+        """Return the first signal to end, or None."""
         return self._signals[0] if self._signals else None
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context in which torch computes on one thread."""
+    """Limit torch to one thread within this context."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,7 +126,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Rounds:
-    """The loop over rounds: train, agree, record, measure, save."""
+    """The loop over rounds: train, aggregate, record, evaluate, save."""
 
     def __init__(
         self, simulation: Simulation, record: FederatedRecord, kept: Kept, trainer: Trainer, saved: ServerCheckpoints
@@ -140,7 +140,7 @@ class Rounds:
             self._flights = Flights(trainer, simulation.available, simulation.behaviour, self.server)
 
     def run(self) -> None:
-        """Go on from the newest checkpoint, if any, until the run ends."""
+        """Continue from the newest checkpoint, if any, until the run ends."""
         self._begin()
         self._saved_s = self.simulation.stop.elapsed_s
         reason = self.simulation.stop.ended(self.round)
@@ -182,10 +182,10 @@ class Rounds:
             aggregator.add_cohort(cohort)
         return Turnout(len(chosen), len(present), len(dropped), len(late))
 
-    # Measuring and saving
+    # Evaluation and checkpoints
 
     def _measure(self) -> str | None:
-        """Measure weights and clients; returns a stop reason if a target was reached."""
+        """Evaluate weights and clients; return a stop reason if a target is reached."""
         simulation, self._measured_at = self.simulation, self.round
         self._fairness()
         if simulation.data.held_out is None:
@@ -261,7 +261,7 @@ _DELTAS = "flights/deltas"
 
 @dataclass(order=True)
 class _Flight:
-    """A client under way, with its update once that is computed."""
+    """A client in training, with its update once computed."""
 
     arrives: float
     number: int
@@ -272,9 +272,9 @@ class _Flight:
 
 
 class Flights:
-    """Clients that train at the same time; when one arrives, or is lost, another begins.
+    """Clients that train concurrently. When one finishes or drops out, another begins.
 
-    The number of clients under way is `federate.per_round`.
+    `federate.per_round` is the number of concurrent clients.
     """
 
     def __init__(self, trainer: Trainer, available: NDArray[np.int64], behaviour: Behaviour, server: Server) -> None:
@@ -283,11 +283,11 @@ class Flights:
         self._number, self._clock, self._begun = 0, 0.0, 0
 
     def fill(self, round: int, aggregator: Aggregator) -> Turnout:
-        """Give the server the next updates that arrive, as many as its rule asks for.
+        """Pass arriving updates to the server, up to the number that its rule requires.
 
         Returns:
-            The clients that began since the previous step. Its `more` holds the mean staleness of the updates, and the
-            simulated time in units of the usual client's work.
+            The clients that began since the previous step. `more` holds the mean staleness of the updates, and the
+                simulated time in units of a typical client's work.
         """
         staleness: list[int] = []
         came = dropped = 0
@@ -306,13 +306,13 @@ class Flights:
             else:
                 dropped += 1
             self._launch()
-        self._train(round)  # before the weights change
+        self._train(round)  # train these before the weights change
         begun, self._begun = self._begun, 0
         mean = float(np.mean(staleness)) if staleness else 0.0
         return Turnout(begun, came, dropped, more={"staleness": mean, "clock": self._clock})
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Clients under way, for a checkpoint: their updates, and plain values."""
+        """Return the clients in training, for a checkpoint: updates and plain values."""
         flights = sorted(self._heap)
         held = [flight.cohort for flight in flights if flight.cohort is not None]
         deltas = torch.cat([cohort.deltas for cohort in held]) if held else torch.zeros(0, self.server.layout.numel)
@@ -324,7 +324,7 @@ class Flights:
         return {_DELTAS: deltas}, {"flights": listed, "number": self._number, "clock": self._clock}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore the clients under way."""
+        """Restore the clients in training."""
         rows, self._heap = iter(tensors[_DELTAS]), []
         for arrives, number, client, version, answers, *trained in values["flights"]:
             cohort = None
@@ -335,7 +335,7 @@ class Flights:
         self._number, self._clock = values["number"], values["clock"]
 
     def _launch(self) -> None:
-        """Have a client begin that is not under way."""
+        """Start a client that is not in training."""
         busy = [flight.client for flight in self._heap]
         free = self.available[~np.isin(self.available, busy)]
         self._number += 1
@@ -346,7 +346,7 @@ class Flights:
         self._begun += 1
 
     def _train(self, round: int) -> None:
-        """Train clients that have begun and not been trained, with the newest weights."""
+        """Train the clients that have begun without being trained, on the newest weights."""
         waiting = {flight.client: flight for flight in self._heap if flight.cohort is None and flight.answers}
         for cohort in self.trainer.train(self.server.task(round), list(waiting)):
             for place, client in enumerate(cohort.clients):
@@ -354,10 +354,10 @@ class Flights:
 
 
 class Trainer:
-    """Trains the clients of a task, and gives their updates as the server gets them.
+    """Trainer of a task's clients, which returns updates as the server receives them.
 
     Attributes:
-        why_in_turn: reason for which clients train one by one; None where they train side by side.
+        why_in_turn: reason why clients train one by one; None if they train side by side.
     """
 
     def __init__(
@@ -384,7 +384,7 @@ class Trainer:
                 self.why_in_turn = str(error)
 
     def train(self, task: Task, clients: Sequence[int]) -> Iterator[Cohort]:
-        """Updates of the clients, as they reach the server."""
+        """Train clients, and return their updates as the server receives them."""
         if not clients:
             return
         for cohort in self._trained(task, clients):
@@ -395,7 +395,7 @@ class Trainer:
             try:
                 yield from self._batched.train(task, clients, self.kept)
                 return
-            except CannotBatch as error:  # at the first step, before anything was kept
+            except CannotBatch as error:  # at the first step, before any state is stored
                 self.why_in_turn, self._batched = str(error), None
         for client in clients:
             state = self.kept.state(client)
@@ -405,7 +405,7 @@ class Trainer:
             yield Cohort.of(update)
 
     def _sent(self, task: Task, cohort: Cohort) -> Cohort:
-        """A cohort as the server gets it: poisoned, and coded."""
+        """Return a cohort as the server receives it: poisoned, and encoded."""
         poisoners = self.behaviour.poisons[np.asarray(cohort.clients, np.int64)]
         if poisoners.any():
             cohort.deltas[torch.from_numpy(poisoners)] *= POISON

@@ -1,6 +1,7 @@
-"""A federated job as a Flower app: its two ends, written and run.
+"""A federated job as a Flower app: write it and run it.
 
-Torch is imported only when a client trains or the server begins. Only the two ends need Flower (`flwr`).
+torch is imported only when a client trains or the server begins. Only the ClientApp and the ServerApp need Flower
+(`flwr`).
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def client_app(job: str | Path) -> Any:
-    """A Flower ClientApp that trains and measures clients of a job.
+    """Make a Flower ClientApp that trains and evaluates clients of a job.
 
-    A node is the client with the number `partition-id` of its configuration. It trains on its part of the job's data,
-    or on the file or folder `data` of its configuration. Weights come and go as "arrays", by the names of the model's
-    shared tensors, so every strategy of Flower can be the server. With `federate.secure` in the job, updates leave a
-    client under the masks of SecAgg+ only.
+    A node's configuration gives its client number, `partition-id`. The client trains on its part of the job's data, or
+    on the file or folder `data` of the configuration. Weights are exchanged as "arrays", by the names of the model's
+    shared tensors, so every Flower strategy can be the server. With `federate.secure` in the job, clients send updates
+    only under the masks of SecAgg+.
 
     Args:
         job: file of the job.
@@ -67,10 +68,10 @@ def client_app(job: str | Path) -> Any:
 
 
 def server_app(job: str | Path) -> Any:
-    """A Flower ServerApp that trains a job by its own rule.
+    """Make a Flower ServerApp that trains a job by its own rule.
 
-    The record goes to the directory `run` of the app's configuration, or to a new one under `runs`. The model is
-    there, too, as `final_model.safetensors`.
+    The record is written to the directory `run` of the app's configuration, or to a new directory under `runs`, with
+    the model in `final_model.safetensors`.
 
     Args:
         job: file of the job.
@@ -140,14 +141,14 @@ run = {run}  # directory of the record on the SuperLink's host; a new one under 
 def write_app(job: Job, folder: Path, run: Path | None = None) -> list[str]:
     """Write the app into a new folder.
 
-    Returns files and code that the job names, which every host needs.
+    The result lists the files and code that the job refers to, which every host needs.
 
     Args:
-        run: directory of the record, on the host of the SuperLink.
+        run: directory of the record on the host of the SuperLink.
 
     Raises:
-        JobError: the job has something that is not for Flower's messages.
-        RunError: the folder is there already, or cannot be written.
+        JobError: the job has settings that Flower's messages do not support.
+        RunError: the folder already exists, or cannot be written.
     """
     must_fit_flower(job)
     package = folder / PACKAGE
@@ -177,9 +178,9 @@ class SuperLink:
     """A connection to a SuperLink.
 
     Attributes:
-        name: of the connection in Flower's own configuration, or an address and port.
-        root_certificates: file of the authority that signed the certificate at this address.
-        insecure: no TLS at this address.
+        name: name of the connection in Flower's own configuration, or an address and port.
+        root_certificates: file of the certificate authority for this address.
+        insecure: True to use no TLS at this address.
     """
 
     name: str
@@ -188,10 +189,10 @@ class SuperLink:
 
     @contextmanager
     def connection(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Name of the connection for `flwr`, and the environment in which `flwr` knows it.
+        """Return the connection's name for `flwr`, and the environment that defines it.
 
         Raises:
-            JobError: TLS is asked for at a named connection, whose terms are in Flower's configuration.
+            JobError: TLS is set for a named connection, whose settings are in Flower's configuration.
         """
         environment = dict(os.environ)
         if ":" not in self.name:
@@ -214,7 +215,7 @@ class SuperLink:
 
 
 def run_app(folder: Path, superlink: SuperLink) -> None:
-    """Run an app on a SuperLink until it ends; its log goes to the screen.
+    """Run an app on a SuperLink until it ends, and print its log.
 
     Raises:
         RunError: Flower is not installed, the SuperLink cannot be reached, or the run failed.

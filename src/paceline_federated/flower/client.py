@@ -26,18 +26,18 @@ from paceline_federated.simulated_clients import deal, kept_apart
 
 ARRAYS, SENT, RETURNED, CONFIG, METRICS = "arrays", "sent", "returned", "config", "metrics"
 EXAMPLES, LR, ROUND, NUMBER = "num-examples", "lr", "server-round", "number"
-PARTITION, PARTITIONS, DATA = "partition-id", "num-partitions", "data"  # of a node's configuration
-_RULE, _PERSONAL = "rule", "personal"  # of a node's state
+PARTITION, PARTITIONS, DATA = "partition-id", "num-partitions", "data"  # key of a node's configuration
+_RULE, _PERSONAL = "rule", "personal"  # key of a node's state
 
 
 @cache
 def clients_of(file: str) -> Clients:
-    """The clients of a job file that this process plays."""
+    """Return the clients of a job file that this process runs."""
     return Clients(Job.load(file))
 
 
 class Clients:
-    """Clients of a job that this process plays, one for each message."""
+    """Clients of a job that this process runs, one per message."""
 
     def __init__(self, job: Job) -> None:
         job.fetch()
@@ -49,7 +49,7 @@ class Clients:
         self._parts = cache(self._read_parts)
 
     def trained(self, content: RecordDict, context: Context) -> RecordDict:
-        """New weights after local training, and the number of samples."""
+        """Train locally, and return the new weights and the number of samples."""
         number, samples, _ = self._samples(context)
         task = self._task(content) if self.spec.secure is None else self._masked_task(content)
         state = ClientState(_tensors(context, _RULE), _tensors(context, _PERSONAL))
@@ -72,7 +72,7 @@ class Clients:
         return answer
 
     def measured(self, content: RecordDict, context: Context) -> RecordDict:
-        """The job's metrics on the samples that this client keeps apart."""
+        """Compute the job's metrics on this client's held-out samples."""
         number, _, own = self._samples(context)
         if not len(own):  # type: ignore[arg-type]
             raise FederateError(
@@ -86,7 +86,7 @@ class Clients:
         return RecordDict({METRICS: MetricRecord({EXAMPLES: len(own), **metrics})})  # type: ignore[arg-type]
 
     def described(self, context: Context) -> RecordDict:
-        """Number of this client, and of the samples that it trains on."""
+        """Return the number of this client, and its number of training samples."""
         number, samples, _ = self._samples(context)
         return RecordDict({METRICS: MetricRecord({NUMBER: number, EXAMPLES: len(samples)})})  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ class Clients:
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
 
     def _masked_task(self, content: RecordDict) -> Task:
-        """The task in a message of Flower's SecAgg+, whose arrays have no names."""
+        """Read the task in a message of Flower's SecAgg+, whose arrays have no names."""
         ins, layout = recorddict_to_fitins(content, keep_input=True), self.training.layout
         weights, *sent = (torch.from_numpy(array.copy()) for array in parameters_to_ndarrays(ins.parameters))
         must_fit(weights, layout)
@@ -115,17 +115,17 @@ class Clients:
         return Task(number, number - 1, weights, dict(zip(names, sent, strict=True)), float(ins.config[LR]))
 
     def _to_mask(self, number: int, update: Update) -> RecordDict:
-        """An update, the rule's own tensors, and the loss, as SecAgg+ masks them.
+        """Pack an update, the rule's tensors and the loss for masking by SecAgg+.
 
         Raises:
-            FederateError: it is beyond the bounds of the sum.
+            FederateError: the update exceeds the bounds of the sum.
         """
         secure, privacy, delta = self.spec.secure, self.spec.privacy, update.delta
         assert secure is not None, "the job sums securely"
         if privacy is not None:
             delta = delta * min(1.0, privacy.clip / max(float(delta.norm()), 1e-30))
         weight, most = weight_of(self.spec, update.samples), most_weight(self.spec)
-        # the loss counts by samples, whatever the update counts by
+        # the loss is always weighted by samples, unlike the update
         share = 1.0 if _weighs(self.spec) else update.samples / secure.max_weight
         vector = [
             delta,
@@ -151,7 +151,7 @@ class Clients:
         return fitres_to_recorddict(FitRes(Status(Code.OK, ""), ndarrays_to_parameters(arrays), weight, {}), False)
 
     def _samples(self, context: Context) -> tuple[int, Dataset[Any], Dataset[Any]]:
-        """Number of a node's client, its samples to train on, and its held-out ones."""
+        """Return a node's client number, its training samples, and its held-out samples."""
         config = context.node_config
         if PARTITION not in config:
             raise FederateError(
@@ -184,7 +184,7 @@ class Clients:
         return number, Selection(whole, mine[rest]), Selection(whole, mine[own])
 
     def _read_parts(self, data: str | None) -> tuple[Dataset[Any], Any]:
-        """Samples, and the rows of each client; all rows of a client's own data."""
+        """Read samples and each client's rows; a client's own data has all rows."""
         if data is not None:
             samples = own_samples(self.job, Path(data))
             return samples, [np.arange(len(samples))]  # type: ignore[arg-type]
@@ -194,10 +194,10 @@ class Clients:
 
 
 def weights_of(record: ArrayRecord, layout: Layout) -> Tensor:
-    """The shared tensors in a record, flat (n,).
+    """Read the shared tensors in a record as a flat tensor (n,).
 
     Raises:
-        FederateError: some are missing, have another shape, or are not finite.
+        FederateError: tensors are missing, have a wrong shape, or are not finite.
     """
     tensors = record.to_torch_state_dict()
     if missing := [name for name in layout.names if name not in tensors]:
@@ -224,7 +224,7 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
     """Refuse flat weights of another model, or with NaN or Inf.
 
     Raises:
-        FederateError: the weights are such.
+        FederateError: the weights do not match the model, or are not finite.
     """
     if flat.shape != (layout.numel,):
         raise FederateError(
@@ -238,12 +238,12 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
 
 
 def weight_of(spec: FederateSpec, samples: int) -> int:
-    """Weight of a client in a secure sum."""
+    """Return a client's weight in a secure sum."""
     return samples if _weighs(spec) else 1
 
 
 def most_weight(spec: FederateSpec) -> float:
-    """The largest weight of a client in a secure sum."""
+    """Return the largest weight of a client in a secure sum."""
     assert spec.secure is not None, "the job sums securely"
     return float(spec.secure.max_weight) if _weighs(spec) else 1.0
 
@@ -253,13 +253,14 @@ def _weighs(spec: FederateSpec) -> bool:
 
 
 def own_samples(job: Job, data: Path) -> Dataset[Any]:
-    """The samples of a client that holds its own data, all of them for training.
+    """Load the samples of a client with its own data, all for training.
 
     Args:
-        data: file or folder, in the place of the job's `data.path`; arrays `x` and `y` if its data has no path.
+        data: file or folder that replaces the job's `data.path`; it has arrays `x` and `y` if the job's data has no
+            path.
 
     Raises:
-        DataError: there are none, or they cannot be read.
+        DataError: there are no samples, or they cannot be read.
     """
     spec = job.data
     if "path" in type(spec).model_fields:

@@ -1,18 +1,21 @@
-"""Which jobs a deployment on Flower can train. Needs neither torch nor Flower before a job is checked."""
+"""Check that a deployment on Flower can train a job.
+
+Importing this module needs neither torch nor Flower.
+"""
 
 from __future__ import annotations
 
 from paceline.errors import JobError
 from paceline.job.job import Job
 
-FEWEST = 3  # clients of a secure sum: of two, each would know the other's update
+FEWEST = 3  # smallest number of clients of a secure sum; with two, each would learn the other's update
 
 
 def must_fit_flower(job: Job) -> int:
-    """The number of rounds of a job that a deployment on Flower can make.
+    """Return the number of rounds of a job that Flower can deploy.
 
     Raises:
-        JobError: it has something that a deployment cannot do. Says what to change.
+        JobError: the job has settings that a deployment does not support. The message says what to change.
     """
     from paceline_federated.client import federated, rule_of
     from paceline_federated.rules import FederatedRule

@@ -50,18 +50,18 @@ from paceline_federated.record import Fairness, FederatedRecord, Measure, Turnou
 from paceline_federated.rules import FederatedRule, Local, Task, Update
 from paceline_federated.server import Aggregator, Server
 
-MODEL = "final_model.safetensors"  # file of the last weights
-RUN = "run"  # the run's directory in the app's configuration
-_LOOK_S, _PATIENCE_S = 0.5, 600.0  # for nodes
+MODEL = "final_model.safetensors"  # file of the final weights
+RUN = "run"  # key of the run's directory in the app's configuration
+_LOOK_S, _PATIENCE_S = 0.5, 600.0  # wait for nodes
 _MISSING = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 _log = logging.getLogger("flwr")
 
 
 def serve(job: Job, grid: Grid, context: Context) -> None:
-    """Make all rounds of a job, with the record of a run.
+    """Run all rounds of a job, and record the run.
 
     Raises:
-        PacelineError: the job or its data cannot work, or too few clients answer.
+        PacelineError: the job or its data is invalid, or too few clients answer.
     """
     named = str(context.run_config.get(RUN, ""))
     run = run_at(job, Path(named) if named else new_directory(job), resume=False)
@@ -81,17 +81,17 @@ def serve(job: Job, grid: Grid, context: Context) -> None:
 
 
 class JobStrategy(Strategy):
-    """A job's federated rule, with the server that simulations have.
+    """Flower strategy of a job's federated rule, with the server of simulations.
 
-    The nodes run `paceline_federated.flower.client`. Clients are chosen, weighed, bounded and refused as in a
-    simulation, and the weights are the same, to rounding. Under `federate.secure`, `configure_train` sums the updates
-    by SecAgg+, and sends no other message.
+    The nodes run `paceline_federated.flower.client`. Clients are chosen, weighted, clipped and refused as in a
+    simulation, and the resulting weights are equal up to rounding. Under `federate.secure`, `configure_train` sums the
+    updates by SecAgg+ itself, and sends no other message.
 
     Attributes:
-        rounds: that the job makes.
+        rounds: number of rounds of the job.
 
     Raises:
-        JobError: the job has something that a deployment cannot do.
+        JobError: the job has settings that a deployment does not support.
     """
 
     def __init__(self, job: Job, record: FederatedRecord, context: Context) -> None:
@@ -108,13 +108,13 @@ class JobStrategy(Strategy):
         self._numbers: dict[int, int] = {}  # of clients, by Flower's node
         self._samples: dict[int, int] = {}  # of each client
         self._task: Task | None = None
-        self._sum: Sum | None = None  # of the round under way, if the job sums securely
+        self._sum: Sum | None = None  # secure sum of the current round, if the job uses one
         self._chosen = self._answered = self._clipped = 0
         self._refused: dict[int, str] = {}
         self._began_s, self._round_began_s = time.monotonic(), 0.0
 
     def first_arrays(self) -> ArrayRecord:
-        """The weights that the job begins with."""
+        """Return the job's initial weights."""
         return self._arrays()
 
     def summary(self) -> None:
@@ -124,11 +124,11 @@ class JobStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Tasks of the clients that are chosen among those that are there."""
+        """Choose among the available clients, and return their tasks."""
         self._meet(grid, self.spec.clients if server_round == 1 else self.spec.least)
         if self.spec.privacy is not None:
             self.server.weights = weights_of(arrays, self.training.layout)  # with Flower's noise
-            np.random.seed()  # the job's seed must not foretell the noise
+            np.random.seed()  # the noise must not be predictable from the job's seed
         there = {number: node for node, number in self._numbers.items() if self._samples[number]}
         chosen = self.server.choose(server_round, np.array(sorted(there)))
         task = self._task = self.server.task(server_round)
@@ -146,7 +146,7 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=there[number], message_type=MessageType.TRAIN) for number in chosen]
 
     def usable(self, replies: Iterable[Message]) -> list[Message]:
-        """Replies with an update that can be used; the others are refused, with a reason."""
+        """Return the replies with a valid update; refuse the others with a reason."""
         found = []
         for reply in replies:
             if _is_missing(reply):
@@ -166,10 +166,10 @@ class JobStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Step on the updates that can be used, and write the round's line.
+        """Step on the valid updates, and write the round's line.
 
         Raises:
-            JobError: too few could be used, in too many rounds in a row.
+            JobError: too many rounds in a row had too few valid updates.
         """
         server, aggregator = self.server, self.server.aggregator(server_round)
         assert self._task is not None, "a round is under way"
@@ -198,7 +198,7 @@ class JobStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Have all clients that keep samples apart be measured, when the job measures."""
+        """Evaluate all clients with held-out samples, in rounds with evaluation."""
         if not self.spec.held_out or not self._measures(server_round):
             return []
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, ROUND: server_round})})
@@ -206,9 +206,10 @@ class JobStrategy(Strategy):
         return [Message(content, dst_node_id=node, message_type=MessageType.EVALUATE) for node in nodes]
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Mean of each metric over the clients by samples, and the first one's range.
+        """Average each metric over clients by samples, and report the first metric's range.
 
-        Such a mean is not the metric of all samples together, as F1 or perplexity show, and its name says so.
+        For metrics such as F1 or perplexity, this mean differs from the metric of all samples together. The names of
+        the results show that they are means.
         """
         found = [dict(reply.content[METRICS]) for reply in replies if not reply.has_error()]
         if not found:
@@ -225,9 +226,9 @@ class JobStrategy(Strategy):
         return MetricRecord({**means, "worst of clients": fairness.worst, "best of clients": fairness.best})
 
     def measured(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        """The job's metrics on the server's validation set.
+        """Compute the job's metrics on the server's validation set.
 
-        None where it has none, or the job does not measure in this round.
+        None if there is no validation set, or no evaluation in this round.
         """
         if self._held_out is None or not self._measures(server_round):
             return None
@@ -236,7 +237,7 @@ class JobStrategy(Strategy):
         return MetricRecord(metrics)
 
     def end(self, arrays: ArrayRecord, file: Path) -> None:
-        """Write the last weights as safetensors, and the end of the record."""
+        """Write the final weights as safetensors, and the end of the record."""
         model = self.training.show(weights_of(arrays, self.training.layout))
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors_of(model).items()}, file)
         reason = StopRule(self.job.stop, steps_per_epoch=1).ended(self.rounds)
@@ -270,7 +271,7 @@ class JobStrategy(Strategy):
         )  # fmt: skip
 
     def _add_sum(self, secure_sum: Sum, aggregator: Aggregator) -> None:
-        """Take the clients' weighted mean as a sum."""
+        """Pass the clients' weighted mean to the aggregator as a sum."""
         if secure_sum.mean is None:
             return
         layout, clients = self.training.layout, len(secure_sum.nodes)
@@ -285,10 +286,10 @@ class JobStrategy(Strategy):
         return ArrayRecord({name: tensor.contiguous() for name, tensor in named.items()})
 
     def _update(self, number: int, reply: Message) -> Update:
-        """A client's update, of which nothing is believed.
+        """Validate and read a client's update, which is untrusted.
 
         Raises:
-            FederateError: it is none.
+            FederateError: the reply is not a valid update.
         """
         task, layout = self._task, self.training.layout
         assert task is not None, "a round is under way"
@@ -319,10 +320,10 @@ class JobStrategy(Strategy):
         return Update(number, task.round, task.version, delta, returned, samples, steps, float(loss))
 
     def _meet(self, grid: Grid, least: int) -> None:
-        """Learn which client each node is, and wait until enough are there.
+        """Map nodes to clients, and wait until enough nodes are connected.
 
         Raises:
-            DeadlineError: fewer came in time.
+            DeadlineError: too few nodes connected in time.
             FederateError: two nodes are the same client.
         """
         until = time.monotonic() + _PATIENCE_S
@@ -345,7 +346,7 @@ class JobStrategy(Strategy):
             time.sleep(_LOOK_S)
 
     def _possible(self, least: int) -> int:
-        """Number of clients to wait for, without those that are known to have no samples."""
+        """Return the number of clients to wait for, without those known to have no samples."""
         return max(1, min(least, self.spec.clients - sum(not count for count in self._samples.values())))
 
     def _ask(self, grid: Grid, nodes: set[int]) -> None:
@@ -383,14 +384,14 @@ class JobStrategy(Strategy):
 
 
 class Sum:
-    """One round of Flower's SecAgg+, which speaks to the strategies of Flower's older interface.
+    """One round of Flower's SecAgg+, in Flower's older strategy interface.
 
     Args:
-        nodes: of the chosen clients.
+        nodes: nodes of the chosen clients.
 
     Attributes:
-        nodes: of the clients in the sum, once it is made.
-        mean: mean of their vectors, by weight; None if there is no sum.
+        nodes: nodes of the clients in the sum, once computed.
+        mean: weighted mean of the clients' vectors, or None if there is no sum.
         weight: sum of the clients' weights.
     """
 
@@ -400,7 +401,7 @@ class Sum:
         self.weight = 0
 
     def make(self, workflow: SecAggPlusWorkflow, grid: Grid, context: Context) -> None:
-        """Have the clients train and sum their masked updates."""
+        """Make the clients train, and sum their masked updates."""
         state = RecordDict({MAIN_CONFIGS_RECORD: ConfigRecord({Key.CURRENT_ROUND: self._task.round})})
         state[MAIN_PARAMS_RECORD] = ArrayRecord()
         whole = Context(context.run_id, context.node_id, context.node_config, state, context.run_config)
@@ -410,18 +411,18 @@ class Sum:
         workflow(grid, LegacyContext(whole, strategy=ends, client_manager=ends))
 
     def num_available(self) -> int:
-        """Number of nodes, for Flower's log."""
+        """Return the number of nodes, for Flower's log."""
         return len(self._proxies)
 
     def configure_fit(self, *_: object) -> list[tuple[Any, FitIns]]:
-        """The task, for each node."""
+        """Return the task for each node."""
         task = self._task
         arrays = [task.weights.numpy(), *(task.sent[name].numpy() for name in sorted(task.sent))]
         ins = FitIns(ndarrays_to_parameters(arrays), {ROUND: task.round, LR: task.lr})
         return [(proxy, ins) for proxy in self._proxies]
 
     def aggregate_fit(self, _: int, results: Sequence[tuple[Any, Any]], __: object) -> tuple[None, dict[str, Any]]:
-        """Keep the mean, which every result holds."""
+        """Keep the mean, which every result contains."""
         if results:
             self.nodes = [proxy.node_id for proxy, _ in results]
             self.mean = parameters_to_ndarrays(results[0][1].parameters)
@@ -430,7 +431,7 @@ class Sum:
 
 
 class _Private(DifferentialPrivacyServerSideFixedClipping):
-    """Flower's differential privacy, which an unusable update does not stop."""
+    """Flower's differential privacy that tolerates invalid updates."""
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -442,12 +443,15 @@ class _Private(DifferentialPrivacyServerSideFixedClipping):
 
 
 def _is_missing(reply: Message) -> bool:
-    """True if a node did not answer, and Flower says so in its place."""
+    """True if a reply is Flower's report that a node did not answer."""
     return reply.has_error() and reply.error.code in _MISSING
 
 
 def private(strategy: JobStrategy) -> Strategy:
-    """A strategy with Flower's differential privacy: clients clip themselves where single updates are hidden."""
+    """Wrap a strategy in Flower's differential privacy.
+
+    If single updates are hidden, clients clip their own updates.
+    """
     privacy, chosen = strategy.spec.privacy, strategy.server.per_round
     assert privacy is not None, "the job is private"
     kind = _Private if strategy.spec.secure is None else DifferentialPrivacyClientSideFixedClipping
@@ -455,7 +459,7 @@ def private(strategy: JobStrategy) -> Strategy:
 
 
 def returned_by(rule: FederatedRule, layout: Layout) -> dict[str, int]:
-    """Length of each tensor that a rule's clients return beside their update, by name."""
+    """Return the length of each additional tensor that a rule's clients return."""
     zeros = torch.zeros(layout.parameters, dtype=layout.dtype)
     state = {name: zeros.clone() for name in rule.client_keeps}
     sent = {name: zeros.clone() for name in rule.sends()} | {name: zeros.clone() for name in rule.client_keeps}
