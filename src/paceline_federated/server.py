@@ -452,7 +452,7 @@ class PrivacySpent:
 
     @property
     def epsilon(self) -> float:
-        """Return ε of all rounds so far, for the job's δ; 0 before the first round."""
+        """Return ε of all rounds so far, for the job's δ."""
         if not self.rounds:
             return 0.0
         accountant = self._accountant()
