@@ -271,7 +271,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     inner = run_or_folder / "checkpoints"
     folder = inner if inner.is_dir() else run_or_folder
     found = {step: path for step, path in checkpoints(folder) if not path.name.endswith(REPLACED)}
-    there = f"Saved are the steps {', '.join(map(str, found))}."
+    there = f"Saved steps: {', '.join(map(str, found))}." if found else "Nothing is saved yet."
     if which.isdecimal():
         if int(which) not in found:
             raise RunError(
@@ -296,6 +296,12 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
         warnings.warn(f"{facts['reason']}. An older one is taken instead.", stacklevel=5)
 
     loaded = load_latest(folder, rank=0, world=1, report=warn)
+    if loaded is None and (run_or_folder / "job.yaml").is_file():
+        raise RunError(
+            "run.nothing_saved",
+            "{path} has no checkpoint: the run has not reached its first one. Continue it with --resume.",
+            path=run_or_folder,
+        )
     if loaded is None:
         what = "holds no checkpoint" if run_or_folder.exists() else "does not exist"
         raise RunError(

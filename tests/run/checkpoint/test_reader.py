@@ -95,6 +95,10 @@ def test_an_export_without_a_checkpoint_or_a_place_says_what_to_do(
 ) -> None:
     with raises(RunError, "export.not_a_run", what="holds no checkpoint"):
         export(tmp_path_factory.mktemp("empty"), run / "model.safetensors")
+    stopped_early = tmp_path_factory.mktemp("run")
+    (stopped_early / "job.yaml").touch()
+    with raises(RunError, "run.nothing_saved"):
+        export(stopped_early, run / "model.safetensors")
     with raises(RunError, "export.unwritable"):
         export(run, run / "no/such/folder/model.safetensors")
 
