@@ -273,3 +273,21 @@ def test_losses_of_torch_refuse_to_broadcast() -> None:
 def test_losses_of_torch_that_are_no_mean_over_samples_are_refused(name: str, args: dict[str, Any]) -> None:
     with pytest.raises(JobError):
         loss(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "by_torch"),
+    [
+        ("cross_entropy", {"weight": [0.1, 1.3]}, nn.CrossEntropyLoss(torch.tensor([0.1, 1.3]))),
+        ("CrossEntropyLoss", {"weight": [0.1, 1.3]}, nn.CrossEntropyLoss(torch.tensor([0.1, 1.3]))),
+        ("bce", {"pos_weight": 1.3}, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(1.3))),
+    ],
+)
+def test_class_weights_are_not_rounded_to_the_half_precision_of_the_outputs(
+    name: str, args: dict[str, Any], by_torch: nn.Module
+) -> None:
+    output = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = torch.tensor([0, 1, 1, 0, 1, 0])
+    if name == "bce":
+        output, target = output[:, 0], target.float()
+    assert loss(name, **args)(output, target).item() == by_torch(output.float(), target).item()

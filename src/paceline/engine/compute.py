@@ -224,7 +224,8 @@ class ExpertBalance:
             # of the whole sequences
             context.group.all_reduce(items)
         if compute.is_whole_batch:
-            weights = items / items.sum().clamp(min=1)
+            total = items.sum()
+            weights = items / torch.where(total > 0, total, 1.0)
         else:
             assert normalization.items_per_sample is not None
             weights = items / (position.total * normalization.items_per_sample)

@@ -90,6 +90,7 @@ class CrossEntropy:
         weight = None
         if self.weight is not None:
             self.weight = self.weight.to(logits.device)
+            logits = _widened(logits)
             weight = self.weight.to(logits.dtype)
         options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self.label_smoothing}
         try:
@@ -187,6 +188,11 @@ class BinaryCrossEntropy(Elementwise):
             )
 
 
+def _widened(values: Tensor) -> Tensor:
+    """Convert outputs in half precision to float32, as autocast does, to keep weights as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: str = "mean") -> Tensor:
     if pos_weight.dim() and pos_weight.shape != values.shape[-1:]:
         raise JobError(
@@ -196,6 +202,7 @@ def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: 
             pos_weight=len(pos_weight),
             outputs=described(values),
         )
+    values = _widened(values)
     weight = pos_weight.to(values.device, values.dtype)
     return F.binary_cross_entropy_with_logits(values, target, pos_weight=weight, reduction=reduction)
 
@@ -248,6 +255,8 @@ class TorchLoss:
             values, wanted = same_shape(self.__name__, output, target)
         else:
             values, wanted = logits_of(output), target
+        if any(True for _ in self.module.buffers()):
+            values = _widened(values)
         loss: Tensor = self.module.to(values.device, values.dtype)(values, wanted)
         if self.items is None:
             return loss
