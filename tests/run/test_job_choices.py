@@ -121,6 +121,12 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
     assert not torch.equal(tensors[0]["2.weight"], tensors[1]["2.weight"])
 
 
+@pytest.mark.parametrize("frozen", ["0", "2"])
+def test_a_stage_without_trained_parameters_is_exact(frozen: str) -> None:
+    job = choices(optimizer="RMSprop", freeze=frozen, clip_value=None, clip_norm=0.01)
+    assert paceline.check(job, "pp=2 microbatches=2 precision=fp64", steps=2).holds
+
+
 def test_a_run_without_an_average_exports_none(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", small_job(stop={"steps": 1}))
     with raises(RunError, "export.no_average"):

@@ -543,7 +543,7 @@ class RankEngine:
         if most is None and self.settings.clip_value is not None:
             clip_elements(self.reduction.gradients, self.settings.clip_value)
         most = self.settings.clip_norm if most is None else most
-        if most is not None and norm > most:
+        if most is not None and norm > most and self.reduction.gradients:
             torch._foreach_mul_(self.reduction.gradients, most / (norm + 1e-6))
 
     def _step_optimizer(self, step: int) -> None:

@@ -282,7 +282,8 @@ class GradientReduction:
         if self.loss_scale is not None:
             factor /= self.loss_scale.value
         if factor != 1.0:
-            torch._foreach_mul_(self.gradients, factor)
+            if self.gradients:  # a stage of a pipeline may be frozen
+                torch._foreach_mul_(self.gradients, factor)
             self._norm *= factor
 
     def _sum_over_all(self, split: Split) -> Tensor:
