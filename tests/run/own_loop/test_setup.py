@@ -194,3 +194,9 @@ def test_ctrl_c_runs_the_users_cleanup_and_leaves_tracebacks_in_files(tmp_path: 
     assert outcome.err.count("paceline: ") == 1
     assert str(kept) in outcome.err
     assert "loop.py" not in outcome.err, "no rank's traceback is on the screen"
+
+
+@pytest.mark.parametrize("plan", ["sync=local:2", "compress=int8"])
+def test_fp16_refuses_rules_that_keep_errors_of_scaled_gradients(plan: str) -> None:
+    with raises(PlanError, "setup.fp16_inexact", key=plan.partition("=")[0]):
+        paceline.setup(**arguments(plan=plan, precision="fp16"))

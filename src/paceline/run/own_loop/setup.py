@@ -131,6 +131,7 @@ def setup(
     _check_optimizers(module, optimizers)
     chosen, group = _join(plan, deadline_s)
     _check_rule(chosen, optimizers)
+    _check_loss_scale(chosen, settings)
     refuse_model_of_another_engine(module, group)
     for one in optimizers if chosen.fused else ():
         _fuse(one)
@@ -173,13 +174,6 @@ def _divided(
 ) -> Engine:
     if loss is None:
         refuse_own_passes(plan)
-    if (plan.precision or settings.precision) == "fp16":
-        raise PlanError(
-            "setup.fp16_divided",
-            "precision=fp16 needs whole parameters, but plan {plan} divides them. Use precision=bf16, or dp={size}.",
-            plan=plan,
-            size=group.size,
-        )
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(
             "setup.several_models",
@@ -353,6 +347,31 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
             "sync={sync} trains one optimizer. With several, use sync=allreduce.",
             sync=plan.sync,
         )
+
+
+def _check_loss_scale(plan: Plan, settings: Settings) -> None:
+    """Refuse fp16 if a rank lacks whole or exact gradients, from which the loss scale is removed."""
+    if (plan.precision or settings.precision) != "fp16":
+        return
+    if plan.splits:
+        raise PlanError(
+            "setup.fp16_divided",
+            "precision=fp16 needs whole parameters, but plan {plan} divides them. Use precision=bf16, or dp={size}.",
+            plan=plan,
+            size=plan.ranks,
+        )
+    for key, value, exact in (
+        ("sync", plan.sync, sync_info(plan.sync).exact),
+        ("compress", plan.compress, plan.compress == "none"),
+    ):
+        if not exact:
+            raise PlanError(
+                "setup.fp16_inexact",
+                "precision=fp16 scales the loss, but {key}={value} keeps errors of scaled gradients. Use "
+                "precision=bf16, or leave out {key}.",
+                key=key,
+                value=value,
+            )
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
