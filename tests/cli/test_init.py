@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from PIL import Image
 
 from commands import Outcome, losses, paceline
@@ -41,8 +42,6 @@ def model(folder: Path) -> list[object]:
 
 
 def finetune(folder: Path) -> list[object]:
-    tokenizers = pytest.importorskip("tokenizers")
-    pytest.importorskip("transformers")
     text(folder)
     (folder / "llama").mkdir()
     config = {
