@@ -212,3 +212,23 @@ def test_a_cycle_without_an_end_is_refused() -> None:
 def test_keys_that_contradict_the_kind_of_schedule_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=values["name"]):
         ScheduleSpec.model_validate(values)
+
+
+def test_a_cycle_shorter_than_the_run_is_refused() -> None:
+    spec = {"name": "OneCycleLR", "args": {"max_lr": 0.1, "total_steps": STEPS - 1}}
+    with raises(JobError, "schedule.cycle_too_short", length=STEPS - 1, total=STEPS):
+        rates(spec, job_optimizer(model()))
+
+
+@pytest.mark.parametrize("inner", [{"name": "linear"}, {"name": "ExponentialLR", "every": "epoch"}])
+def test_an_inner_schedule_with_keys_that_would_be_ignored_is_refused(inner: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(inner["name"])):
+        ScheduleSpec(name="ChainedScheduler", args={"schedulers": [inner]})
+
+
+def test_the_stop_rule_belongs_to_the_work_only_if_the_cycle_ends_with_the_run() -> None:
+    cycle: dict[str, Any] = {"name": "OneCycleLR", "args": {"max_lr": 0.1}}
+    assert ScheduleSpec(**cycle).ends_with_run
+    assert ScheduleSpec(name="ChainedScheduler", args={"schedulers": [cycle]}).ends_with_run
+    assert not ScheduleSpec(name="OneCycleLR", args={"max_lr": 0.1, "total_steps": 9}).ends_with_run
+    assert not ScheduleSpec(name="cosine").ends_with_run

@@ -55,7 +55,21 @@ class ScheduleSpec(Spec):
     @field_validator("args")
     @classmethod
     def _resolve_functions(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        return _with_functions(value, lambda path: resolve_import_path(path, info.context))
+        value = _with_functions(value, lambda path: resolve_import_path(path, info.context))
+        if isinstance(inner := value.get("schedulers"), list):
+            value["schedulers"] = [cls.model_validate(entry, context=info.context)._as_inner() for entry in inner]
+        return value
+
+    def _as_inner(self) -> dict[str, Any]:
+        """Return the entry of a scheduler that combines others; refuse keys that it would ignore."""
+        found = self.model_dump(exclude_defaults=True)
+        if not self.by_class or found.keys() - {"name", "args"}:
+            raise InvalidValue(
+                "schedule.inner",
+                "schedulers takes classes of torch.optim.lr_scheduler, each with a name and args, not {entry}",
+                entry=found,
+            )
+        return found
 
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> ScheduleSpec:
@@ -101,6 +115,13 @@ class ScheduleSpec(Spec):
         """Interval at which the scheduler is stepped."""
         return self.every or ("evaluation" if self.follows_metric else "step")
 
+    @property
+    def ends_with_run(self) -> bool:
+        """True if the stop rule determines the length of a cycle (OneCycleLR)."""
+        inner = [ScheduleSpec.model_validate(entry) for entry in self.args.get("schedulers", ())]  # type: ignore[union-attr]
+        own = self.name == "OneCycleLR" and not _LENGTHS & self.args.keys()
+        return own or any(spec.ends_with_run for spec in inner)
+
     def factor_at(self, step: int, total_steps: int | None) -> float:
         """Return the learning rate at step `step` (0-based) as a fraction of `lr`.
 
@@ -128,6 +149,23 @@ class ScheduleSpec(Spec):
         remaining = 1 - progress if self.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return self.final + (1 - self.final) * remaining
 
+    def refuse_short_cycle(self, total: int | None) -> None:
+        """Refuse a OneCycleLR that ends before the run.
+
+        Args:
+            total: see `build`.
+        """
+        args: dict[str, Any] = self.args
+        length = args.get("total_steps") or args.get("epochs", 0) * args.get("steps_per_epoch", 0)
+        if self.name == "OneCycleLR" and length and total is not None and total > length:
+            raise JobError(
+                "schedule.cycle_too_short",
+                "schedule OneCycleLR has a cycle of {length} steps, but the stop rule allows {total}, and there is no "
+                "rate after the cycle. Leave total_steps and epochs out to make the cycle as long as the run.",
+                length=length,
+                total=total,
+            )
+
     def build(self, optimizer: torch.optim.Optimizer, total: int | None) -> Any:
         """Build the scheduler that the job names by its class.
 
@@ -147,7 +185,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
     if "schedulers" in called:
         inner = [ScheduleSpec.model_validate(entry) for entry in called["schedulers"]]
         called["schedulers"] = [_built(spec.name, spec.args, optimizer, total) for spec in inner]
-    if name == "OneCycleLR" and not {"total_steps", "epochs"} & called.keys():
+    if name == "OneCycleLR" and not _LENGTHS & called.keys():
         if total is None:
             raise JobError(
                 "schedule.cycle_end_unknown",
@@ -180,6 +218,7 @@ def _with_functions(args: Mapping[str, Any], each: Any) -> dict[str, Any]:
     return {key: replaced(value) if key in ("lr_lambda", "scale_fn") else value for key, value in args.items()}
 
 
+_LENGTHS = {"total_steps", "epochs"}  # arguments that set the length of a OneCycleLR
 _SCHEDULE_KEYS = {
     "constant": ("warmup_steps",),
     "linear": ("warmup_steps", "decay_steps", "final"),

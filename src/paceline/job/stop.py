@@ -104,7 +104,7 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     Raises:
         JobError: none of them measures the value, or the direction is unknown.
     """
-    names = ["loss", *(one.name for one in metrics)]
+    names = list(dict.fromkeys(["loss", *(one.name for one in metrics)]))
     if metric not in names:
         raise JobError(
             "job.metric_never_measured",

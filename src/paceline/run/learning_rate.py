@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.errors import JobError
 from paceline.job.optimizer import BASE_LR
 from paceline.job.schedule import ScheduleSpec
 
@@ -42,7 +43,9 @@ class LearningRate:
             total = total_steps
             if total is not None and spec.period == "epoch":
                 total = math.ceil(total / epoch_steps)
-            self._scheduler = spec.build(optimizer, None if spec.period == "evaluation" else total)
+            total = None if spec.period == "evaluation" else total
+            spec.refuse_short_cycle(total)
+            self._scheduler = spec.build(optimizer, total)
             self._first, self._first_state = self._settings(), _plain(self._scheduler.state_dict())
             self._set(found)  # for a run that continues in memory
 
@@ -105,7 +108,12 @@ class LearningRate:
     def _step(self, *metric: float) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch would warn about a wrong order of calls after a skipped update
-            self._scheduler.step(*metric)
+            try:
+                self._scheduler.step(*metric)
+            except (TypeError, ValueError) as error:
+                raise JobError(
+                    "schedule.step_refused", "schedule {name}: {error}", name=self.spec.name, error=error
+                ) from error
         self._stepped += 1
 
     def _settings(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 
@@ -30,8 +30,8 @@ from paceline.elastic.run_on_ranks import warm_up_for
 from paceline.errors import JobError, LaunchError, RunError
 from paceline.files import private_folder
 from paceline.job.job import Job
-from paceline.job.loss import build_metrics
-from paceline.job.stop import HIGHER_IS_BETTER, StopRule
+from paceline.job.loss import Metric, build_metrics
+from paceline.job.stop import HIGHER_IS_BETTER, StopRule, higher_is_better
 from paceline.planning.arguments import AnyCluster, AnyJob, AnyPlan, cluster_to_run_on, job_of, plan_of, plan_or_auto
 from paceline.planning.check.plan_errors import plan_errors, refuse, warnings_about
 from paceline.planning.plan import Plan, threads_on
@@ -146,10 +146,13 @@ def check_metrics(job: Job) -> None:
     """Refuse metrics that cannot be built, and rules that need a missing metric.
 
     Raises:
-        JobError: a metric or its arguments are wrong, or the better direction of a watched metric is unknown.
+        JobError: a metric or its arguments are wrong, or the better direction of a watched metric is unknown or not
+            the schedule's.
     """
+    schedule, metrics = job.schedule, list[Metric]()
     best, patience = job.checkpoint.best, job.stop.patience
     watched = [spec.metric for spec in (best, patience) if spec is not None and spec.mode is None]
+    watched += [] if schedule.metric is None else [schedule.metric]
     # built-in metrics need no building, which would import torch
     if any(m.args or m.name not in HIGHER_IS_BETTER for m in job.metrics) or set(watched) - HIGHER_IS_BETTER.keys():
         metrics = build_metrics(job.metrics, job.loss.build())
@@ -164,6 +167,17 @@ def check_metrics(job: Job) -> None:
                     metric=name,
                     hint=nearest(name, names),
                 )
+    if (followed := schedule.metric) is not None:
+        mode = cast("str | None", schedule.args.get("mode"))
+        known = HIGHER_IS_BETTER.get(followed, False)
+        higher = higher_is_better("schedule.metric", followed, mode, metrics) if metrics else known
+        if higher and mode is None:
+            raise JobError(
+                "schedule.mode_missing",
+                "schedule ReduceLROnPlateau waits for a smaller {metric} unless its args say mode: max, but a larger "
+                "{metric} is better. Write args: {{mode: max}}.",
+                metric=followed,
+            )
 
 
 def _remote(run: str | Path | None, say: Say, held: ExitStack, *, resume: bool) -> RemoteRun | None:

@@ -53,5 +53,6 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     parameters = {shape.name: torch.nn.Parameter(torch.empty((1,) * len(shape.sizes))) for shape in trained}
     made = optimizer.build(parameters, names=info.names)
     if schedule.by_class:
+        schedule.refuse_short_cycle(steps if schedule.period == "step" else None)
         # if the run is given in epochs, only its data determines the number of steps
         schedule.build(made, steps or 100)

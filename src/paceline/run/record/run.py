@@ -458,4 +458,7 @@ def work_of_run(run: Run) -> dict[str, Any]:
 
 
 def _work(job: Job) -> dict[str, Any]:
-    return {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}
+    work = {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE_KEYS}
+    if job.schedule.ends_with_run:
+        work["stop"] = {"steps": job.stop.steps, "epochs": job.stop.epochs}
+    return work
