@@ -189,7 +189,7 @@ class BinaryCrossEntropy(Elementwise):
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Convert outputs in half precision to float32, as autocast does, to keep weights as they are."""
+    """Convert half-precision outputs to float32, as autocast does, to keep weights exact."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
