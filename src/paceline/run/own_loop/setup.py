@@ -350,7 +350,7 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
 
 
 def _check_loss_scale(plan: Plan, settings: Settings) -> None:
-    """Refuse fp16 if a rank lacks whole or exact gradients, from which the loss scale is removed."""
+    """Refuse fp16 if a rank lacks whole or exact gradients."""
     if (plan.precision or settings.precision) != "fp16":
         return
     if plan.splits:
