@@ -1,4 +1,4 @@
-"""A figure and a table of runs, plans and benchmarks for notebooks, without JavaScript."""
+"""Figures and tables of runs, plans and benchmarks for notebooks, without JavaScript."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.run.record.run import Run
 
 _WIDTH = 560
-# the page's colours; text takes the notebook's own, which may be dark or light
+# colours of the page; text uses the notebook's colour, which may be dark or light
 _STYLE = (
     ".paceline .plot { --blue: #2b7ab8; --vermillion: #c9510a; --green: #1c8a66; --purple: #9c4f86; --ochre: #8f6c00;"
     " --azure: #2b82bd; --grey: #7d8794; color: inherit; max-width: 100%; overflow: visible }"
@@ -33,7 +33,7 @@ _STYLE = (
     " .paceline .plot .unseen { fill: transparent }"
     " .paceline .plot .tier-1, .paceline .plot .tier-2 { display: none }"
 )
-_SQUARE, _GAP, _MOST_DRAWN = 22, 4, 64  # pixels of a rank; more ranks are only counted
+_SQUARE, _GAP, _MOST_DRAWN = 22, 4, 64  # a rank's size and gap in pixels; most ranks drawn
 
 
 def shown(figure: Figure | None, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -114,7 +114,7 @@ def _mesh(plan: Plan, title: str) -> str:
 
 
 def _place(plan: Plan, rank: int) -> Mapping[str, int]:
-    """Coordinates of a rank on the mesh, whose last axis varies fastest."""
+    """Return the coordinates of a rank on the mesh, whose last axis varies fastest."""
     found, rest = {}, rank
     for axis in reversed(REPLICA):
         rest, found[axis] = divmod(rest, getattr(plan, axis))

@@ -1,4 +1,4 @@
-"""The page of `paceline plan`: what was chosen and why, in pictures and tables."""
+"""The page of `paceline plan`: the chosen plan and the reasons, in charts and tables."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from paceline.report.figures import Definition, Part
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, digits, percent, seconds, size, span
 
-_BARS = 8  # plans whose step and memory are drawn part by part
-_ROUNDS = 3  # microbatches drawn for each stage of a pipeline
-_LISTED = 10  # plans that stand in the table; the rest can be opened
-_MATTERS = 0.3  # of the memory; where all plans take less, it limits none
+_BARS = 8  # number of plans with charts of step time and memory by part
+_ROUNDS = 3  # number of microbatches drawn for each pipeline stage
+_LISTED = 10  # number of plans shown in the table; others are collapsed
+_MATTERS = 0.3  # fraction of the memory; if all plans take less, memory limits none of them
 _GIB = 2**30
 
 
@@ -76,7 +76,7 @@ def write_plan_page(
 
 
 def _plan_view(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> dict[str, Any]:
-    """An explanation as the template shows it."""
+    """Convert an explanation to values for the template."""
     job, found, best = explanation.job, explanation.found, explanation.winner
     tokens = [f"{explanation.tokens:,} tokens a sample"] if explanation.tokens > 1 else []
     parameters = f"{units.large(best.layout.trace.parameters)} parameters"
@@ -109,7 +109,7 @@ def _plan_view(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: 
         "held_chart": _held_chart(shown, holders, room),
         "holders": holders,
         "room": room,
-        # one number of devices is no curve
+        # a single number of devices gives no curve
         "scaling_chart": _scaling_chart(scaled, best) if len(scaled) > 1 else None,
         "batch_chart": Chart("batches", batches_figure(advice), advice.line) if advice else None,
         "tables": [part for part in (rows[:_LISTED], rows[_LISTED:]) if part],
@@ -151,7 +151,7 @@ def _cards(explanation: Explanation) -> list[Card]:
 
 
 def _room(explanation: Explanation) -> float | None:
-    """Memory of a device in GiB; None if all plans leave most of it free."""
+    """Return a device's memory in GiB; None if all plans leave most of it free."""
     room, most = explanation.capacity_bytes, max(c.prediction.memory_bytes for c in explanation.found.best)
     return room / _GIB if most > _MATTERS * room else None
 
@@ -167,7 +167,7 @@ def _memory_chart(explanation: Explanation, room: float | None) -> Chart:
 
 
 def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart:
-    """Time against cost, for this cluster's plans and for fewer and more devices."""
+    """Plot time against cost, for this cluster's plans and for fewer and more devices."""
     best, priced = explanation.winner, explanation.cluster.price_per_hour
     cost = explanation.cost(best)
     of = cost.of if cost else "a step"
@@ -188,7 +188,7 @@ def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart
 
 
 def _pipeline(best: Sequence[Candidate]) -> tuple[Candidate, Chart] | None:
-    """The timeline of the best plan with a pipeline, or None."""
+    """Draw the timeline of the best plan with a pipeline, or return None."""
     piped = next((candidate for candidate in best if candidate.plan.pp > 1), None)
     if piped is None:
         return None
@@ -219,7 +219,7 @@ def _time_chart(shown: Sequence[Candidate], names: Sequence[str]) -> Chart:
 
 
 def _held_chart(shown: Sequence[Candidate], holders: Mapping[str, str], room: float | None) -> Chart:
-    """The memory of the best plans, by what holds it."""
+    """Draw the memory of the best plans, by category."""
     held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in holders}
     figure = stacked_figure([str(c.plan) for c in shown], held, holders, {}, "GiB", room)
     return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
@@ -248,7 +248,7 @@ def _candidates(explanation: Explanation) -> list[Row]:
 
 
 def _heads(explanation: Explanation) -> list[str]:
-    """Names of the definitions of the candidates' columns; the second column has none."""
+    """Return the definitions' names for the candidates' columns, except the second."""
     priced = explanation.cost(explanation.winner) is not None
     return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 
@@ -346,7 +346,7 @@ _HOLDER_COLOURS = (BLUE, AMBER, VERMILLION, LEAF, GREY, PINK, AZURE, ICE, PURPLE
 
 @dataclass(frozen=True)
 class Point:
-    """A plan in a picture of two figures; the larger, the worse for both."""
+    """A plan in a chart of two metrics. Lower is better for both."""
 
     name: str
     about: str
@@ -357,11 +357,11 @@ class Point:
 def pareto_figure(
     points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False, hours: bool = False
 ) -> Figure:
-    """Step time (or `hours` of training) over something else; joined are those that no other beats in both.
+    """Plot step time (or `hours` of training) over a second metric, with the Pareto front.
 
-    The first point is the plan that was chosen.
+    The first point is the chosen plan.
 
-    `room`: the most that there is of x. Named in the picture are the chosen point, and those whose names are words.
+    `room` is the upper limit of x. The chart labels the chosen point, and points whose names are words.
     """
     factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
     points = [replace(p, y=p.y * factor) for p in points]
@@ -404,9 +404,9 @@ def pareto_figure(
 
 
 def _padded(values: Sequence[float], before: float, after: float) -> tuple[float, float]:
-    """A range with a margin at both ends, in parts of its width.
+    """Add a margin, as a fraction of the width, to both ends of a range.
 
-    Positions count in such a picture, so it need not begin at 0.
+    The chart shows positions rather than lengths, so the axis need not begin at 0.
     """
     low, high = min(values), max(values)
     width = (high - low) or 0.2 * high or 1.0
@@ -421,7 +421,10 @@ def stacked_figure(
     what: str,
     room: float | None = None,
 ) -> Figure:
-    """A bar of parts for each plan, from the top, under its text. `room`: a line at the upper limit."""
+    """Draw a stacked bar for each plan, from the top, under its text.
+
+    `room` adds a line at the upper limit.
+    """
     rows = list(range(len(plans)))
     figure = Figure(
         Axis(what, from_zero=True),
@@ -441,12 +444,12 @@ def stacked_figure(
 
 
 def holder_colours(holders: Sequence[str]) -> dict[str, str]:
-    """One colour for each holder of memory."""
+    """Return one colour for each category of memory."""
     return {holder: _HOLDER_COLOURS[i % len(_HOLDER_COLOURS)] for i, holder in enumerate(holders)}
 
 
 def pipeline_figure(spans: Sequence[Span]) -> Figure:
-    """A row for each pipeline stage, from the top, with its work over time."""
+    """Draw a row with the work over time for each pipeline stage, from the top."""
     end = max(span.end_s for span in spans)
     factor, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     stages = sorted({span.stage for span in spans})
@@ -471,7 +474,7 @@ def pipeline_figure(spans: Sequence[Span]) -> Figure:
 
 
 def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
-    """Speedup over devices on axes that double, against the ideal."""
+    """Plot the speedup over devices on log2 axes, with the ideal."""
     known = [p for p in points if p.best]
     ideal, speedups = [p.devices / known[0].devices for p in known], [p.speedup or 0.0 for p in known]
     at = [p.devices for p in known]
@@ -508,7 +511,7 @@ def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
 
 
 def batches_figure(advice: BatchAdvice) -> Figure:
-    """Throughput over the global batch, with the job's own and the useful one."""
+    """Plot throughput over the global batch, and mark the job's and the useful batch."""
     at = [point.global_batch for point in advice.points]
     special = {advice.now.global_batch: "now", advice.useful.global_batch: "useful"}
     if advice.keeps:
@@ -564,7 +567,7 @@ def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
 
 
 def _choice_view(choice: ClusterChoice) -> dict[str, Any]:
-    """A choice of machines as the template shows it."""
+    """Convert a choice of machines to values for the template."""
     first = choice.fastest or choice.front[0]
     options = [first, *(one for one in choice.options if one is not first)]
     points = [
@@ -580,7 +583,7 @@ def _choice_view(choice: ClusterChoice) -> dict[str, Any]:
         "verdict": _verdict_of_choice(choice),
         "limits": [choice.amount.words, *budget, *deadline, f"± {percent(choice.error, 0)}"],
         "chart": Chart("choice", figure, f"Time over cost of {units.count(len(points), 'choice')} of machines."),
-        # options that no other beats in both, with their numbers in the chart
+        # Pareto-optimal options, with their numbers in the chart
         "rows": [(options.index(one) + 1, _option(choice, one)) for one in choice.front],
     }
 

@@ -58,8 +58,8 @@ TROUBLE = (
     "balance",
     "recut",
 )
-WAITED_FOR = 0.03  # of a step; less waiting than this is not worth a sentence
-EVENTS = 100  # as many are listed; the evaluations among them stand in a chart as well
+WAITED_FOR = 0.03  # fraction of a step; shorter waits are not mentioned
+EVENTS = 100  # number of listed events; evaluations are also shown in a chart
 
 
 def write_run_page(run: Run) -> Path:
@@ -82,7 +82,7 @@ def write_run_page(run: Run) -> Path:
 
 
 def view_of(run: Run) -> dict[str, Any]:
-    """A run as the template shows it, by name.
+    """Convert a run to values for the template, by name.
 
     Raises:
         RunError: rank 0 of the run has not finished a step.
@@ -198,11 +198,11 @@ def _sentences(parts_s: dict[int, dict[str, float]], speed: Speed | None, noun: 
     return [f"A {noun} takes {took} in the median: {listed(named)}.", *_slow_rank(parts_s, step_s)]
 
 
-_MOST_BARS = 16  # ranks in the breakdown
+_MOST_BARS = 16  # number of ranks in the breakdown
 
 
 def _shown_ranks(parts_s: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """The ranks that the breakdown shows: all, or some from the fastest to the slowest."""
+    """Select the ranks in the breakdown: all, or some from the fastest to the slowest."""
     if len(parts_s) <= _MOST_BARS:
         return list(parts_s)
     by_compute = sorted(parts_s, key=lambda rank: parts_s[rank]["compute"])
@@ -226,7 +226,7 @@ def _slow_rank(parts_s: dict[int, dict[str, float]], step_s: float) -> list[str]
 
 
 def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
-    """Notes: synthetic data, and the reason for each chart that could not be drawn."""
+    """List notes, such as synthetic data and the reasons for missing charts."""
     steps, noun = record.ranks[0], record.noun
     notes = [*([SYNTHETIC] if synthetic else []), *record.gaps]
     if not timed(steps):
@@ -240,7 +240,7 @@ def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
 
 
 def _happened(events: Sequence[dict[str, Any]], noun: str) -> list[tuple[str, str, bool]]:
-    """Time, sentence and trouble flag of each event for people; checkpoints are only counted."""
+    """List readable events with time, sentence and a flag for failures; only count checkpoints."""
     told = [
         (f"{event['time'] - events[0]['time']:,.1f} s", sentence, event["event"] in TROUBLE)
         for event in events
@@ -266,7 +266,7 @@ def _sentence(event: dict[str, Any], noun: str) -> str | None:
         return f"{event['event']} (its line is not as paceline writes it)"
 
 
-_MARKED = {  # events that a curve shows; after a restart there is a resume
+_MARKED = {  # events shown on a curve; a restart is followed by a resume
     "nonfinite": "not finite",
     "spike": "spike",
     "corruption": "corruption",
@@ -285,7 +285,7 @@ class PanelInfo:
     """Description of a panel of a run's page.
 
     Attributes:
-        panel: import path of a function that takes a `RunRecord` and returns the charts that it has values for.
+        panel: import path of a function that maps a `RunRecord` to the charts for which it has values.
     """
 
     panel: str
@@ -302,12 +302,12 @@ PANELS = ExtensionPoint(
 
 
 def run_charts(record: RunRecord) -> list[Chart]:
-    """All charts that the record has values for, in the order of the page.
+    """Return all charts for which the record has values, in the order of the page.
 
-    Those of installed packages come last.
+    Charts of installed packages come last.
 
     Raises:
-        RunError: a panel of a package cannot be loaded, or fails; names it.
+        RunError: a package's panel cannot be loaded, or fails. The message names it.
     """
     found: list[Chart] = []
     for name, info in PANELS.all().items():
@@ -328,7 +328,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
 
 
 def losses(record: RunRecord) -> Iterator[Chart]:
-    """Training and validation loss, over steps and over time."""
+    """Chart training and validation loss, over steps and over time."""
     steps = record.ranks[0]
     values = [s["loss"] for s in steps]
     clock_of = record.clock_of
@@ -361,11 +361,14 @@ def losses(record: RunRecord) -> Iterator[Chart]:
         yield Chart(f"loss-{over}", figure, f"{title}.", title, terms, note)
 
 
-_MOST_ON_CURVE = 12  # marks that have room for their texts
+_MOST_ON_CURVE = 12  # largest number of marks whose texts fit
 
 
 def _marks(record: RunRecord) -> dict[int, str]:
-    """Notable events on the curve, by the first step after each. Those close together are one mark."""
+    """Mark notable events on the curve, at the first step after each.
+
+    Events close to each other share a mark.
+    """
     steps, found = record.ranks[0], dict[int, dict[str, int]]()
     times, close = [step["time"] for step in steps], len(steps) // _MOST_ON_CURVE or 1
     many = sum(event["event"] in _MARKED for event in record.events) > _MOST_ON_CURVE
@@ -382,7 +385,7 @@ def _marks(record: RunRecord) -> dict[int, str]:
 
 
 def metrics(record: RunRecord) -> Iterator[Chart]:
-    """Every validation metric but the loss."""
+    """Chart every validation metric except the loss."""
     names = dict.fromkeys(name for e in record.evaluations for name in e["metrics"] if name != "loss")
     for number, name in enumerate(names):
         measured = [(e["step"], e["metrics"][name]) for e in record.evaluations if name in e["metrics"]]
@@ -394,7 +397,7 @@ def metrics(record: RunRecord) -> Iterator[Chart]:
 
 
 def speeds(record: RunRecord) -> list[Chart]:
-    """Throughput, and the parts of rank 0's steps."""
+    """Chart throughput, and the parts of rank 0's steps."""
     return [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
 
 
@@ -418,7 +421,7 @@ def _parts(record: RunRecord) -> Chart:
 
 
 def shares(record: RunRecord) -> Iterator[Chart]:
-    """Each rank's share of the full batches, where shares followed the replicas' speeds."""
+    """Chart each rank's share of the full batches, if shares follow the replicas' speeds."""
     if not any(event["event"] == "balance" for event in record.events):
         return
     series = {}
@@ -432,11 +435,11 @@ def shares(record: RunRecord) -> Iterator[Chart]:
     yield Chart("shares", figure, f"{title}, in percent.", title, ["share"])
 
 
-_MOST_RANKS = 8  # drawn each; of more, the least, the middle and the greatest value
+_MOST_RANKS = 8  # number of ranks drawn separately; of more ranks, minimum, median and maximum are drawn
 
 
 def _of_ranks(values: Mapping[int, Mapping[int, float]]) -> list[charts.Line]:
-    """A line for each rank, or for many ranks their least, middle and greatest values."""
+    """Draw a line for each rank, or for many ranks minimum, median and maximum."""
     if len(values) <= _MOST_RANKS:
         colours = itertools.cycle(charts.SERIES)
         return [
@@ -457,7 +460,7 @@ def _of_ranks(values: Mapping[int, Mapping[int, float]]) -> list[charts.Line]:
 
 
 def staleness(record: RunRecord) -> Iterator[Chart]:
-    """Gradients of each worker by their staleness, where servers owned the parameters."""
+    """Chart each worker's gradients by staleness, if servers own the parameters."""
     told = [event for event in record.events if event["event"] == "served"]
     series, sentences = [], []
     for number, (name, counts) in enumerate(_workers(told[-1])[:_MOST_BARS] if told else ()):
@@ -474,7 +477,7 @@ def staleness(record: RunRecord) -> Iterator[Chart]:
 
 
 def _workers(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Counts of each worker by name; of a damaged record those that are whole."""
+    """Return each worker's counters by name, and skip damaged ones."""
     workers = event.get("workers")
     found = workers.items() if isinstance(workers, dict) else ()
     return sorted((name, counts) for name, counts in found if _is_whole(counts))
@@ -489,7 +492,7 @@ def _is_whole(counts: Any) -> bool:
 
 
 def memory(record: RunRecord) -> Iterator[Chart]:
-    """Memory of each rank, on the host and on its accelerator."""
+    """Chart the memory of each rank, on the host and on its accelerator."""
     for curve in filter(None, (figure.curve for figure in RANK_FIGURES)):
         series = {
             rank: {s["step"]: s["use"][curve.key] / 2**20 for s in steps if curve.key in s.get("use", {})}
@@ -500,14 +503,14 @@ def memory(record: RunRecord) -> Iterator[Chart]:
             yield Chart(curve.term, figure, f"{curve.title}, in MiB.", curve.title, [curve.term])
 
 
-DOMINATES = 0.5  # of a step, from where communication is what a user should look at first
+DOMINATES = 0.5  # fraction of a step above which communication is the main bottleneck
 
 
 def _sync(record: RunRecord, plan: Plan, comm_share: float | None) -> dict[str, Any]:
-    """The replicas of a run as the template shows them.
+    """Convert the synchronization of a run to values for the template.
 
     Args:
-        comm_share: share of a step that communication takes; None if no step is timed.
+        comm_share: communication's fraction of a step; None if no step is timed.
     """
     sent = {rank: growth(steps, "wire_bytes") for rank, steps in record.ranks.items()}
     saved = {rank: growth(steps, "saved_bytes") for rank, steps in record.ranks.items()}
@@ -548,7 +551,7 @@ def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
 
 
 def _links(events: Sequence[dict[str, Any]]) -> list[tuple[str, Shown, Shown]]:
-    """Name, bytes sent and bytes received of each emulated host's link, over all attempts."""
+    """List name, sent bytes and received bytes of each emulated host's link, over all attempts."""
     totals: dict[str, list[int]] = {}
     for event in events:
         links = event.get("links")
@@ -559,11 +562,11 @@ def _links(events: Sequence[dict[str, Any]]) -> list[tuple[str, Shown, Shown]]:
     return [(name, units.size(sent), units.size(received)) for name, (sent, received) in totals.items()]
 
 
-_Readings = dict[int, list[tuple[int, int, float]]]  # of each rank, as from `growth`
+_Readings = dict[int, list[tuple[int, int, float]]]  # values of each rank, as from `growth`
 
 
 def _wire_chart(sent: _Readings, saved: _Readings | None) -> Iterator[Chart]:
-    """Bytes on the wire of the rank that sends most, over the steps."""
+    """Chart the sent bytes over steps, of the rank that sends most."""
     means = {rank: mean for rank, readings in sent.items() if (mean := mean_growth(readings))}
     if not means:
         return
@@ -592,13 +595,13 @@ def _largest(of_ranks: _Readings) -> float | None:
     return max((mean for readings in of_ranks.values() if (mean := mean_growth(readings)) is not None), default=None)
 
 
-_STRETCHES = 60  # of the wall-clock, at most, in the curve
+_STRETCHES = 60  # largest number of wall-clock intervals in the curve
 _STEPS = 4  # that a stretch holds at least, in the mean
 _MOST_MARKED = 30  # failures that the curve names; more would hide it
 
 
 def _goodput(goodput: Goodput, steps: int) -> dict[str, Any]:
-    """Division of a run's wall-clock as the template shows it."""
+    """Convert the division of a run's wall-clock time to values for the template."""
     sentence, wall_s = f"Goodput is {goodput.sentence()}.", goodput.wall_s
     if not wall_s:
         return {"chart": None}

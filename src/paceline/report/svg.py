@@ -1,7 +1,7 @@
-"""Figures of `charts` as SVG, for pages and for picture files. They need no JavaScript.
+"""Figures of `charts` as SVG without JavaScript, for pages and for image files.
 
-Horizontal places are percentages of the chart's width, so that one drawing fits every window; texts keep their size.
-Vertical places are pixels. Paths have a coordinate system of their own, which is stretched along x.
+Horizontal positions are percentages of the chart's width, so that a drawing fits every window without scaling text.
+Vertical positions are pixels. Paths have a separate coordinate system, which is stretched along x.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.report.charts import Axis, Bars, Figure, Points, Rule
 T = TypeVar("T")
 _DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3", "long": "14 5"}
 _TURN = {"above": (-7, -9, "end"), "below": (7, 17, "start"), "left": (-7, 15, "end"), "right": (9, 4, "start")}
-_WIDE = 1000  # width of the coordinates of paths
+_WIDE = 1000  # width of the coordinate system of paths
 _HINTS = 60  # stretches of a curve that have a text under the pointer, at most
 _WIDTHS = (260, 440, 860)  # pixels of axes for which labels are chosen: of a telephone, half a page and a page
 _FONT_PX, _LINE_PX = 13, 16
@@ -30,13 +30,13 @@ _MARGIN_PX = 20  # of a picture, both sides together
 
 
 def chart(figure: Figure) -> Markup:
-    """Draw a figure as HTML, with its legend. The page's style sheet has its looks."""
+    """Draw a figure with its legend as HTML. The page's style sheet styles it."""
     legend = Markup("") if figure.panels or not figure.legend else _legend(figure.traces)
     return legend + Markup("").join(_block(panel) for panel in figure.panels or [figure])
 
 
 def picture(figure: Figure, width: int, title: str, style: str) -> str:
-    """Draw a figure as an SVG file of its own.
+    """Draw a figure as a standalone SVG file.
 
     Args:
         width: width of the picture in pixels.
@@ -74,13 +74,13 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
 
 
 def text_px(text: str) -> int:
-    """Estimate the width of a text in pixels, for fonts that are not known here."""
+    """Estimate the width of a text in pixels, for unknown fonts."""
     widths = {**dict.fromkeys("il.,:;'| ", 0.36), **dict.fromkeys("mwMW%", 0.92)}
     return math.ceil(_FONT_PX * sum(widths.get(letter, 0.63) for letter in text))
 
 
 def _block(figure: Figure) -> Markup:
-    """One set of axes under its heading. The longest label of the y axis makes room for all."""
+    """Draw axes under their heading. The longest y label determines the margin."""
     axes = _Axes(figure)
     heading = axes.heading or figure.y.title
     head = f'<div class="{"bold" if axes.heading else "ytitle"}">{escape(heading)}</div>' if heading else ""
@@ -98,7 +98,7 @@ def _legend(traces: Sequence[Points | Bars]) -> Markup:
 
 
 def _key(trace: Points | Bars) -> str:
-    """The sample of a trace in a legend."""
+    """Draw the sample of a trace in a legend."""
     colour = _at(trace.colour, 0)
     if isinstance(trace, Bars) or trace.fill == "stack" or (trace.fill and not trace.width):
         look = "band" if not isinstance(trace, Bars) and trace.fill == "band" else "edge"
@@ -112,10 +112,10 @@ def _key(trace: Points | Bars) -> str:
 
 @dataclass
 class _Placed:
-    """A trace with the places that depend on the traces before it.
+    """A trace with the positions that depend on earlier traces.
 
     Attributes:
-        starts, ends: along x of bars, along y of a stacked area.
+        starts, ends: begin and end along x for bars, along y for a stacked area.
     """
 
     trace: Points | Bars
@@ -124,13 +124,13 @@ class _Placed:
 
 
 class _Axes:
-    """One set of axes and what is drawn in it."""
+    """One set of axes and its contents."""
 
     def __init__(self, figure: Figure, width: int | None = None) -> None:
         self.figure = figure
-        # of a picture; a page hides labels by its style sheet
+        # width of an image; a page hides labels by its style sheet
         self.tier = len(_WIDTHS) if width is None else sum(width > each + 60 for each in _WIDTHS) - 1
-        # a panel of bars has its title above and no labels under it
+        # a panel of bars has a title above, and no labels below
         self.heading = figure.x.title if figure.x.ticks is not None and not figure.x.ticks else ""
         self.heading = "" if figure.stacked else self.heading
         self.placed = _placed(figure)
@@ -145,15 +145,15 @@ class _Axes:
         self.labels = [text for _, text in self.ticks_y]
 
     def x(self, value: float) -> float:
-        """Place along x, 0 to 1."""
+        """Return the position along x, 0 to 1."""
         return self._x(value)
 
     def y(self, value: float) -> float:
-        """Place along y in pixels, from above."""
+        """Return the position along y in pixels, from the top."""
         return self.bottom - self._y(value) * (self.bottom - self.top)
 
     def drawn(self) -> str:
-        """All elements, from the lowest layer to the topmost."""
+        """Draw all elements, from the lowest layer to the topmost."""
         traces = "".join(map(self._trace, self.placed))
         notes = "".join(
             f'<text class="note{" bold" if note.bold else ""}" x="0" y="{self.y(note.y) + 4:.1f}">'
@@ -244,7 +244,7 @@ class _Axes:
             yield from self._mark(points, number, x, y)
 
     def _mark(self, points: Points, number: int, x: float, y: float) -> Iterator[str]:
-        """What belongs to one point: its interval, its mark with the hint, and its word."""
+        """Draw a point's interval, its mark with the hint, and its label."""
         place = f'x="{_percent(x)}"'
         if points.low and points.high and not points.fill:
             low, high = (self._height(end[number]) for end in (points.low, points.high))
@@ -266,7 +266,7 @@ class _Axes:
             yield _word(x, y, (dx, dy, anchor), points.words[number])
 
     def _hint(self, points: Points, number: int) -> str:
-        """The text of a point under the pointer. A line without marks has its texts in `_hints`."""
+        """Return the hover text of a point. A line without marks uses `_hints` instead."""
         if points.hints is not None:
             return points.hints[number] if points.hints else ""
         if not points.marks:
@@ -294,7 +294,7 @@ class _Axes:
     # The pointer
 
     def _hints(self) -> str:
-        """Invisible stretches, each with the values of all curves there."""
+        """Draw invisible areas with hover texts of all curves' values."""
         curves = [
             one.trace
             for one in self.placed
@@ -325,7 +325,7 @@ class _Axes:
 
 
 def number_text(value: float) -> str:
-    """A number with up to four significant digits, as axes and hints show it."""
+    """Format a number with up to four significant digits, for axes and hints."""
     if not math.isfinite(value):
         return str(value)
     if value and not 1e-4 <= abs(value) < 1e15:
@@ -337,7 +337,7 @@ def number_text(value: float) -> str:
 
 
 def _placed(figure: Figure) -> list[_Placed]:
-    """Every trace with its ends; stacked ones begin where the one before ends."""
+    """Compute the ends of every trace. A stacked trace begins at the end of the previous one."""
     found, reached, tops = [], dict[float, float](), list[float]()
     for trace in figure.traces:
         if isinstance(trace, Bars):
@@ -360,7 +360,7 @@ def _placed(figure: Figure) -> list[_Placed]:
 
 
 def _along(placed: _Placed, axis: str) -> Iterator[float | None]:
-    """Values of a trace that an axis has to reach."""
+    """Return the values of a trace that an axis must include."""
     trace = placed.trace
     if isinstance(trace, Bars):
         if axis == "y":
@@ -374,7 +374,7 @@ def _along(placed: _Placed, axis: str) -> Iterator[float | None]:
 
 
 def _span(axis: Axis, name: str, placed: Sequence[_Placed], more: Sequence[float]) -> tuple[float, float]:
-    """First and last value of an axis."""
+    """Return the first and last value of an axis."""
     if axis.span:
         return axis.span
     values = [value for one in placed for value in _along(one, name) if value is not None and math.isfinite(value)]
@@ -394,14 +394,14 @@ def _span(axis: Axis, name: str, placed: Sequence[_Placed], more: Sequence[float
 
 
 def _scale(axis: Axis, span: tuple[float, float]) -> Callable[[float], float]:
-    """From values to places between 0 and 1."""
+    """Return a function from values to positions between 0 and 1."""
     turn: Callable[[float], float] = math.log10 if axis.log else float
     first, last = turn(span[0]), turn(span[1])
     return lambda value: (turn(value) - first) / ((last - first) or 1.0)
 
 
 def _ticks(axis: Axis, span: tuple[float, float], count: float) -> list[tuple[float, str]]:
-    """Ticks with their labels: those of the axis, or round numbers."""
+    """Return ticks and labels: those given by the axis, or round numbers."""
     low, high = min(span), max(span)
     slack = 1e-9 * (high - low)
     if axis.ticks is not None:
@@ -422,7 +422,7 @@ def _ticks(axis: Axis, span: tuple[float, float], count: float) -> list[tuple[fl
 
 
 def _tiers(labels: Sequence[tuple[float, str]]) -> list[int | None]:
-    """For each label the narrowest of `_WIDTHS` with room for it, or None."""
+    """Return, for each label, the narrowest of `_WIDTHS` in which it fits, or None."""
     found: list[int | None] = [None] * len(labels)
     taken: list[tuple[float, int]] = []
     for tier, width in enumerate(_WIDTHS):
@@ -436,7 +436,10 @@ def _tiers(labels: Sequence[tuple[float, str]]) -> list[int | None]:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float | None], steps: bool = False) -> str:
-    """The path through points. A missing point is a gap; a point between two gaps is a dot."""
+    """Draw a path through points.
+
+    A missing point gives a gap, and a point between two gaps a dot.
+    """
     path, before = "", False
     for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
         if y is None:
@@ -451,7 +454,7 @@ def _line(xs: Sequence[float], ys: Sequence[float | None], steps: bool = False) 
 
 
 def _area(xs: Sequence[float], tops: Sequence[float | None], floors: Sequence[float | None]) -> str:
-    """Paths around the areas between two curves, one for each stretch without a gap."""
+    """Draw paths around the areas between two curves, one for each range without gaps."""
     path, stretch = "", list[tuple[float, float, float]]()
     for x, top, floor in [*zip(xs, tops, floors, strict=True), (0.0, None, None)]:
         if top is not None and floor is not None:
@@ -465,7 +468,7 @@ def _area(xs: Sequence[float], tops: Sequence[float | None], floors: Sequence[fl
 
 
 def _symbol(kind: str, size: float, colour: str) -> str:
-    """A mark around the origin."""
+    """Draw a mark around the origin."""
     r = size / 2
     style = f'class="point" fill="{"none" if kind == "ring" else colour}" stroke="{colour}" stroke-width="1.5"'
     corners: dict[str, list[tuple[float, float]]] = {

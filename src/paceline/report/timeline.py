@@ -16,15 +16,15 @@ from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import Run
 
-# The order in which the parts of a step are drawn: a checkpoint that holds a step up begins before its data, …
+# The order in which the parts of a step are drawn. A checkpoint that delays a step begins before its data, …
 _ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optimizer")
 # … and replicas that take local steps exchange parameters after the update.
 _LOCAL_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "optimizer", "comm")
 assert set(_ORDER) == set(_LOCAL_ORDER) == set(PARTS)
-# A shorter time between two steps counts as zero.
+# Shorter gaps between two steps count as zero.
 LEAST_GAP_S = 2e-3
-_AROUND = 50  # steps on both sides of the requested ones, which align the clocks
-_SCATTER = 3.0  # times a median deviation
+_AROUND = 50  # number of steps before and after the requested ones, used to align the clocks
+_SCATTER = 3.0  # in median deviations
 _RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 
 
@@ -40,7 +40,7 @@ class StepRange(NamedTuple):
         """Read `3` (the newest three) or `40-42`.
 
         Raises:
-            ValueError: the text is neither; the error shows valid forms.
+            ValueError: the text has another form; the message shows the valid forms.
         """
         match = _RANGE.fullmatch(text.strip())
         if match is not None and match[2] is None and int(match[1]) > 0:
@@ -55,10 +55,10 @@ class RankStep:
     """One step of one rank.
 
     Attributes:
-        start_s: its start, in seconds from the timeline's origin.
-        parts_s: seconds of each of `PARTS`, in the order in which they are drawn. On one clock the wait for others
-            ends when the last has come; else it is as the record has it.
-        line: the step's line in the record.
+        start_s: start of the step, in seconds from the timeline's origin.
+        parts_s: seconds of each of `PARTS`, in drawing order. If all ranks share one clock, the wait for others ends
+            when the last rank arrives; otherwise it is taken from the record.
+        line: line of the step in the record.
     """
 
     rank: int
@@ -69,11 +69,11 @@ class RankStep:
 
     @property
     def end_s(self) -> float:
-        """Its end, in seconds from the timeline's origin."""
+        """End of the step, in seconds from the timeline's origin."""
         return self.start_s + sum(self.parts_s.values())
 
     def place(self, part: str) -> tuple[float, float]:
-        """Start and end of a part. Several occurrences are summed and drawn once."""
+        """Return start and end of a part. Several occurrences are summed and drawn once."""
         start_s = self.start_s
         for name, seconds in self.parts_s.items():
             if name == part:
@@ -83,34 +83,34 @@ class RankStep:
 
     @property
     def synced_s(self) -> float:
-        """Time at which the rank had the results of the exchange."""
+        """Time at which the rank received the results of the exchange."""
         return self.place("comm")[1]
 
     @property
     def after_sync_s(self) -> dict[str, float]:
-        """Seconds of the parts that follow its communication."""
+        """Seconds of the parts after the step's communication."""
         names = list(self.parts_s)
         return {name: self.parts_s[name] for name in names[names.index("comm") + 1 :]}
 
     def moved(self, seconds: float) -> RankStep:
-        """The step on another clock."""
+        """Return the step with times on another clock."""
         return replace(self, start_s=self.start_s + seconds)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Steps of all ranks on one clock, that of the first host.
+    """Steps of all ranks on the clock of the first host.
 
     Attributes:
-        origin_s: Unix time of its zero.
-        ranks: the steps that were asked for, by rank, in order.
-        before: the step before them, of the ranks that have it.
-        agreed: steps with an exchange of all ranks, in which they waited for each other.
-        events: seconds and event, of those that fall within the steps.
-        spread_s: by how much the moments at which hosts leave an exchange differ after their clocks were aligned; None
-            where there is one clock.
+        origin_s: Unix time of the timeline's zero.
+        ranks: the requested steps, by rank, in order.
+        before: the step before the requested ones, by rank, if recorded.
+        agreed: steps with an exchange between all ranks, in which the ranks wait for each other.
+        events: time in seconds and event, for events during the steps.
+        spread_s: remaining difference, in seconds, between the times at which hosts leave an exchange after their
+            clocks are aligned. None if there is one clock.
         hosts: host of each rank; empty on one host.
-        gaps: what is missing in the record, a sentence each.
+        gaps: one sentence for each gap in the record.
         noun: name of a step.
     """
 
@@ -143,20 +143,20 @@ class Timeline:
 
     @property
     def what(self) -> str:
-        """The steps in words: `steps 40 to 42`."""
+        """The steps as text, such as `steps 40 to 42`."""
         return f"{self.noun} {self.first:,}" if self.steps == 1 else f"{self.noun}s {self.first:,} to {self.last:,}"
 
     def events_between(self, start_s: float, end_s: float) -> list[str]:
-        """Kinds of the events in a stretch of time, each once."""
-        # an event is written when it is over, and its time is rounded
+        """List the distinct kinds of events in a time interval."""
+        # an event is written at its end, with a rounded time
         return list(dict.fromkeys(e["event"] for s, e in self.events if start_s - 1e-3 < s < end_s + 1e-3))
 
 
 def timeline_of(run: Run, wanted: StepRange) -> Timeline:
-    """Timeline of the steps wanted.
+    """Build the timeline of the requested steps.
 
     Raises:
-        RunError: the run has no such step with times.
+        RunError: the run has none of these steps with times.
     """
     record = RunRecord.read(run)
     timed = {rank: [line for line in lines if line["step_s"] > 0] for rank, lines in record.ranks.items()}
@@ -198,7 +198,7 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
 
 
 def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: StepRange) -> tuple[int, int]:
-    """First and last step that are shown."""
+    """Return the first and last step to show."""
     counts = Counter(line["step"] for lines in timed.values() for line in lines)
     if not counts:
         raise RunError(
@@ -208,7 +208,7 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
             run=run.path,
         )
     if wanted.newest is not None:
-        # the newest that all ranks have finished, or as many as have for any step
+        # the newest step that all ranks have finished, or else the most ranks of any step
         most = max(counts.values())
         last = max(step for step, count in counts.items() if count == most)
         shown = sorted(step for step in counts if step <= last)[-wanted.newest :]
@@ -228,7 +228,7 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
 
 
 def _placed(rank: int, lines: Sequence[Mapping[str, Any]], origin_s: float, order: Sequence[str]) -> list[RankStep]:
-    """A rank's steps on its own clock."""
+    """Place a rank's steps on the rank's own clock."""
     parts = [{part: max(float(line[f"{part}_s"]), 0.0) for part in order} for line in lines]
     lengths_s = [sum(found.values()) for found in parts]
     ends_s = _ends([float(line["time"]) - origin_s for line in lines], lengths_s)
@@ -240,11 +240,11 @@ def _placed(rank: int, lines: Sequence[Mapping[str, Any]], origin_s: float, orde
 
 
 def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]:
-    """Ends of steps, from the times at which their lines were written and their lengths.
+    """Compute the ends of steps from their durations and the times of their lines.
 
-    A line is written after its step's end, sooner or later, and each step begins at the end of the one before, unless
-    something came between (an evaluation), which only adds to the clock. So the least delay from a step on is what lies
-    between the sum of the lengths and the clock there.
+    A line is written some time after its step's end. Each step begins at the end of the previous step, unless an
+    evaluation or the like comes between, which only adds time. The smallest delay of all later lines therefore gives
+    the offset between the sum of durations and the clock.
     """
     ends_s, late_s, sum_s = [], [], 0.0
     for written, length in zip(written_s, lengths_s, strict=True):
@@ -262,7 +262,7 @@ def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]
 
 
 def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
-    """Steps with an exchange of all ranks. In other steps, replicas with local steps have different losses."""
+    """Find steps with an exchange of all ranks; in other steps, their losses differ."""
     losses: dict[int, list[Any]] = {}
     for steps in placed.values():
         for step in steps:
@@ -276,14 +276,14 @@ def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> fr
 def _shifts(
     placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], agreed: Iterable[int]
 ) -> tuple[dict[int, float], float | None]:
-    """Corrections of the ranks' clocks, and by how much the hosts' moments still differ.
+    """Compute corrections of the ranks' clocks, and the remaining difference between hosts.
 
-    The ranks of a host have one clock. Those of several leave an exchange at about the same moment, which needs no
-    clock: of each host that of the rank that leaves first, as some wake up late. Clocks that differ by no more than
-    these moments scatter are taken as they are.
+    Ranks of one host share a clock. Ranks of several hosts leave an exchange at about the same time, which aligns the
+    clocks. The first rank of each host to leave counts, because some ranks wake up late. Clocks that differ by less
+    than the scatter of these times are not corrected.
 
     Args:
-        hosts: of each rank; empty where all have one clock.
+        hosts: host of each rank; empty if all ranks share one clock.
     """
     common = set(agreed)
     left_s: dict[str, dict[int, float]] = {}
@@ -304,9 +304,9 @@ def _shifts(
 
 
 def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[int]) -> dict[int, list[RankStep]]:
-    """Steps in which a rank waits until the last one has come.
+    """Correct the steps so that ranks wait until the last rank arrives.
 
-    The record alone takes the ranks to have left the exchange before together; on busy cores some wake up late.
+    The record assumes that all ranks left the previous exchange together, but on busy cores some wake up late.
     """
     arrived = dict.fromkeys(agreed, float("-inf"))
     for steps in placed.values():
@@ -317,7 +317,7 @@ def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[i
 
 
 def _waiting(step: RankStep, until_s: float | None) -> RankStep:
-    """Step whose wait for others ends at a moment. What follows of it is communication."""
+    """Set the time at which a step's wait ends. The remainder is communication."""
     if until_s is None:
         return step
     whole_s = step.parts_s["imbalance"] + step.parts_s["comm"]
@@ -326,7 +326,7 @@ def _waiting(step: RankStep, until_s: float | None) -> RankStep:
 
 
 def _hosts(run: Run, ranks: Iterable[int]) -> dict[int, str]:
-    """Host of each rank, as the ranks were placed at the start."""
+    """Return the host of each rank, as placed at the start."""
     hosts = run.cluster.hosts
     if len(hosts) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""Traces that Perfetto opens: a timeline with its critical path, or torch's operations.
+"""Traces for Perfetto: a timeline with its critical path, or torch's operations.
 
 The format is that of the Trace Event Format document: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -24,7 +24,7 @@ from paceline.run.tuning.calibrate import PHASE, STEP
 from paceline.text import listed
 from paceline.units import count, percent, seconds
 
-# Processes of the trace. Perfetto keeps 0 for a process of its own.
+# Processes of the trace. Perfetto reserves process 0.
 _PATH, _RUN, _FIRST_RANK = 1, 2, 10
 _COUNTERS = {
     "memory_bytes": ("memory", "bytes"),
@@ -63,9 +63,9 @@ def write_trace(path: CriticalPath, file: Path, about: Mapping[str, Any]) -> Pat
 
 
 def trace_events(path: CriticalPath) -> Iterator[TraceEvent]:
-    """Trace events of a timeline and its critical path.
+    """Return trace events of a timeline and its critical path.
 
-    A process of the trace is a rank. Its steps are slices, in which its parts are nested.
+    Each rank is a process of the trace. Steps are slices, in which their parts are nested.
     """
     timeline = path.timeline
     yield from _track(_PATH, "critical path", "what is waited for")
@@ -110,16 +110,17 @@ def _step(step: RankStep, noun: str) -> Iterator[TraceEvent]:
 
 
 def _losses(timeline: Timeline) -> Iterator[TraceEvent]:
-    """The loss, as the lowest rank has it."""
+    """Return the loss recorded by the lowest rank."""
     for step in timeline.ranks[min(timeline.ranks)]:
         if step.line.get("loss") is not None:
             yield {"ph": "C", "name": "loss", **_at(_RUN, step.end_s), "args": {"of the batch": step.line["loss"]}}
 
 
 def _arrows(path: CriticalPath) -> Iterator[TraceEvent]:
-    """Arrows from the rank that came last to an exchange to those that waited.
+    """Draw arrows from the last rank at an exchange to the ranks that waited.
 
-    From what it did until then to what they went on with. An end of an arrow belongs to the slice that is open there.
+    An arrow begins in the slice that ends at the arrival, and ends in the slice that follows the wait. Each end of an
+    arrow belongs to the slice that is open at that time.
     """
     numbers = iter(range(1, 2**31))
     for arrival in path.arrivals:
@@ -137,7 +138,7 @@ def _arrows(path: CriticalPath) -> Iterator[TraceEvent]:
 
 
 def _first_drawn(step: RankStep, parts: Iterable[str]) -> float | None:
-    """Start of the first of some parts that an arrow fits into, or None."""
+    """Return the start of the first part with room for an arrow, or None."""
     places = (step.place(part) for part in parts)
     return next((start_s for start_s, end_s in places if _ns(end_s) - _ns(start_s) > 1), None)
 
@@ -159,7 +160,7 @@ def _at(process: int, seconds: float) -> TraceEvent:
 
 
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds, so that slices which meet do so exactly."""
+    """Round to nanoseconds, so that adjacent slices meet exactly."""
     return round(seconds * 1e9)
 
 
@@ -168,10 +169,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _told(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of an event, and its sentence for people."""
+    """Return the values of an event, and its readable sentence."""
     try:
         sentence = event_sentence(dict(event))
-    except (KeyError, TypeError, ValueError, AttributeError):  # from another version, or edited by hand
+    except (KeyError, TypeError, ValueError, AttributeError):  # an event from another version, or edited by hand
         sentence = None
     plain = {
         key: value
@@ -181,10 +182,10 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, **({"sentence": sentence} if sentence else {})}
 
 
-_EACH = 1000  # processes of a rank in the trace: its own, and those that stand for its devices
-_NOT_ITS_OWN = ("Spans", "Traces")  # processes that hold the profiler's own bounds
+_EACH = 1000  # processes per rank in the trace: one for the rank, and others for its devices
+_NOT_ITS_OWN = ("Spans", "Traces")  # processes with the profiler's own bounds
 _ARROWS = "stf"
-_BESIDE = 1 << 24  # the first of the threads that stand for what goes on beside others
+_BESIDE = 1 << 24  # number of the first thread for overlapping slices
 _ROUNDING_US = 0.01
 
 
@@ -192,7 +193,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
     """Write the traces of all ranks as one.
 
     Args:
-        traces: of torch's profiler, by rank; all on the clock of one machine.
+        traces: traces of torch's profiler by rank, all on the clock of one machine.
         about: subject of the trace, for its metadata.
 
     Raises:
@@ -204,7 +205,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
         for rank, trace in enumerate(traces)
         for event in _of_rank(rank, trace, (int(trace["baseTimeNanoseconds"]) - base_ns) / 1e3)
     ]
-    # times of a few steps since 1970 in microseconds would be rounded
+    # times in microseconds since 1970 would lose precision
     first_us = min(event["ts"] for event in events if event["ph"] == "X")
     for event in events:
         event["ts"] = max(round(event["ts"] - first_us, 3), 0.0)
@@ -227,7 +228,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
 
 
 def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[TraceEvent]:
-    """Events of a rank on the common clock, with processes and arrows of its own."""
+    """Move a rank's events to the common clock, with unique processes and arrows."""
     steps = [event for event in trace["traceEvents"] if _is_step(event)]
     own = steps[0]["pid"] if steps else None
     processes: dict[Any, int] = {own: (rank + 1) * _EACH}
@@ -237,7 +238,7 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[T
         process = processes.setdefault(event["pid"], (rank + 1) * _EACH + len(processes))
         changes: TraceEvent = {"pid": process, "ts": event.get("ts", 0.0) + shift_us}
         if event["ph"] in _ARROWS and isinstance(event.get("id"), int):
-            changes["id"] = event["id"] + (rank << 32)  # a number: Perfetto accepts no other ids of arrows
+            changes["id"] = event["id"] + (rank << 32)  # a number, because Perfetto requires numeric ids of arrows
         if event["ph"] == "M" and event["name"] == "process_name":
             what = "" if event["pid"] == own else f": {event['args'].get('name', '')}"
             changes["args"] = {"name": f"rank {rank}{what}"}
@@ -247,16 +248,16 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[T
 
 
 def _nested(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Move slices that overlap others, but are not inside them, to other tracks.
+    """Move slices that overlap others without being nested to other tracks.
 
-    Yields the names of these tracks. The end of a collective may be told by another thread, when the operation that
-    began it is long over. Perfetto drops such slices.
+    Yields the names of these tracks. Another thread may report the end of a collective long after the operation that
+    began it has ended, and Perfetto drops such slices.
     """
     threads: defaultdict[tuple[int, Any], list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             threads[event["pid"], event["tid"]].append(event)
-    lanes: defaultdict[int, list[float]] = defaultdict(list)  # of each process, when the last slice on each ends
+    lanes: defaultdict[int, list[float]] = defaultdict(list)  # end of the last slice on each track, by process
     for (process, _), slices in threads.items():
         open_until: list[float] = []
         for event in sorted(slices, key=lambda one: (one["ts"], -one["dur"])):
@@ -279,7 +280,7 @@ def _nested(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) -> list[str]:
-    """Step time under the profiler, and each rank's longest operations and its collectives.
+    """Describe the profiled step time, and each rank's longest operations and collectives.
 
     Args:
         recorded_s: seconds of a step in the run.
@@ -296,7 +297,7 @@ def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) 
 
 
 def _own_us(events: Sequence[TraceEvent]) -> Counter[str]:
-    """Microseconds of each operation within the steps, without those that it calls.
+    """Sum each operation's microseconds within the steps, without nested operations.
 
     Time outside operations, such as waiting, is listed under the phase of the step.
     """

@@ -1,7 +1,7 @@
-"""Objects under a URL: listed, read, written and fetched; and copies of a job's files.
+"""Objects under a URL: list, read, write and fetch; and copies of a job's files.
 
-fsspec does the work. Its many errors become one error that says what to do, and a stalled connection is
-closed. A copy of a file that a job names by URL is kept for each version.
+fsspec transfers the data. Its various errors become a StorageError with a remedy, and stalled connections are closed.
+For a file that a job names by URL, one copy per version is kept.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from paceline.storage.url import (
 from paceline.text import printable
 
 STALL_S = 120.0  # seconds without a byte after which a connection counts as lost
-PART_BYTES = 5 << 20  # minimum of S3; a part must be transferred within `STALL_S`
+PART_BYTES = 5 << 20  # minimum part of S3; each part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows 10,000
-_TRIES, _FIRST_PAUSE_S = 4, 0.5  # of a part that is fetched
+_TRIES, _FIRST_PAUSE_S = 4, 0.5  # bytes of a part of a download
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
@@ -69,7 +69,7 @@ class Store:
     Names are relative to the URL. All methods raise StorageError, and may be called from several threads.
 
     Attributes:
-        progress_at: when the last byte moved or the last answer came (monotonic seconds).
+        progress_at: time of the last transferred byte or answer (monotonic seconds).
     """
 
     def __init__(self, url: str, *, stall_s: float = STALL_S) -> None:
@@ -78,7 +78,7 @@ class Store:
         self.stall_s = stall_s
         self.progress_at = time.monotonic()
         try:
-            # A new instance: nothing is remembered of what was listed before.
+            # A new instance, without cached listings.
             self._files: Any = filesystem(self.protocol, skip_instance_cache=True, **_options(self.protocol))
         except (ImportError, ValueError) as error:
             raise StorageError(
@@ -91,7 +91,7 @@ class Store:
         self._root = str(self._files._strip_protocol(self.url)).rstrip("/")
 
     def make(self) -> None:
-        """Make the folder, private to its owner, where the URL is of this machine's files."""
+        """Make a folder that is private to its owner, for a URL of local files."""
         if (path := local_path(self.url)) is not None:
             try:
                 private_folder(path)
@@ -137,7 +137,8 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Write a new object; return False if one of that name exists.
 
-        Of several that try at once, one succeeds, on stores that can tell (S3, Google's, local files).
+        If several processes try concurrently, one succeeds, on stores with conditional writes (S3, Google, local
+        files).
         """
         try:
             self._call("pipe_file", self._path(name), content, mode="create")
@@ -148,14 +149,14 @@ class Store:
         return True
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object, new or not; readers see the old content or the new one."""
+        """Create or replace an object. Readers see the old or the new content."""
         self._replace(name, lambda path: self._call("pipe_file", path, content))
 
     def upload(self, file: Path, name: str) -> None:
-        """Write a file's content as an object, as `write`.
+        """Write a file's content to an object, like `write`.
 
         Raises:
-            FileNotFoundError: the file is not there.
+            FileNotFoundError: the file does not exist.
         """
         part = max(PART_BYTES, -(-file.stat().st_size // _MOST_PARTS))
         more: dict[str, Any] = {"chunksize": part, "callback": _Moved(self)} if self._asynchronous else {}
@@ -185,7 +186,7 @@ class Store:
     ) -> Entry:
         """Copy an object into a new private file.
 
-        The length is checked, and that the object did not change meanwhile.
+        The length is verified, and the object must not change meanwhile.
 
         Args:
             moved: called with the bytes of each part.
@@ -272,7 +273,7 @@ class Store:
             future.cancel()
 
     def _explained(self, error: Exception, path: str) -> StorageError:
-        """Convert a store's error, of any class, to words."""
+        """Describe a store's error of any class."""
         shown = f"{self.protocol}://{path}" if path.startswith(self._root) else self.url
         code = str(getattr(error, "response", {}).get("Error", {}).get("Code", "")) or type(error).__name__
         first = _first_line(error)
@@ -352,19 +353,19 @@ def _entry(about: dict[str, Any]) -> Entry:
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0
 _AT_ONCE = 4  # files of a folder
-_UNUSED_S = 30 * 86_400.0  # after which an old version goes, when a new one is fetched
+_UNUSED_S = 30 * 86_400.0  # age at which an old version is removed when a new one is fetched
 _VERSION = re.compile(r"\d+-[0-9a-f]{20}")
 
 
 def to_stderr(line: str) -> None:
-    """Print a line for the person who waits."""
+    """Print a progress line for the user."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def fetched(url: str, say: Say = to_stderr) -> Path:
-    """The copy of a file or folder in the store's version, fetched if missing.
+    """Return a copy of the store's version of a file or folder, fetched if missing.
 
-    Processes of one host that ask at once wait for the one that fetches.
+    If several processes of a host call this concurrently, one fetches and the others wait.
 
     Raises:
         StorageError: the object does not exist or cannot be read, or the disk is too small.
@@ -395,12 +396,12 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
 
 
 def at_hand(url: str, say: Say = to_stderr) -> Path:
-    """The copy that the run reads, else the one fetched last; fetched if missing.
+    """Return the copy that the run reads, or else the newest copy, fetched if missing.
 
-    All ranks of a run read one version, and do not ask the store for another.
+    All ranks of a run read the same version, and do not look for a newer one.
 
     Raises:
-        StorageError: as `fetched`, or the store has another version now than the run began with.
+        StorageError: as for `fetched`, or the store's version has changed since the run began.
     """
     url = checked_url(url)
     home = cache_folder() / "data" / cache_name(url)
@@ -426,12 +427,12 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
 
 
 def version_of(copy: Path) -> str:
-    """The version of a fetched copy."""
+    """Return the version of a fetched copy."""
     return copy.parent.name
 
 
 def _remove_unused(home: Path) -> None:
-    """Remove versions, whole or half fetched, that no run has begun with for long."""
+    """Remove complete or partial versions with which no run has begun for a long time."""
     for folder in home.iterdir():
         is_version = _VERSION.fullmatch(folder.name.removeprefix("."))
         if is_version and time.time() - folder.stat().st_mtime > _UNUSED_S:
@@ -452,7 +453,7 @@ def _contents(store: Store) -> dict[str, Entry]:
 
 
 def _version(contents: dict[str, Entry]) -> str:
-    """Name of a version: its bytes, and a hash of all names, sizes and versions."""
+    """Name a version by its bytes, and a hash of all names, sizes and versions."""
     listed = sorted((name, entry.size, entry.version) for name, entry in contents.items())
     return f"{_bytes(contents)}-{hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:20]}"
 
@@ -460,9 +461,9 @@ def _version(contents: dict[str, Entry]) -> str:
 def _fetch(
     store: Store, contents: dict[str, Entry], home: Path, version: str, say: Say, alive: Callable[[], None]
 ) -> None:
-    """Fetch a version into a folder that gets its name at the end.
+    """Fetch a version into a folder, which is renamed when complete.
 
-    Whole files of an earlier try stay.
+    Complete files of an earlier attempt are kept.
     """
     partial = home / f".{version}"
     private_folder(partial)
@@ -512,7 +513,7 @@ def _fetch_one(store: Store, name: str, into: Path, entry: Entry, progress: _Pro
 
 
 class _Progress:
-    """Counts the bytes of several threads, and tells of them every few seconds."""
+    """Progress counter of several threads, which reports every few seconds."""
 
     def __init__(self, url: str, total: int, say: Say, alive: Callable[[], None]) -> None:
         self.url, self.total, self.say, self.alive = url, total, say, alive
@@ -530,7 +531,7 @@ class _Progress:
 
 @contextmanager
 def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]]:
-    """Hold the lock of a URL's copies; the value shows others that bytes move.
+    """Hold the lock of a URL's copies. The yielded value shows progress to other processes.
 
     Raises:
         StorageError: another process holds the lock without progress.

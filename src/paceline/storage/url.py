@@ -11,7 +11,7 @@ from typing import TypeGuard
 from paceline.errors import StorageError
 from paceline.text import nearest
 
-DATA_VERSIONS = "PACELINE_DATA"  # of a rank's environment: versions of its data by URL, as JSON
+DATA_VERSIONS = "PACELINE_DATA"  # environment variable of a rank: versions of its data by URL, as JSON
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"//[^/@\s]*@")
 _OF_ONE_PROCESS = ("memory",)
@@ -19,16 +19,16 @@ _WITHOUT_BUCKET = ("file", "local")
 
 
 def is_url(what: object) -> TypeGuard[str]:
-    """True for text that begins like `s3://`."""
+    """True if text begins with a protocol such as `s3://`."""
     return isinstance(what, str) and _URL.match(what) is not None
 
 
 def checked_url(text: str) -> str:
-    """A URL that may be written into a record, without slashes at its end.
+    """Check a URL, which may then be recorded, and strip trailing slashes.
 
     Raises:
-        StorageError: it carries a user, a password or a query, is not whole, or names a protocol that does not exist or
-            that other processes cannot reach.
+        StorageError: the URL contains a user, a password or a query, or is incomplete, or its protocol does not exist
+            or is not reachable from other processes.
     """
     match = _URL.match(text)
     if match is None:
@@ -72,29 +72,29 @@ def checked_url(text: str) -> str:
 
 
 def protocol_of(url: str) -> str:
-    """The protocol of a checked URL, e.g. `s3`."""
+    """Return the protocol of a checked URL, such as `s3`."""
     return url.partition("://")[0]
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a `file://` URL; None for any other."""
+    """Return the path of a `file://` URL; None for other URLs."""
     return Path(url.partition("://")[2]) if protocol_of(url) in _WITHOUT_BUCKET else None
 
 
 def cache_name(url: str) -> str:
-    """Name of a checked URL's folder in the cache; another S3 server's is another one."""
+    """Return the cache folder's name for a checked URL, distinct for each S3 server."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     named = f"{url} {endpoint if protocol_of(url) in ('s3', 's3a') else ''}"
     return hashlib.sha256(named.encode()).hexdigest()[:20]
 
 
 def without_secrets(text: str) -> str:
-    """Text, such as a library's message, without the users and passwords of URLs in it."""
+    """Remove users and passwords of URLs from text, such as a library's message."""
     return _USER.sub("//", text)
 
 
 def credentials_of(protocol: str) -> str:
-    """The places where credentials for a protocol are looked for, in words."""
+    """Describe where credentials for a protocol are read from."""
     if protocol in ("s3", "s3a"):
         return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws, or a role of this machine"
     if protocol in ("gs", "gcs"):

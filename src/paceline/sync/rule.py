@@ -1,6 +1,6 @@
 """The protocol of a synchronisation rule, its view of a replica, and its start.
 
-All replicas begin with the first one's values for the same parameters; names, shapes and dtypes are compared first.
+All replicas begin with the first replica's values. Names, shapes and dtypes of parameters are compared first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Reduction(NamedTuple):
     """Result of `SyncRule.after_backward`.
 
     Attributes:
-        gradients: tensors that hold every gradient of this rank once; flat buffers where the rule has them.
-        scalars: the engine's numbers, summed over the replicas where `everywhere`. The tensor that the rule was given,
-            or one of the same length in its own buffer: the engine then writes the next step's numbers there.
+        gradients: tensors that hold every gradient of this rank once; flat buffers if the rule has them.
+        scalars: the engine's numbers, summed over the replicas if `everywhere`. This is the tensor that the rule
+            received, or one of the same length in the rule's buffer, to which the engine then writes the next step's
+            numbers.
         everywhere: True if gradients (for a rule that sends them) and scalars are sums over all replicas.
     """
 
@@ -39,14 +40,13 @@ class Reduction(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Sums since the start of the run, of one rank.
+    """Traffic counters of one rank since the start of the run.
 
     Attributes:
         sent_bytes: bytes that the rule has sent.
         plain_bytes: bytes of the same exchange uncompressed, by an all-reduce in the tensors' own dtype.
-        error_square: squared L2 norm of what compression left out of the tensors handed to it (before error feedback
-            makes up for it).
-        signal_square: squared L2 norm of the tensors handed to it.
+        error_square: squared L2 norm of the compression error, before error feedback.
+        signal_square: squared L2 norm of the tensors before compression.
     """
 
     sent_bytes: int = 0
@@ -56,10 +56,10 @@ class Traffic:
 
     @contextmanager
     def counting(self, group: Group, plain_bytes: int | None = None) -> Iterator[None]:
-        """Add what this rank sends over a group within the context; the group counts it.
+        """Count the bytes that this rank sends over a group within this context.
 
         Args:
-            plain_bytes: see the class; by default as much as is sent, as by an exact sum.
+            plain_bytes: see the class; by default the sent bytes, as for an exact sum.
         """
         before = group.sent_bytes
         yield
@@ -68,19 +68,19 @@ class Traffic:
         self.plain_bytes += sent if plain_bytes is None else plain_bytes
 
     def become(self, parts: Iterable[Traffic]) -> None:
-        """Become the sum of several parts."""
+        """Set these counters to the sum of several parts."""
         parts = list(parts)
         for each in fields(self):
             setattr(self, each.name, sum(getattr(part, each.name) for part in parts))
 
     @property
     def relative_error(self) -> float:
-        """L2 norm of the error relative to the data's; 0 if nothing was compressed."""
+        """L2 norm of the error, relative to the data; 0 without compression."""
         return (self.error_square / self.signal_square) ** 0.5 if self.signal_square > 0 else 0.0
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
-    """Bytes that each rank of a ring all-reduce of `nbytes` sends: 2 (n - 1) / n of them."""
+    """Return the bytes that each rank sends in a ring all-reduce: 2 (n - 1) / n of `nbytes`."""
     return 2 * (ranks - 1) * nbytes // ranks
 
 
@@ -91,14 +91,13 @@ _TOGETHER_BYTES = 25 * 2**20
 class BackwardPass:
     """Settings of the current backward pass.
 
-    The engine writes them, hooks of a rule read them.
+    The engine writes these settings, and hooks of a rule read them.
 
     Attributes:
-        gradients: collected by the rule, kept in `.grad` until a later pass, or refused, since the engine did not start
-            the pass.
+        gradients: collected by the rule, kept in `.grad` until a later pass, or refused if the engine did not start the
+            pass.
         last: True for the last pass before `after_backward` (gradient accumulation has several).
-        only: the parameters that the passes since the last reduction were for, identical on all ranks; None: any of
-            them.
+        only: the parameters of the passes since the last reduction, identical on all ranks; None for any parameters.
     """
 
     gradients: Literal["collected", "kept", "refused"] = "collected"
@@ -108,25 +107,25 @@ class BackwardPass:
 
 @dataclass(frozen=True)
 class Replica:
-    """Full copy of the model, as a rule sees it from one rank.
+    """A full copy of the model, from a rule's view on one rank.
 
     Attributes:
         model: the module whose parameters and buffers this rank holds.
         dp: the ranks that hold the same part of the other replicas.
         scalar_count: length of the tensor of scalars that travels with the gradients.
-        parameters: what this rank holds of the model's parameters where that is divided: plain tensors, whose gradients
-            are complete only when `after_backward` is called. None: the model's own, whose gradients are complete as
-            the backward pass makes them.
-        inner: the ranks that hold this replica together; this rank alone where it holds all of it.
+        parameters: this rank's parts of the parameters of a divided model. They are plain tensors, with gradients that
+            are complete only when `after_backward` is called. None for the model's own parameters, with gradients that
+            are complete as soon as the backward pass computes them.
+        inner: the ranks that share this replica; this rank alone if it holds the whole replica.
         world: all ranks; `world.host` are those on this rank's host.
-        extra: parameters and buffers outside of the model that are trained with it (of a loss module, of an optimizer).
-        owner: which optimizer steps on a parameter, by number, where there are several; buckets hold parameters of one
+        extra: parameters and buffers outside of the model that are trained with it, such as those of a loss module.
+        owner: index of the optimizer that steps each parameter, if there are several. Buckets hold parameters of one
             owner.
-        rows: tables whose gradients are sparse, for rules that take them (`SyncInfo.takes_rows`).
-        identical: True if the replicas have the same parameters already, so that `broadcast_state` has nothing to do.
-        backward: the backward pass under way.
-        traffic: what the rule sent so far; it keeps the count.
-        log: takes a line for the record of the run, e.g. which algorithm the rule took and why.
+        rows: tables with sparse gradients, for rules that support them (`SyncInfo.takes_rows`).
+        identical: True if the replicas already have the same parameters, so `broadcast_state` does not broadcast.
+        backward: the current backward pass.
+        traffic: traffic of the rule so far, which the rule counts.
+        log: function that adds a line to the run's record, such as the choice of an algorithm.
     """
 
     model: nn.Module
@@ -158,7 +157,7 @@ class Replica:
 
 
 def not_by_the_engine() -> SyncError:
-    """The error for gradients of a plain `loss.backward()`, which would stay those of one rank."""
+    """Make the error for a plain `loss.backward()`, whose gradients would not be reduced."""
     return SyncError(
         "loop.plain_backward",
         "loss.backward() computes the gradients of this rank's samples only, so the ranks would train independently. "
@@ -168,30 +167,30 @@ def not_by_the_engine() -> SyncError:
 
 
 def acts_after_step(rule: SyncRule) -> bool:
-    """True if a rule has an `after_step` of its own."""
+    """True if a rule overrides `after_step`."""
     return getattr(rule.after_step, "__func__", None) is not SyncRule.after_step
 
 
 class SyncRule(Protocol):
-    """Synchronization rule, which keeps replicas consistent.
+    """A synchronization rule, which keeps replicas consistent.
 
     There is one instance per rank, called by the engine, never by user code. A subclass must implement `attach` and
     `after_backward`. The other methods do nothing by default.
     """
 
     def attach(self, replica: Replica) -> None:
-        """Broadcast the first replica's weights (`broadcast_state`), and register for gradients."""
+        """Broadcast the first replica's weights (`broadcast_state`), and register gradient hooks."""
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         """Replace local gradients by their sums over all replicas, and sum `scalars` with them.
 
         Local gradients are scaled so that their sum is the gradient of the global batch. A rule whose replicas take
-        steps of their own leaves them as they are.
+        local steps does not change them.
 
         Args:
-            step: the optimizer step under way, from 1.
-            scalars: 1-D, float64 at first; the engine's numbers (loss, votes, times), which need no collective of their
-                own.
+            step: number of the current optimizer step, from 1.
+            scalars: the engine's numbers (loss, votes, times), 1-D and initially float64. Summing them here saves a
+                collective.
         """
         raise NotImplementedError
 
@@ -209,16 +208,16 @@ class SyncRule(Protocol):
     def in_agreement(self) -> AbstractContextManager[None]:
         """Context in which every replica has the shared parameters.
 
-        Afterwards each replica has its own parameters again. Every rank must enter it, for evaluating and saving. Rules
-        whose replicas never differ do nothing.
+        Afterwards each replica has its own parameters again. Every rank must enter this context, for evaluation and
+        checkpoints. If replicas of a rule never differ, this has no effect.
         """
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a resumed run: JSON values and tensors of this rank.
+        """Return the state for a resumed run: JSON values and tensors of this rank.
 
-        JSON values are the same on all ranks; tensors are error feedback or momentum. Tensors return only on the same
-        mesh; on another one, `load_state_dict` gets the JSON values alone.
+        JSON values are the same on all ranks; tensors are error feedback or momentum. Tensors are restored only on the
+        same mesh. On another mesh, `load_state_dict` receives the JSON values only.
         """
         return {}
 
@@ -227,16 +226,16 @@ class SyncRule(Protocol):
         return
 
     def detach(self) -> None:
-        """Release the model: remove hooks and views, end threads."""
+        """Release the model: remove hooks and views, and end threads."""
         return
 
 
 def broadcast_state(replica: Replica) -> None:
-    """Give every replica the weights and buffers of the first; every rule's `attach` begins so.
+    """Broadcast the first replica's weights and buffers. Every rule's `attach` calls this first.
 
     Raises:
-        SyncError: the replicas hold different parameters; names the first that differs, with both ranks' shape and
-            dtype.
+        SyncError: the replicas hold different parameters. The message names the first difference, with both ranks'
+            shape and dtype.
     """
     if replica.dp.size == 1 or replica.identical:
         return
@@ -271,7 +270,7 @@ def _descriptions(replica: Replica) -> list[str]:
 
 
 def _in_parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of neighbouring tensors of some megabytes, which avoids a second copy of the model."""
+    """Group neighbouring tensors by a few megabytes, to avoid a second copy of the model."""
     part: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -288,7 +287,7 @@ def build_rule(plan: Plan) -> SyncRule:
     """Build the rule that a plan names, not yet attached to a replica.
 
     Raises:
-        PlanError: another package's rule cannot be imported, or does not take its arguments.
+        PlanError: another package's rule cannot be imported, or does not accept its arguments.
     """
     spec = SyncSpec.parse(plan.sync)
     info, arguments = spec.info, dict(spec.arguments)
@@ -311,12 +310,12 @@ def build_rule(plan: Plan) -> SyncRule:
 def attach(rule: SyncRule, replica: Replica, plan: Plan) -> None:
     """Attach a replica to the rule of its plan.
 
-    Every call of another package's rule is compared over the ranks before it starts.
+    The ranks compare every call of another package's rule before it starts.
 
     Raises:
         SyncError: the replicas hold different parameters.
     """
-    # in a dry run no rank answers, so there is nothing to compare
+    # in a dry run no rank answers, so calls cannot be compared
     if SyncSpec.parse(plan.sync).name not in RULES.built_in and not replica.world.is_fake:
         dp, inner, world = (CheckedGroup.of(group) for group in (replica.dp, replica.inner, replica.world))
         replica = replace(replica, dp=dp, inner=inner, world=world)

@@ -17,28 +17,28 @@ from torch import Tensor
 from paceline.comm import Group
 from paceline.sync.rule import Traffic
 
-# numbers: what a codec needs beside them stays in a processor's cache, which makes coding several times faster
+# numbers per slab: a codec's working memory then fits the processor's cache, which makes coding several times faster
 _IN_CACHE = 2**18
-ALIGNMENT = 8  # every section of a message starts at a multiple of it, so that it can be viewed as any dtype
+ALIGNMENT = 8  # alignment in bytes of a message's sections, so that they can be viewed as any dtype
 
 
 class Codec(Protocol):
-    """Codes rows of numbers.
+    """Codec of rows of numbers.
 
-    Every rank knows the length of a message in advance, and all decode the same bytes to the same bits.
+    Every rank knows the length of a message in advance, and all ranks decode the same bytes to bit-equal values.
 
     Attributes:
-        block: numbers that are coded together; a row holds a multiple of it.
+        block: count of numbers that are encoded together. The length of a row is a multiple of it.
     """
 
     block: int
 
     def nbytes(self, numel: int) -> int:
-        """The coded size of a row of `numel` numbers, a multiple of 8."""
+        """Return the encoded bytes of a row of `numel` numbers, a multiple of 8."""
         ...
 
     def encode(self, rows: Tensor, coded: Tensor) -> None:
-        """Code each row of `rows` into the row of `coded`.
+        """Encode each row of `rows` into a row of `coded`.
 
         `rows` is fp32 of shape (k, numel), `coded` uint8 of shape (k, nbytes(numel)).
         """
@@ -51,12 +51,12 @@ class Codec(Protocol):
 
 @runtime_checkable
 class CodedSum(Protocol):
-    """Sum of one tensor, for codecs that are more than numbers to bytes.
+    """Sum of one tensor, for codecs that do more than convert numbers to bytes.
 
     PowerSGD is one.
 
     Attributes:
-        numel: numbers that are coded.
+        numel: count of encoded numbers.
     """
 
     numel: int
@@ -71,17 +71,17 @@ class CodedSum(Protocol):
 
 @dataclass(frozen=True)
 class Coding:
-    """Tensor that a codec is made for, which a rule sums in every step.
+    """Context of a codec: the tensor that a rule sums in every step.
 
     A codec's factory takes it and returns a `Codec`, a `CodedSum`, or None if compression does not help.
 
     Attributes:
-        value: after the colon in the plan, converted as the description says; None where the codec takes none.
-        numbers: codec of the numbers that this one keeps, for a codec that keeps some.
-        generator: random numbers of this rank, on the tensors' device.
+        value: argument after the colon in the plan, converted as described; None if the codec has no argument.
+        numbers: codec of the kept numbers, for a codec that keeps some of the numbers.
+        generator: random generator of this rank, on the tensors' device.
         group: the ranks that sum.
         flat, views: the tensor and its coded parts, as for `Compressor.sum`.
-        traffic, scratch: counts of bytes, and memory for work in progress.
+        traffic, scratch: byte counters, and temporary memory.
     """
 
     value: Any
@@ -95,7 +95,7 @@ class Coding:
 
 
 def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """A view of `count` numbers per row of `coded`, from byte `start` on.
+    """View `count` numbers per row of `coded`, from byte `start` on.
 
     `coded` is uint8 (k, bytes); the view has the shape (k, count).
     """
@@ -103,12 +103,12 @@ def section(coded: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 8."""
+    """Round up to a multiple of 8."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slabs(rows: Tensor, block: int) -> Iterator[slice]:
-    """Column ranges of `rows` (k, numel), in whole blocks, as large as is fast on the device."""
+    """Split `rows` (k, numel) into column ranges of whole blocks, as large as is fast."""
     k, numel = rows.shape
     width = max(1, _IN_CACHE // (k * block)) * block if rows.device.type == "cpu" else max(numel, 1)
     for start in range(0, numel, width):
@@ -116,26 +116,26 @@ def slabs(rows: Tensor, block: int) -> Iterator[slice]:
 
 
 def per_block(rows: Tensor, block: int) -> Tensor:
-    """(k, numel) as (k, blocks, block)."""
+    """View (k, numel) as (k, blocks, block)."""
     blocks: Tensor = rows.unflatten(1, (-1, block))
     return blocks
 
 
 class Scratch:
-    """Flat fp32 tensors by purpose, each as large as the largest that was asked for."""
+    """Flat fp32 tensors by purpose, each of the largest requested size."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.held: dict[str, Tensor] = {}
 
     def get(self, purpose: str, numel: int) -> Tensor:
-        """`numel` numbers of any value, until the same purpose is asked for again."""
+        """Return `numel` uninitialised numbers, valid until the next request for this purpose."""
         if purpose not in self.held or self.held[purpose].numel() < numel:
             self.held[purpose] = torch.empty(numel, device=self.device)
         return self.held[purpose][:numel]
 
     def filled(self, purpose: str, numel: int, numbers: Tensor) -> Tensor:
-        """Memory for a purpose, with `numbers` (any dtype) at the beginning and zeros after them."""
+        """Return memory for a purpose that holds `numbers` (any dtype), padded with zeros."""
         memory = self.get(purpose, numel)
         memory[: len(numbers)].copy_(numbers)
         memory[len(numbers) :].zero_()
@@ -146,9 +146,9 @@ _FP16_MOST = torch.finfo(torch.float16).max
 
 
 class Cast:
-    """Codes numbers as another floating dtype, rounded to nearest.
+    """Codec that casts numbers to another floating dtype, rounded to nearest.
 
-    What fp16 cannot hold becomes its largest number, not infinity.
+    Numbers outside of the range of fp16 become its largest number instead of infinity.
     """
 
     block = 1
@@ -178,20 +178,20 @@ def bf16(coding: Coding) -> Cast:
     return Cast(torch.bfloat16)
 
 
-_LEAST = 2.0**-100  # numbers of blocks that are all smaller count as 0: the inverse of their scale would overflow
-# the scale is rounded to bf16, by at most 2**-8: never so far that the largest number does not fit
+_LEAST = 2.0**-100  # blocks with smaller numbers only count as 0, because the inverse of their scale would overflow
+# rounding the scale to bf16 changes it by at most 2**-8, so the largest number still fits
 _ABOVE = 1 + 2.0**-7
 
 
 class Quantise:
     """Codec of 8 or 4 bits per number, with a bf16 scale per 128 numbers.
 
-    That makes 8.125 or 4.125 bits per number. Stochastic rounding keeps the expectation exact: Alistarh et al., 2017,
-    "QSGD" (arXiv:1610.02132). A scale per block: Dettmers, 2016 (arXiv:1511.04561).
+    The total is 8.125 or 4.125 bits per number. Stochastic rounding keeps the expectation exact (QSGD: Alistarh et al.,
+    2017, arXiv:1610.02132). Scales per block follow Dettmers, 2016 (arXiv:1511.04561).
 
     Args:
         bits: 8 or 4.
-        generator: generator of the random numbers that decide how to round, on the tensors' device.
+        generator: random generator for the rounding, on the tensors' device.
     """
 
     block = 128
@@ -236,9 +236,9 @@ class Quantise:
             per_block(rows[:, part], self.block).mul_(scale.float().unsqueeze(2))
 
     def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales and the numbers.
+        """View the scales and the numbers.
 
-        Numbers are int8, or two in a byte, the second half of a block above the first.
+        Numbers are int8, or two 4-bit numbers per byte, with the second half of a block in the high bits.
         """
         scales = section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
         return scales, section(coded, 0, numel, torch.int8) if self.bits == 8 else coded[:, : numel // 2]
@@ -247,9 +247,9 @@ class Quantise:
         return aligned(numel * self.bits // 8)
 
     def _below_half(self, like: Tensor) -> Tensor:
-        """Random numbers in (-1/2, 1/2), shaped `like`.
+        """Draw random numbers in (-1/2, 1/2), shaped `like`.
 
-        They have 8 bits each and are drawn 8 at a time, which is good enough and much faster.
+        They have 8 bits each and are drawn 8 at a time, which is sufficient and much faster.
         """
         words = torch.empty(like.numel() // 8, dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=self.generator)
@@ -267,12 +267,12 @@ def int4(coding: Coding) -> Quantise:
 
 
 class Sign:
-    """One-bit codec: the sign of each number, times its block's mean absolute value.
+    """One-bit codec: each number's sign, times its block's mean absolute value.
 
     The scale of a block of 256 is bf16, which makes 1.0625 bits per number. Seide et al., 2014, "1-Bit Stochastic
     Gradient Descent" (Interspeech). With error feedback it converges (Karimireddy et al., 2019, arXiv:1901.09847) if
-    the steps are small: what a code leaves out, which is much here, comes some steps late. A learning rate at the edge
-    of what exact training bears diverges, above all with momentum.
+    the steps are small, because the large coding error is applied some steps late. A learning rate close to the limit
+    of uncompressed training diverges, especially with momentum.
     """
 
     block = 256
@@ -302,7 +302,10 @@ class Sign:
             per_block(rows[:, part], self.block).mul_(-2 * scale).add_(scale)
 
     def _sections(self, numel: int, coded: Tensor) -> tuple[Tensor, Tensor]:
-        """The signs and the scales. Bit i of byte j is the sign of number i * numel / 8 + j."""
+        """View the signs and the scales.
+
+        Bit i of byte j is the sign of number i * numel / 8 + j.
+        """
         return coded[:, : numel // 8], section(coded, self._scales_at(numel), numel // self.block, torch.bfloat16)
 
     def _scales_at(self, numel: int) -> int:
@@ -314,19 +317,20 @@ def one_bit(coding: Coding) -> Sign:
     return Sign()
 
 
-_LANES = 256  # a block is looked through in 256 lanes of 16 numbers first
+_LANES = 256  # the first search of a block uses 256 lanes of 16 numbers
 
 
 class TopK:
-    """Codec that keeps a share of each block of 4096: the numbers furthest from 0.
+    """Codec that keeps the numbers furthest from 0 in each block of 4096.
 
-    At least one is kept; the others are decoded as 0. Aji & Heafield, 2017, "Sparse Communication for Distributed
-    Gradient Descent" (arXiv:1704.05021). They are chosen in each block and not in the whole tensor, as in Chen et al.,
-    2020, "ScaleCom" (arXiv:2104.11125), so that a place takes 2 bytes and all messages are equally long.
+    At least one number is kept, and all others are decoded as 0 (Aji & Heafield, 2017, "Sparse Communication for
+    Distributed Gradient Descent", arXiv:1704.05021). Numbers are selected per block and not in the whole tensor, as in
+    Chen et al., 2020, "ScaleCom" (arXiv:2104.11125), so that an index takes 2 bytes and all messages have the same
+    length.
 
     Args:
-        share: above 0, at most 1.
-        numbers: codec of what is kept.
+        share: fraction of numbers to keep, above 0 and at most 1.
+        numbers: codec of the kept numbers.
     """
 
     block = 4096
@@ -362,10 +366,10 @@ class TopK:
         )
 
     def _largest(self, blocks: Tensor) -> Tensor:
-        """The places in its block of the largest numbers, shape (k, blocks, kept).
+        """Find each block's indices of the largest numbers, shape (k, blocks, kept).
 
-        They lie in the `kept` lanes with the largest maxima, so the slow search needs to see no other. On a GPU it is
-        not slow.
+        These numbers are in the `kept` lanes with the largest maxima, so on a CPU the slow search is limited to those
+        lanes. On a GPU the search is fast.
         """
         sizes = blocks.abs()
         if self.kept * 4 > _LANES or blocks.device.type != "cpu":

@@ -24,7 +24,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SumCoder(Protocol):
-    """Sums of coded tensors, by collectives or by servers. `messages`: decisions worth knowing, as text."""
+    """Sums of encoded tensors, by collectives or by servers.
+
+    `messages` lists notable decisions, as text.
+    """
 
     messages: list[str]
 
@@ -32,7 +35,7 @@ class SumCoder(Protocol):
         """Replace `flat` with its sum over the ranks; values after the views are summed exactly."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback and random state of this rank."""
+        """Return this rank's error feedback and random state."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -40,21 +43,20 @@ class SumCoder(Protocol):
 
 
 class Compressor:
-    """Coded sums of flat tensors over a group.
+    """Compressed sums of flat tensors over a group.
 
     The compression error is added to the next tensor of the same name (error feedback).
 
-    Tensors that the codec would not make smaller are summed exactly, and so are such matrices with PowerSGD. Not
-    thread-safe.
+    Tensors (or matrices, with PowerSGD) that the codec would not make smaller are summed exactly. Not thread-safe.
 
     Args:
-        codec: as in the plan: `int8`, `topk:0.01+bf16`, `powersgd:4`.
-        group: the ranks; every one makes the same calls in the same order.
-        traffic: its counts go up with every sum.
-        seed: of the random rounding; each rank draws its own numbers.
+        codec: codec as in the plan, such as `int8`, `topk:0.01+bf16` or `powersgd:4`.
+        group: the ranks. Every rank makes the same calls in the same order.
+        traffic: byte counters, which every sum increases.
+        seed: seed of the random rounding. Each rank draws its own numbers.
 
     Attributes:
-        messages: decisions worth knowing, as text.
+        messages: notable decisions, as text.
     """
 
     def __init__(self, codec: str, group: Group, traffic: Traffic, *, seed: int = 0) -> None:
@@ -67,18 +69,18 @@ class Compressor:
         self._loaded: dict[str, dict[str, Tensor]] = {}
 
     def sum(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> None:
-        """Replace `flat` (1-D) on all ranks by its sum over the group, the same bits everywhere.
+        """Replace `flat` (1-D) by its sum over the group, bit-equal on all ranks.
 
         Args:
-            name: what error feedback is kept under; the same for the same tensor at every step.
-            views: the parameters' views of the beginning of `flat`, in order. What follows them (losses, votes) is
-                summed exactly.
+            name: key of the error feedback. A tensor must have the same name in every step.
+            views: the parameters' views at the beginning of `flat`, in order. Values after the views (losses, votes)
+                are summed exactly.
 
-        If a coded number is not finite on some rank, all of them come out as NaN on every rank, and no error feedback
-        changes.
+        If an encoded number is not finite on any rank, all encoded numbers become NaN on every rank, and error feedback
+        does not change.
 
         Raises:
-            PlanError: the codec does not take the dtype.
+            PlanError: the codec does not support the dtype.
             SyncError: a rank did not arrive, or the tensor of a name has changed its size.
         """
         if self.group.size == 1:
@@ -100,7 +102,7 @@ class Compressor:
             summer.sum(flat, views)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Error feedback, PowerSGD's start of the next iteration, and the random state of this rank."""
+        """Return this rank's error feedback, PowerSGD start values, and random state."""
         state = {
             f"{name}/{key}": tensor
             for name, summer in self._sums.items()
@@ -110,10 +112,10 @@ class Compressor:
         return {key: tensor.clone() for key, tensor in state.items()} | {_RANDOM: self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on this rank of a group of the same size.
+        """Restore what `state_dict` returned on this rank, for the same group size.
 
         Raises:
-            CheckpointError: (at the first sum of a tensor) what was kept of it has another size.
+            CheckpointError: the saved state of a tensor has another size; raised at the tensor's first sum.
         """
         self._loaded = {}
         for key, tensor in state.items():
@@ -143,7 +145,7 @@ class Compressor:
             tensor.copy_(loaded[key])
 
     def _sum_for(self, name: str, flat: Tensor, views: Sequence[Tensor]) -> CodedSum:
-        """The sum for a tensor: coded, or exact if coding would not make it smaller."""
+        """Return a tensor's sum: encoded, or exact if encoding does not make it smaller."""
         group, numel = self.group, sum(view.numel() for view in views)
         plain = _Plain(group, numel)
         if not views:
@@ -186,10 +188,10 @@ def made_codec(
 ) -> Codec | CodedSum | None:
     """Build the codec that a plan names, for one tensor.
 
-    A second codec codes the numbers that the first one keeps. For the arguments see `Coding`.
+    A second codec encodes the numbers that the first codec keeps. For the arguments see `Coding`.
 
     Raises:
-        PlanError: an unknown codec, or one that cannot be made.
+        PlanError: the codec is unknown or cannot be created.
     """
     made: Codec | CodedSum | None = Cast(torch.float32)
     for name, value in reversed(CompressSpec.parse(text).codecs):
@@ -225,12 +227,12 @@ def _sizes(tensors: dict[str, Tensor]) -> str:
 
 
 class Chunked:
-    """Sums the first `numel` numbers of a flat tensor in coded form, the others exactly.
+    """Compressed sum of a tensor's first `numel` numbers, and exact sum of the others.
 
     The `exact` others follow them.
 
-    Between steps it holds one fp32 number per coded one (what this rank's codes lost) and one n-th of that (what those
-    of the sum lost).
+    Between steps it holds one fp32 number per encoded number for this rank's coding errors, and 1/n of that for the
+    coding errors of the sum.
     """
 
     def __init__(self, group: Group, codec: Codec, numel: int, exact: int, traffic: Traffic, scratch: Scratch) -> None:
@@ -263,27 +265,27 @@ class Chunked:
 
 
 def square(numbers: Tensor) -> float:
-    """Squared L2 norm of a flat fp32 tensor; not finite if any element is not."""
+    """Return the squared L2 norm of a flat fp32 tensor, non-finite if any element is."""
     total = float(torch.dot(numbers, numbers))
     if math.isfinite(total) or not bool(torch.isfinite(numbers).all()):
         return total
-    return float(numbers.cpu().double().square().sum())  # the numbers are only large
+    return float(numbers.cpu().double().square().sum())  # the numbers are finite but large
 
 
 class TwoPhase:
-    """Sums a coded and an exact part over a group's ranks, in the same messages.
+    """Sum of an encoded and an exact part over ranks, in the same messages.
 
-    First every rank sends every other the chunk that this one sums, then the sum of its own chunk: 2 (n - 1) / n of the
-    coded size in all, in two round trips. All ranks decode the same bytes, so the result has the same bits everywhere;
-    chunks are added in fp32, in the order of the ranks.
+    Each rank first sends every other rank the chunk that this other rank sums, and then the sum of its own chunk. The
+    total is 2 (n - 1) / n of the encoded size, in two round trips. All ranks decode the same bytes, so the results are
+    bit-equal. Chunks are added in fp32, in rank order.
 
     Args:
-        coded, exact: number of coded and of exact numbers.
+        coded, exact: number of encoded and of exact numbers.
 
     Attributes:
-        chunk: coded numbers that one rank sums; the coded part is handed over as (size, chunk), padded with zeros.
+        chunk: encoded numbers that one rank sums. The encoded part has shape (size, chunk), padded with zeros.
         share: exact numbers that one rank sums.
-        numel: coded numbers in all, with the padding.
+        numel: total of encoded numbers, with padding.
     """
 
     def __init__(self, group: Group, codec: Codec, coded: int, exact: int) -> None:
@@ -306,19 +308,21 @@ class TwoPhase:
         error: Tensor | None = None,
         sum_error: Tensor | None = None,
     ) -> bool:
-        """Sum `coded`, fp32 (size, chunk), which `read` gives, and `exact`, fp32 (size, share), in its place.
+        """Sum `coded` (size, chunk) and `exact` (size, share), both fp32.
+
+        `read` returns the sum of `coded`; the sum of `exact` is in place.
 
         Args:
-            finite: whether all of this rank's coded numbers are.
-            error: as `coded`; becomes what this rank's codes left out of it.
-            sum_error: (chunk,); is added to this rank's sum, and becomes what the code of that left out.
+            finite: True if all of this rank's encoded numbers are finite.
+            error: shape of `coded`; set to this rank's coding error.
+            sum_error: (chunk,); added to this rank's sum, and set to the coding error of that sum.
 
         Returns:
-            Whether the coded numbers and their sums were finite on all ranks. If not, `exact` is right all the same,
-            but there is nothing to read, and the errors are as before.
+            True if the encoded numbers and their sums are finite on all ranks. If not, `exact` is still correct, but
+                there is no sum to read, and the errors are unchanged.
         """
         me = self.group.rank
-        for part in (slice(0, me), slice(me + 1, None)):  # its own chunk stays here, and exact
+        for part in (slice(0, me), slice(me + 1, None)):  # a rank's own chunk is not encoded
             if self.chunk and len(coded[part]):
                 self.codec.encode(coded[part], self._own[part, : self._exact_at])
         self._exact(self._own).copy_(exact)
@@ -347,7 +351,7 @@ class TwoPhase:
         return True
 
     def read(self, sums: Tensor) -> None:
-        """Overwrite `sums` by the sums of the coded numbers, the same bits on every rank.
+        """Overwrite `sums` by the sums of the encoded numbers, bit-equal on every rank.
 
         `sums` is 1-D of any floating dtype.
         """
@@ -366,7 +370,7 @@ class TwoPhase:
         return total
 
     def _decoded(self, message: Tensor) -> Tensor:
-        """The coded numbers of one message, until the next call."""
+        """Decode the numbers of one message. The result is valid until the next call."""
         self.codec.decode(message[: self._exact_at].view(1, -1), self._piece.view(1, -1))
         return self._piece
 
@@ -375,5 +379,5 @@ class TwoPhase:
 
 
 def chunk_size(codec: Codec, numel: int, ranks: int) -> int:
-    """Number of coded numbers that one rank sums, in whole blocks of the codec."""
+    """Return the count of encoded numbers that one rank sums, in whole blocks."""
     return -(-numel // (ranks * codec.block)) * codec.block

@@ -1,10 +1,10 @@
-"""Matrices as products of two thin ones, which are cheap to sum.
+"""Approximate sums of matrices by low-rank factors.
 
 PowerSGD (Vogels, Karimireddy & Jaggi, 2019, arXiv:1905.13727).
 
-One step of power iteration per sum, started where the last one ended: P = sum of M Q, made orthonormal; Q = sum of M^T
-P; the sum of M is then about P Q^T. What a rank's own M has outside of P's columns, and what coding left out of Q and
-of its sum, is added to the next one.
+Each sum takes one step of power iteration from the previous result: P = sum of M Q, orthonormalized; Q = sum of M^T P;
+the sum of M is then approximately P Q^T. The part of a rank's M outside of P's column space, and the coding errors of Q
+and of its sum, are added to the next M.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.comm.agree import same_machines
 from paceline.sync.compress.codecs import Coding
 from paceline.sync.compress.compressor import TwoPhase, square
 
-# a matrix is factored where that at least halves its numbers, as in PyTorch's own PowerSGD; less is not worth the error
+# a matrix is factored if this at least halves its elements, as in PyTorch's PowerSGD; less does not justify the error
 _GAIN = 2
 
 
 class PowerSGD:
-    """Sums matrices by their low-rank factors (PowerSGD).
+    """Sum of matrices by their low-rank factors (PowerSGD).
 
-    A step takes two sums of two phases each. Vectors, small matrices and values after the views are summed exactly, in
-    the messages of P. A view of more than two dimensions counts as a matrix (dim 0, all others). Between steps, one
-    fp32 number is kept for each element of a matrix.
+    A step takes two sums of two phases each. The messages of P also sum vectors, small matrices and values after the
+    views exactly. A view of more than two dimensions counts as a matrix (dim 0, all others). One fp32 number per matrix
+    element is kept between steps.
 
     Args:
         coding: `coding.value` is the rank of the factors; `coding.numbers` codes the elements of P and Q.
@@ -39,7 +39,7 @@ class PowerSGD:
         group, flat, views, codec = coding.group, coding.flat, coding.views, coding.numbers
         assert codec is not None
         self.group, self.traffic, self.scratch = group, coding.traffic, coding.scratch
-        # True if all ranks compute the same bits from the same bits; if not, rank 0 makes P orthonormal for all
+        # True if all ranks compute bit-equal results from equal inputs; if not, rank 0 orthonormalizes P for all ranks
         self.identical_machines = same_machines(group)
         self.batches = _batches(views, coding.value)
         matrices = {i for batch in self.batches for i in batch.places}
@@ -73,7 +73,7 @@ class PowerSGD:
         self.traffic.error_square += square(self.error)
 
     def _sum_p(self, matrices: Tensor, flat: Tensor, views: Sequence[Tensor], *, finite: bool) -> Tensor | None:
-        """The orthonormal P of all matrices, the same on every rank.
+        """Compute the orthonormal P of all matrices, equal on every rank.
 
         None if something is not finite. Exact parts are summed in the same messages.
         """
@@ -100,7 +100,7 @@ class PowerSGD:
         return p
 
     def _sum_q(self, matrices: Tensor, p: Tensor) -> bool:
-        """Replace the matrices by P times the sum of the Q, and keep the error.
+        """Replace the matrices by P times the sum of Q, and keep the error.
 
         Returns False if something is not finite.
         """
@@ -113,13 +113,13 @@ class PowerSGD:
             return False
         self.q_phases.read(q)
         own.sub_(lost)
-        self._rows(own)[self.group.rank].sub_(lost_of_sum)  # the rank that coded the sum remembers what that left out
+        self._rows(own)[self.group.rank].sub_(lost_of_sum)  # the rank that encoded the sum keeps its coding error
         for batch in self.batches:
             thin, matrix = batch.of_p(p).mT, batch.of_matrices(matrices)
             torch.baddbmm(matrix, thin, batch.of_q(own), alpha=-1, out=batch.of_matrices(self.error))
             torch.bmm(thin, batch.of_q(q), out=matrix)
-            # Only their directions matter for the next step: unit length keeps P within the range of 16-bit numbers.
-            # Zeros have none.
+            # Only the directions matter for the next step. Unit length keeps P within the range of 16-bit numbers;
+            # zeros stay zero.
             length = torch.linalg.vector_norm(batch.of_q(q), dim=2, keepdim=True)
             batch.of_q(self.q).copy_(torch.where(length > 0, batch.of_q(q) / length, batch.of_q(self.q)))
         return True
@@ -132,19 +132,20 @@ class PowerSGD:
 
 
 def powersgd(coding: Coding) -> PowerSGD | None:
-    """`compress=powersgd:RANK`; None where no matrix is large enough to gain."""
+    """Make `compress=powersgd:RANK`; None if no matrix is large enough to benefit."""
     gains = any(factors(view.shape, coding.value) is not None for view in coding.views)
     return PowerSGD(coding) if gains else None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Matrices of one shape, which are multiplied together, and their places in flat tensors.
+    """Matrices of one shape, which are multiplied as a batch, and their offsets.
 
-    Factors lie with their long side last, (rank, rows) and (rank, columns): products are several times faster so.
+    Factors are stored with their long side last, (rank, rows) and (rank, columns), which makes products several times
+    faster.
     """
 
-    places: list[int]  # among the views
+    places: list[int]  # indices among the views
     rows: int
     columns: int
     rank: int
@@ -163,9 +164,9 @@ class _Batch:
 
 
 def factors(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """Rows, columns and rank of a tensor's factors; None if factoring gains nothing.
+    """Return rows, columns and rank of a tensor's factors; None without a benefit.
 
-    That holds for tensors that are not a matrix or too small.
+    The result is None for tensors that are not matrices, or are too small.
     """
     if len(shape) < 2 or 0 in shape:
         return None
