@@ -223,8 +223,8 @@ class _Served:
         self._functions, self._limits, self._pool = service.functions, service.limits, service.pool
         self._talk = Talk(connection, service.limits.attached_bytes)
         self._changed = threading.Condition()
-        self._tasks: dict[int, _Task] = {}  # but for quick ones
-        self._attached = 0  # bytes of these
+        self._tasks: dict[int, _Task] = {}  # pending calls, except quick ones
+        self._attached = 0  # attached bytes of these calls
         self._ended = False
 
     def run(self) -> None:

@@ -28,7 +28,7 @@ from paceline.wire.connection import LIMIT_BYTES, Connection, FrameLimits
 from paceline_server.values import Packed
 
 SILENT_S = 20  # time until the connections of an unreachable host are lost
-_DESCRIPTORS = 4  # received descriptors whose messages were not read yet
+_DESCRIPTORS = 4  # limit of received descriptors whose messages were not read yet
 
 
 def frame_limits(attached_bytes: int, message_bytes: int = LIMIT_BYTES, *, within_host: bool) -> FrameLimits:
@@ -68,7 +68,7 @@ class Talk:
         connection.end_when_silent(SILENT_S)
         self._own = OwnMemory() if connection.is_within_host else None
         self._peers = PeersMemory()
-        self._lock = threading.Lock()  # of both ends' memory
+        self._lock = threading.Lock()  # guards both ends' memory
 
     def send(
         self,

@@ -596,8 +596,8 @@ def _largest(of_ranks: _Readings) -> float | None:
 
 
 _STRETCHES = 60  # largest number of wall-clock intervals in the curve
-_STEPS = 4  # that a stretch holds at least, in the mean
-_MOST_MARKED = 30  # failures that the curve names; more would hide it
+_STEPS = 4  # minimum average number of steps in an interval
+_MOST_MARKED = 30  # largest number of failures marked on the curve
 
 
 def _goodput(goodput: Goodput, steps: int) -> dict[str, Any]:

@@ -21,12 +21,12 @@ T = TypeVar("T")
 _DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3", "long": "14 5"}
 _TURN = {"above": (-7, -9, "end"), "below": (7, 17, "start"), "left": (-7, 15, "end"), "right": (9, 4, "start")}
 _WIDE = 1000  # width of the coordinate system of paths
-_HINTS = 60  # stretches of a curve that have a text under the pointer, at most
-_WIDTHS = (260, 440, 860)  # pixels of axes for which labels are chosen: of a telephone, half a page and a page
+_HINTS = 60  # largest number of hover texts of a curve
+_WIDTHS = (260, 440, 860)  # axis widths in pixels for choosing labels: phone, half page, full page
 _FONT_PX, _LINE_PX = 13, 16
 _X_PX, _TITLE_PX = 22, 20  # heights of the labels and of the title under the x axis
 _KEY_PX = 22
-_MARGIN_PX = 20  # of a picture, both sides together
+_MARGIN_PX = 20  # of an image, left and right together
 
 
 def chart(figure: Figure) -> Markup:

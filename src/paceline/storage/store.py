@@ -51,7 +51,7 @@ from paceline.text import printable
 STALL_S = 120.0  # seconds without a byte after which a connection counts as lost
 PART_BYTES = 5 << 20  # minimum part of S3; each part must be transferred within `STALL_S`
 _MOST_PARTS = 9000  # S3 allows 10,000
-_TRIES, _FIRST_PAUSE_S = 4, 0.5  # bytes of a part of a download
+_TRIES, _FIRST_PAUSE_S = 4, 0.5  # attempts for each part of a download
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime")
 
 
@@ -352,7 +352,7 @@ def _entry(about: dict[str, Any]) -> Entry:
 
 Say = Callable[[str], object]
 TELL_EVERY_S = 5.0
-_AT_ONCE = 4  # files of a folder
+_AT_ONCE = 4  # files of a folder fetched concurrently
 _UNUSED_S = 30 * 86_400.0  # age at which an old version is removed when a new one is fetched
 _VERSION = re.compile(r"\d+-[0-9a-f]{20}")
 

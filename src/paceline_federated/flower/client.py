@@ -26,8 +26,8 @@ from paceline_federated.simulated_clients import deal, kept_apart
 
 ARRAYS, SENT, RETURNED, CONFIG, METRICS = "arrays", "sent", "returned", "config", "metrics"
 EXAMPLES, LR, ROUND, NUMBER = "num-examples", "lr", "server-round", "number"
-PARTITION, PARTITIONS, DATA = "partition-id", "num-partitions", "data"  # key of a node's configuration
-_RULE, _PERSONAL = "rule", "personal"  # key of a node's state
+PARTITION, PARTITIONS, DATA = "partition-id", "num-partitions", "data"  # keys of a node's configuration
+_RULE, _PERSONAL = "rule", "personal"  # keys of a node's state
 
 
 @cache

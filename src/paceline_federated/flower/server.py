@@ -52,7 +52,7 @@ from paceline_federated.server import Aggregator, Server
 
 MODEL = "final_model.safetensors"  # file of the final weights
 RUN = "run"  # key of the run's directory in the app's configuration
-_LOOK_S, _PATIENCE_S = 0.5, 600.0  # wait for nodes
+_LOOK_S, _PATIENCE_S = 0.5, 600.0  # interval and limit of waiting for nodes
 _MISSING = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE, ErrorCode.NODE_UNAVAILABLE)
 _log = logging.getLogger("flwr")
 

@@ -169,7 +169,7 @@ class Host(Closing):
             try:
                 self._send(sent)
             except BaseException as error:
-                if not isinstance(error, ChannelError) or not self._client.lost:  # else who waits for it sends it again
+                if not isinstance(error, ChannelError) or not self._client.lost:  # else the waiting thread resends
                     del self._sent[lane][sent.number]
                     raise
             self._numbers[lane] += 1

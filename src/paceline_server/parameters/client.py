@@ -106,7 +106,7 @@ class ServerClient(Closing):
         for line, owned in zip(self.lines, slices_of(settings, len(servers)), strict=True):
             line.owned = owned
         self._places: dict[str, _Place] = {}  # of the last pull
-        self._tables: dict[str, _Place] = {}  # of the last pulls of changed rows
+        self._tables: dict[str, _Place] = {}  # tensors of the last pulls of changed rows
         self._sequence = 0
 
     def join(self) -> int:
@@ -397,7 +397,7 @@ def _as_it_was(place: _Place | None, tensor: Tensor) -> bool:
     return place is not None and place[0]() is tensor and place[1] == tensor._version
 
 
-_CONNECT_S = (0.1, 2.0)  # initial and longest time for each process
+_CONNECT_S = (0.1, 2.0)  # first and longest timeout for each process
 _PAUSE_S = 0.02
 
 

@@ -47,7 +47,7 @@ from paceline_server.parameters.machine import (
 )
 from paceline_server.service import Caller
 
-_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # hold of a heartbeat at the primary, and wait of the backup
+_BEAT_S, _BEAT_DEADLINE_S = 0.25, 0.7  # delay of an answer at the primary, and the backup's deadline
 _LOOK_S = 0.5  # interval at which a primary checks its view and its backup
 _PAUSE_S = 0.05  # interval between attempts to become a backup
 _ANSWER_S = 0.8  # time for an operation to be applied in the backup, before the backup counts as lost

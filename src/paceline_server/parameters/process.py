@@ -360,7 +360,7 @@ def _as_list(reply: Reply) -> list[Any]:
 
 
 _MOST_MEMBERS = 2**16
-_MOST_UNDER_WAY = 4096  # sums
+_MOST_UNDER_WAY = 4096  # sums in progress
 
 
 class Place(NamedTuple):

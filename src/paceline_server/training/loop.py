@@ -32,7 +32,7 @@ from paceline_server.training.worker import PartRecord, Worker
 BEGIN = "served/begin"  # key of the run's store: batches before the first round
 _PROGRESS = "served/progress"  # key of the run's store: state for a restarted first worker
 _AHEAD_S = 2.0  # seconds of training that are dealt ahead, and so the longest reaction to a signal
-_FIRST_AHEAD = 16  # number of batches before their time is known
+_FIRST_AHEAD = 16  # batches dealt ahead before their time is known
 
 
 class FirstWorker(Loop):

@@ -178,7 +178,7 @@ def bf16(coding: Coding) -> Cast:
     return Cast(torch.bfloat16)
 
 
-_LEAST = 2.0**-100  # blocks with smaller numbers only count as 0, because the inverse of their scale would overflow
+_LEAST = 2.0**-100  # a block of only smaller numbers counts as 0, since its inverse scale would overflow
 # rounding the scale to bf16 changes it by at most 2**-8, so the largest number still fits
 _ABOVE = 1 + 2.0**-7
 
