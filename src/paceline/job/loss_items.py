@@ -208,9 +208,9 @@ def _kind(model: Callable[..., Any]) -> str:
 Items: TypeAlias = Callable[[Any], Any]
 
 
-_WITH_IGNORED = (nn.CrossEntropyLoss, nn.NLLLoss)
-_MEANS_OVER_ELEMENTS = (
-    nn.HingeEmbeddingLoss,
+OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)  # means over the labels that are not ignored, or over their weights
+# means over the elements of an output and a target of the same shape
+ELEMENTWISE = (
     nn.MSELoss,
     nn.L1Loss,
     nn.SmoothL1Loss,
@@ -220,9 +220,8 @@ _MEANS_OVER_ELEMENTS = (
     nn.PoissonNLLLoss,
     nn.KLDivLoss,
     nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
     nn.MultiLabelSoftMarginLoss,
-    nn.MultiMarginLoss,
-    nn.MultiLabelMarginLoss,
 )
 
 
@@ -237,7 +236,7 @@ def items_of(loss: object) -> Items | None:
         return own  # type: ignore[no-any-return]
     if adds_up(loss):
         return None
-    if type(loss) in _WITH_IGNORED:
+    if type(loss) in OF_CLASSES:
         return functools.partial(_counted, ignored=loss.ignore_index, weight=loss.weight)  # type: ignore[attr-defined]
     bound = isinstance(loss, functools.partial) and not loss.args
     function, given = (loss.func, loss.keywords) if bound else (loss, {})  # type: ignore[attr-defined]
@@ -265,7 +264,7 @@ def is_known(loss: object) -> bool:
     """Return True if a loss is torch's own class, whose mean is known."""
     function = loss.func if isinstance(loss, functools.partial) and not loss.args else loss
     known = F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss
-    return type(loss) in (*_WITH_IGNORED, *_MEANS_OVER_ELEMENTS) or function in known
+    return type(loss) in (*OF_CLASSES, *ELEMENTWISE, nn.MultiMarginLoss, nn.MultiLabelMarginLoss) or function in known
 
 
 def reads_models_loss(loss: object) -> bool:

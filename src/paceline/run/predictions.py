@@ -193,6 +193,9 @@ class _Parquet:
             self._writer = None
 
 
+_TEXT = 256  # characters of a text in an array
+
+
 class _Npz:
     """Arrays of an archive, each written beside it first."""
 
@@ -208,7 +211,15 @@ class _Npz:
         for name, values in columns.items():
             array = np.asarray(values)
             if array.dtype.kind == "U":  # as wide as any later one
-                array = array.astype("U256")
+                if max(map(len, array.ravel().tolist()), default=0) > _TEXT:
+                    raise RunError(
+                        "predict.text_too_long",
+                        "{file}: column {name} has texts of more than {most} characters, which only .parquet can hold",
+                        file=self.file.name,
+                        name=name,
+                        most=_TEXT,
+                    )
+                array = array.astype(f"U{_TEXT}")
             if name not in self._arrays:
                 shape = (self.samples, *array.shape[1:])
                 self._arrays[name] = np.lib.format.open_memmap(

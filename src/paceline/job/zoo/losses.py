@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from paceline.errors import DataError, JobError
 from paceline.job.loss_items import (
+    ELEMENTWISE,
     IGNORED,
+    OF_CLASSES,
     ModelsOwn,
     check_labels,
     classes_on_dim_1,
@@ -207,22 +209,6 @@ def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: 
     return F.binary_cross_entropy_with_logits(values, target, pos_weight=weight, reduction=reduction)
 
 
-_ELEMENTWISE = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.PoissonNLLLoss,
-    nn.KLDivLoss,
-    nn.SoftMarginLoss,
-    nn.HingeEmbeddingLoss,
-    nn.MultiLabelSoftMarginLoss,
-)
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-
-
 class TorchLoss:
     """A loss of `torch.nn` whose mean is known.
 
@@ -251,7 +237,7 @@ class TorchLoss:
 
         Raises DataError if an elementwise loss gets different shapes.
         """
-        if type(self.module) in _ELEMENTWISE:
+        if type(self.module) in ELEMENTWISE:
             values, wanted = same_shape(self.__name__, output, target)
         else:
             values, wanted = logits_of(output), target
@@ -350,7 +336,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
             "loss {path}: reduction none returns a number for each sample, but training needs one. Use mean.",
             path=path,
         )
-    if type(loss) in (*_ELEMENTWISE, *_OF_CLASSES):
+    if type(loss) in (*ELEMENTWISE, *OF_CLASSES):
         return TorchLoss(loss)
     # the wrapper has the same attributes
     return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
