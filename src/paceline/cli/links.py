@@ -76,12 +76,17 @@ def command(
     where = to_run_on(cluster) or discover()
     possible = tuple(filter(None, (*TRANSPORTS.names, links.library_of(where))))
     named = _words("--transports", transports, possible)
-    if not is_rank():  # under torchrun, `where` is this host alone
+    here = links.transports_of(where)
+    if not is_rank() and len(where.hosts) == 1:  # under torchrun, `where` is this host alone
         for name in named:
-            if name not in links.transports_of(where):
-                _refuse_transport(name, where)
+            if name not in here:  # its ranks would use another transport under its name
+                raise typer.BadParameter(
+                    f"{name} carries messages between hosts only; name them with --hosts or --cluster. Here it can be "
+                    f"{', '.join(here)}",
+                    param_hint="--transports",
+                )
     wanted = links.Wanted(
-        named or links.transports_of(where),
+        named or here,
         _words("--collectives", collectives, links.COLLECTIVES) or links.COLLECTIVES,
         _words("--algorithms", algorithms, (*ALGORITHMS, "auto")) or links.algorithms_of(where),
         _sizes(sizes) or links.SIZES,
@@ -97,16 +102,6 @@ def command(
                 where, ranks, wanted, say=lambda transport: status.update(f"measuring {transport}, {ranks} ranks")
             )
     _report(found, where, out, as_json=as_json)
-
-
-def _refuse_transport(name: str, where: Cluster) -> None:
-    """Refuse a transport under whose name another one would be measured, or none."""
-    from paceline.run.links import transports_of
-
-    here, why = ", ".join(transports_of(where)), "does not carry messages between hosts"
-    if len(where.hosts) == 1:
-        why = "carries messages between hosts only; name them with --hosts or --cluster"
-    raise typer.BadParameter(f"{name} {why}. Here it can be {here}", param_hint="--transports")
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
