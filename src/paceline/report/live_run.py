@@ -1,4 +1,4 @@
-"""Live state of a run: newest steps by rank, losses, members and events."""
+"""Live state of a run: latest steps by rank, losses, members and events."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paceline.run.record.run import Run
 
 RECENT = 50  # steps of each rank
 EVENTS = 100
-CURVE = 256  # losses of a curve, at most
-_PARSED = 256  # approximate lines per poll, for all ranks but the leading one
+CURVE = 256  # largest number of losses in a curve
+_PARSED = 256  # approximate lines per poll, for all ranks except the leading one
 _FEWEST_PARSED = 4
 _LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; read when a rank becomes the leading one
-# time without a step, in usual steps and in seconds, after which a run may have stopped
+# time without a step, in typical steps and in seconds, after which a run may have stopped
 _LATE_STEPS, _LATE_S = 20.0, 10.0
 _PARTS_S = tuple(f"{part}_s" for part in PARTS)
 _COUNTS = ("step", "epoch", "local_samples")  # keys of a step's line that some kinds of runs omit
@@ -35,11 +35,11 @@ _COUNTS = ("step", "epoch", "local_samples")  # keys of a step's line that some 
 
 @dataclass
 class Curve:
-    """Losses of a whole run, few enough to draw. If there are too many, pairs are merged.
+    """Losses of a whole run. If there are too many to draw, pairs are merged.
 
     Attributes:
         each: number of steps per value.
-        values: means; `low` and `high` are the least and the greatest loss of the same steps.
+        values: mean losses. `low` and `high` are the smallest and largest loss of the same steps.
     """
 
     each: int = 1
@@ -67,16 +67,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankNow:
-    """Figures of a rank's newest steps.
+    """Statistics of a rank's latest steps.
 
     Attributes:
-        step: its newest step; `behind`: by how many steps the newest of all is later, where that is more than may
-            have been made while the files were read.
-        step_s: the median of its newest steps, in seconds.
-        parts: share of each of `PARTS` in them; they sum to 1.
-        samples: its samples in the newest complete batch; `share`: their fraction of that batch.
-        memory_bytes: of its process, or of its device; None if it was not read.
-        sent: between its newest readings, the mean of what it sent; None if that is not known.
+        step: the rank's latest step. `behind` is its distance to the latest step of all ranks, or 0 if reading the
+            files may explain the distance.
+        step_s: the median time of its latest steps, in seconds.
+        parts: fraction of each of `PARTS` in these steps; they sum to 1.
+        samples: the rank's samples in the latest complete batch. `share` is their fraction of that batch.
+        memory_bytes: memory of the rank's process, or of its device; None if unknown.
+        sent: mean rate of sent bytes between the latest readings; None if unknown.
     """
 
     rank: int
@@ -110,20 +110,20 @@ class Happened:
 
 
 class LiveRun:
-    """Follower of a run's directory. It only reads data that was added since the last poll.
+    """Follower of a run's directory, which only reads data added since the last poll.
 
-    Of one rank, the leading one, every line is parsed: rank 0, and while that makes no steps the one that is
-    furthest. Of the others the newest few are, so figures about them are those of a sample.
+    Every line of the leading rank is parsed. This is rank 0, or the furthest rank while rank 0 makes no steps. Only the
+    latest few lines of other ranks are parsed, so their statistics are samples.
 
     Attributes:
-        recent: of the leading rank, with the sentence about them.
+        recent: latest steps of the leading rank, with a sentence about them.
         curve: losses of the whole run, from step `curve_from` on.
-        members: ranks that take part.
-        goodput: the wall-clock so far, divided into parts.
-        events: the newest, for people, and `troubles` the newest failures among all of them; `happened` counts those
-            of the whole run.
-        metrics: the newest validation metrics; `transport`: what the ranks talk over.
-        carried: bytes that the link of each emulated host sent and received, told at the end of an attempt.
+        members: the ranks of the current generation.
+        goodput: the wall-clock time so far, divided into parts.
+        events: the latest readable events. `troubles` are the latest failures, and `happened` counts the events of the
+            whole run.
+        metrics: the latest validation metrics. `transport` is the network transport of the ranks.
+        carried: bytes that each emulated host's link sent and received, known at the end of an attempt.
     """
 
     def __init__(self, run: Run) -> None:
@@ -143,7 +143,7 @@ class LiveRun:
         self._ranks: dict[int, _Rank] = {}
         self._event_lines = NewLines(run.path / "events.jsonl")
         self._newest_curve = 0
-        self._took_s = 0.0  # for the newest look
+        self._took_s = 0.0  # duration of the last poll
 
     def look(self) -> bool:
         """Read new data; return True if there was any."""
@@ -171,7 +171,7 @@ class LiveRun:
         return self._since_s(now) > max(_LATE_S, _LATE_STEPS * usual_s)
 
     def state(self, now: float | None = None) -> str:
-        """State in words: running, ended with the reason, or the time since the last step."""
+        """Describe the state: running, ended with the reason, or the time since the last step."""
         if self.end is not None:
             return f"ended: {self.end.get('reason')}"
         if self.late(now):
@@ -183,7 +183,7 @@ class LiveRun:
         return (time.time() if now is None else now) - float(newest)
 
     def ranks(self) -> list[RankNow]:
-        """Newest steps of each rank, in figures, by rank."""
+        """Return statistics of each rank's latest steps, by rank."""
         newest = max((one.step for one in self._ranks.values()), default=0)
         meanwhile = self._took_s / (self.recent.step_s or math.inf)
         return [_now(rank, one, newest, 1 + meanwhile) for rank, one in sorted(self._ranks.items())]
@@ -204,7 +204,7 @@ class LiveRun:
                 self.curve.add(float(line["loss"]))
 
     def _look_at_others(self) -> bool:
-        """Read the newest steps of the other ranks."""
+        """Read the latest steps of the other ranks."""
         there = sorted(rank for rank in ranks_of(self.run) if rank < MOST_RANKS and rank != self._lead)
         most = max(_PARSED // max(len(there), 1), _FEWEST_PARSED)
         found = False
@@ -216,12 +216,15 @@ class LiveRun:
         return found
 
     def _another_lead(self) -> list[dict[str, Any]]:
-        """Have the furthest rank lead, while the leading one rests; returns its steps since."""
+        """Make the furthest rank the leading one if the current one makes no steps.
+
+        Returns the new leader's steps since then.
+        """
         now = self._ranks.get(self._lead)
         step, at = (now.step, now.time) if now else (0, 0.0)
         furthest = max(self._ranks, key=lambda rank: (self._ranks[rank].step, -rank))
         missed = self._ranks[furthest].step - step
-        if missed <= 1:  # on accelerators a step's line is written after the next one
+        if missed <= 1:  # on accelerators a step's line is written after the next step
             return []
         self._lead = furthest
         self._others.pop(furthest, None)
@@ -261,7 +264,7 @@ class LiveRun:
         return found
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Keep what the page shows of an event beside its sentence."""
+        """Store the values of an event that the page shows in addition to its sentence."""
         if type(event.get("transport")) is str:
             self.transport = event["transport"]
         if event["event"] == "evaluation":
@@ -285,14 +288,14 @@ class LiveRun:
 
 
 class _Rank:
-    """Newest steps of a rank, and its newest readings of the machine."""
+    """A rank's latest steps and machine readings."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self.parts_s: deque[tuple[float, ...]] = deque(maxlen=RECENT)  # of each of them
+        self.parts_s: deque[tuple[float, ...]] = deque(maxlen=RECENT)  # part times of each step
         self.used: dict[str, float] = {}
         self.sent: Sent | None = None
-        self._read: tuple[int, float] | None = None  # step and time of the newest reading
+        self._read: tuple[int, float] | None = None  # step and time of the latest reading
 
     @property
     def step(self) -> int:
@@ -323,7 +326,7 @@ class _Rank:
 
 
 def _filled(line: dict[str, Any]) -> bool:
-    """True if its counts are whole numbers; those that are missing become 0."""
+    """Set missing counts to 0; return True if all counts are integers."""
     return all(_is_count(line.setdefault(key, 0)) for key in _COUNTS)
 
 
@@ -376,10 +379,10 @@ class Member:
 
 
 class Members:
-    """Ranks of a run by number, as its events tell of them.
+    """Ranks of a run by number, according to its events.
 
     Attributes:
-        generation: of the ranks' membership: how often they have met anew.
+        generation: number of times that the ranks have formed a new group.
     """
 
     def __init__(self, run: Run) -> None:
@@ -388,7 +391,7 @@ class Members:
         self.planned(run)
 
     def planned(self, run: Run) -> None:
-        """Have the ranks that the plan names, each on its host."""
+        """Set the plan's ranks, each on its host."""
         ranks = min(run.plan.ranks, MOST_RANKS)
         cluster = run.cluster
         each = cluster.ranks_per_host(run.plan.ranks) if cluster.devices else []
@@ -425,7 +428,7 @@ class Members:
         return rank not in self.ranks or self.ranks[rank].state == "in"
 
     def stepped(self, rank: int, at: float) -> None:
-        """Note a rank's step: the rank takes part, regardless of earlier events."""
+        """Record a rank's step. The rank then takes part, regardless of earlier events."""
         member = self.ranks.get(rank)
         if member is None:
             if rank < MOST_RANKS:
@@ -440,14 +443,15 @@ class Members:
 
 
 _MOST_BYTES = 2**16  # bytes per poll: hundreds of lines
-_READING = b'"use":'  # in the lines with a reading of the machine, one in a second
+_READING = b'"use":'  # bytes per poll for lines with a machine reading, which are written once per second
 _MOST_READINGS = 8
 
 
 class NewestSteps:
-    """Newest lines of a rank's steps.
+    """Reader of the latest lines of a rank's steps.
 
-    A look parses few of those that were added: a run of 64 ranks with steps of 10 ms writes 6,400 lines a second.
+    A poll parses only a few of the new lines, because a run of 64 ranks with steps of 10 ms writes 6,400 lines per
+    second.
     """
 
     def __init__(self, path: Path) -> None:
@@ -455,9 +459,9 @@ class NewestSteps:
         self._place: int | None = None
 
     def look(self, most: int) -> tuple[list[dict[str, Any]], bool]:
-        """Newest lines that were added, `most` of them, behind those with readings of the machine.
+        """Return new lines with machine readings, and then the latest `most` new lines.
 
-        The second value is False if lines were skipped, so that a reading may be missing.
+        The second value is False if skipped lines may contain a reading.
         """
         added, unbroken = self._added()
         until = added.rfind(b"\n") + 1  # the last line is still being written
@@ -467,13 +471,13 @@ class NewestSteps:
         readings = _lines_with(_READING, newest[0]) if len(newest) > most + 1 else []
         found = []
         for line in [*readings, *(newest[1:] if len(newest) > most + 1 else newest)]:
-            # what does not parse was cut short, by a crash or where the look begins
+            # an invalid line was truncated by a crash, or by the start of this read
             if line and is_step(step := parsed(line)):
                 found.append(step)
         return found, unbroken
 
     def _added(self) -> tuple[bytes, bool]:
-        """Bytes behind the last look's, and whether none of them was left out."""
+        """Return the bytes since the last poll, and True if none were skipped."""
         try:
             size = self.path.stat(follow_symlinks=False).st_size
             if size == self._place:
@@ -483,12 +487,12 @@ class NewestSteps:
                 self._place = max(before, size - _MOST_BYTES)
                 file.seek(self._place)
                 return file.read(_MOST_BYTES), self._place == before
-        except OSError:  # no file yet, or not a run's file
+        except OSError:  # the file does not exist yet, or is not a run's file
             return b"", True
 
 
 def _lines_with(mark: bytes, text: bytes) -> list[bytes]:
-    """The newest lines that contain `mark`, in order."""
+    """Return the latest lines that contain `mark`, in order."""
     found: list[bytes] = []
     end = len(text)
     while len(found) < _MOST_READINGS and (at := text.rfind(mark, 0, end)) >= 0:
@@ -499,15 +503,15 @@ def _lines_with(mark: bytes, text: bytes) -> list[bytes]:
     return found[::-1]
 
 
-SHARE = 0.004  # of one core: `paceline watch` and the live page together are to take 1 % of a 10 ms step at most
+SHARE = 0.004  # of one core, so that `paceline watch` and the live page take at most 1 % of a 10 ms step
 _LONGEST_S = 5.0
 
 
 class Pace:
     """Time between polls: as requested, and longer if polls are expensive.
 
-    They cost `SHARE` of a core at most, counted by all CPU time of this process since the wait before. No wait is
-    longer than 5 s.
+    Polls take at most `SHARE` of a core, measured by the CPU time of this process since the last wait. A wait lasts at
+    most 5 s.
     """
 
     def __init__(self, every_s: float) -> None:

@@ -41,8 +41,8 @@ class LiveServer:
         port: 0 for a free one.
 
     Attributes:
-        url: the address of the page, with the token. Known to `ready`.
-        looks: number of times that the runs were read.
+        url: the address of the page, with the token. Available when `ready` is called.
+        looks: number of polls so far.
     """
 
     def __init__(self, runs: Sequence[LiveRun], port: int = 0) -> None:
@@ -113,7 +113,7 @@ class LiveServer:
         self._open.add(writer)
         try:
             await self._answer(reader, writer)
-        except (OSError, asyncio.IncompleteReadError):  # it has gone
+        except (OSError, asyncio.IncompleteReadError):  # the client has disconnected
             pass
         finally:
             self._tasks.discard(task)
@@ -148,7 +148,7 @@ class LiveServer:
         await writer.drain()
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Have a client told of all changes, until it goes."""
+        """Send all changes to a client until it disconnects."""
         writer.write(head(HTTPStatus.OK, {"Content-Type": "text/event-stream"}) + b"retry: 2000\n\n")
         if self._clients:
             self._clients.add(writer)
@@ -160,7 +160,7 @@ class LiveServer:
             pass
 
     async def _follow(self) -> None:
-        """Poll the runs and notify the clients, while there are any."""
+        """Poll the runs and notify the clients, while clients are connected."""
         pace = Pace(EVERY_S)
         while True:
             if idle := not (self._clients or self._new):
@@ -181,7 +181,7 @@ class LiveServer:
                 new, self._new = self._new, set()
                 self._clients |= new
                 self._send(new, "state", self._everything())
-            if idle:  # accumulated data is not the usual cost
+            if idle:  # a poll after an idle time reads more than usual
                 pace = Pace(EVERY_S)
             pace.every_s = _ENDED_EVERY_S if all(run.ended for run in self.runs) else EVERY_S
             await self._pause(pace.wait_s())
@@ -204,7 +204,7 @@ class LiveServer:
         return found
 
     def _draw(self) -> None:
-        """Draw the curves anew. Drawing is slow, so it is not part of every poll."""
+        """Redraw the curves. Drawing is slow, so it is not part of every poll."""
         self._drawn_at = time.monotonic()
         self._curves = [curves_of([("this run", RUN_COLOUR, run)]) for run in self.runs]
         colours = itertools.cycle(SERIES)
@@ -237,7 +237,7 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
 
 
 HEAD_BYTES = 2**13  # of a request
-_HEAD_S = 5.0  # in which it has to be there
+_HEAD_S = 5.0  # time in which the request must arrive
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _ALWAYS = {
     "Cache-Control": "no-store",
@@ -308,7 +308,7 @@ async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) ->
 
 
 def head(status: HTTPStatus, headers: Mapping[str, object]) -> bytes:
-    """The head of a response, with the headers that all have."""
+    """Return the head of a response, with the common headers."""
     lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{k}: {v}" for k, v in {**_ALWAYS, **headers}.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -330,5 +330,5 @@ def _cookies(header: str, name: str) -> list[str]:
 
 
 def _is(token: str, given: str) -> bool:
-    """True for the token, compared in constant time."""
+    """True if a value is the token, compared in constant time."""
     return secrets.compare_digest(token.encode(), given.encode(errors="replace"))

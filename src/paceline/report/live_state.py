@@ -1,4 +1,4 @@
-"""State of a followed run for the live page: sections of values, words and units."""
+"""State of a followed run for the live page: sections of values and text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IN_SIGHT_S = 365 * 86_400.0
 
 
 def told_apart(paths: Sequence[Path]) -> list[str]:
-    """Names of directories, with enough parent folders to make them unique."""
+    """Return names of directories, with enough parent folders to make them unique."""
     whole = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, whole), default=0)):
         if len({parts[-length:] for parts in whole}) == len(set(whole)):
@@ -46,7 +46,7 @@ def look_at(run: LiveRun, name: str) -> dict[str, Section]:
 
 
 def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Section]:
-    """Sections of a run's part of the page, as JSON values."""
+    """Return the sections of a run's part of the page, as JSON values."""
     now = time.time() if now is None else now
     ranks = run.ranks()
     return {
@@ -63,7 +63,7 @@ def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Sec
 
 
 def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
-    """Losses of runs over steps, as HTML and in words; empty before two steps.
+    """Draw losses of runs over steps, as HTML and text; empty before two steps.
 
     Args:
         runs: name, colour and run of each curve.
@@ -87,7 +87,7 @@ def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
 
 
 def changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> dict[str, Section]:
-    """Sections that differ; None for removed sections."""
+    """Return the sections that differ; None for removed sections."""
     gone = dict.fromkeys(before.keys() - after.keys())
     return {name: section for name, section in after.items() if name not in before or before[name] != section} | gone
 
@@ -130,7 +130,7 @@ def _loss(loss: float) -> str:
 def _rank(one: RankNow, *, takes_part: bool) -> Section:
     """A row: rank, step, steps behind, step time, parts, samples, share, memory, sent, share.
 
-    Parts and the last share are in tenths of a percent; of a rank that is away the share is 0.
+    Parts and the last share are in tenths of a percent. The share of an absent rank is 0.
     """
     return [
         one.rank,
@@ -147,7 +147,7 @@ def _rank(one: RankNow, *, takes_part: bool) -> Section:
 
 
 def _steps(ranks: Sequence[RankNow]) -> Section:
-    """The mean over all ranks, and in words which rank the others wait for."""
+    """Return the mean over all ranks, and name the rank for which others wait."""
     if not ranks:
         return {"parts": [], "said": ""}
     mean = [statistics.fmean(one.parts[part] for one in ranks) for part in PARTS]
@@ -156,14 +156,14 @@ def _steps(ranks: Sequence[RankNow]) -> Section:
     others_s = statistics.fmean([wait for rank, wait in waits.items() if rank != least] or [0.0])
     step_s = statistics.median(one.step_s for one in ranks)
     said = ""
-    # as the report of a run says it
+    # as in the report of a run
     if len(ranks) > 1 and step_s and others_s > 0.05 * step_s and waits[least] <= others_s / 3:
         said = f"The others wait for rank {least}: {seconds(others_s)} of each step, {percent(others_s / step_s)}."
     return {"parts": [round(1000 * share) for share in mean], "said": said}
 
 
 def _members(run: LiveRun) -> Section:
-    """Ranks by host, each with its state; runs of hosts keep their order."""
+    """List ranks by host, each with its state. Hosts keep their order."""
     hosts: dict[str, list[Section]] = {}
     for rank, member in sorted(run.members.ranks.items()):
         hosts.setdefault(member.host, []).append([rank, member.state, STATES[member.state], member.slow])
@@ -177,9 +177,9 @@ def _members(run: LiveRun) -> Section:
 
 
 def _links(run: LiveRun, ranks: Sequence[RankNow]) -> Section:
-    """Rows by host: name, link, what its ranks and it send, what was carried.
+    """List hosts: name, link, bytes sent by its ranks and by the host, carried bytes.
 
-    The last, out and in, is told at the end of an attempt of emulated hosts.
+    The carried bytes, out and in, are known at the end of an attempt with emulated hosts.
     """
     cluster = run.run.cluster
     of_host = {rank: member.host for rank, member in run.members.ranks.items()}
@@ -196,7 +196,7 @@ def _links(run: LiveRun, ranks: Sequence[RankNow]) -> Section:
 
 
 def _link(host: Host) -> str:
-    """The fastest link of a host to others, as it is recorded."""
+    """Return a host's fastest recorded link to other hosts."""
     found = [link for link in host.links if link.kind in ("ethernet", "measured") and link.bandwidth_gbps]
     best = max(found, key=lambda link: link.bandwidth_gbps or 0.0, default=None)
     return "" if best is None else _text(f"{best.name}, {best.bandwidth_gbps:g} Gbit/s")
@@ -217,7 +217,7 @@ def _goodput(run: LiveRun) -> Section:
 
 
 def _events(run: LiveRun) -> Section:
-    """Count of events; of the newest and of failures number, time, sentence, trouble."""
+    """Return the count of events, and rows of the latest events and failures."""
     began = run.began or (run.events[0].time if run.events else 0.0)
     kept = {one.number: one for one in (*run.troubles, *run.events)}
     told = [
