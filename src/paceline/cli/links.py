@@ -79,7 +79,7 @@ def command(
     here = links.transports_of(where)
     if not is_rank() and len(where.hosts) == 1:  # under torchrun, `where` is this host alone
         for name in named:
-            if name not in here:  # its ranks would use another transport under its name
+            if name in TRANSPORTS.names and name not in here:  # another transport would be measured under its name
                 raise typer.BadParameter(
                     f"{name} carries messages between hosts only; name them with --hosts or --cluster. Here it can be "
                     f"{', '.join(here)}",
