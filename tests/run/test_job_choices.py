@@ -20,7 +20,7 @@ from paceline.run.record.run import Run
 from paceline.state.average import WeightAverage
 from ranks import Ranks
 from refusals import raises
-from small_jobs import facts, new_run, plain, points, small_job, train_as_rank, train_here
+from small_jobs import CLASSES, facts, new_run, plain, points, small_job, train_as_rank, train_here
 
 CHOICES: dict[str, Any] = {
     "optimizer": {
@@ -125,6 +125,23 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
 def test_a_stage_without_trained_parameters_is_exact(frozen: str) -> None:
     job = choices(optimizer="RMSprop", freeze=frozen, clip_value=None, clip_norm=0.01)
     assert paceline.check(job, "pp=2 microbatches=2 precision=fp64", steps=2).holds
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = plain(), nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(self.body(inputs)))
+        return found
+
+
+def test_a_pattern_matches_every_name_of_a_tied_weight(tmp_path: Path) -> None:
+    optimizer = {"name": "adamw", "no_decay": "second.weight"}
+    job = choices(model={"factory": f"{__name__}:Tied"}, optimizer=optimizer, stop={"steps": 1})
+    train_here(tmp_path / "run", job)
 
 
 def test_a_run_without_an_average_exports_none(tmp_path: Path) -> None:

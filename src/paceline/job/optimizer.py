@@ -218,7 +218,7 @@ class OptimizerSpec(Spec):
         """
         named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
-        if not trained and names is None:
+        if not trained and (names is None or names.keys() <= named.keys()):  # of the whole model
             raise JobError("model.no_parameters", "the model has no parameters to train: none has requires_grad")
         kind, options = self._class(), self._options()
         if self.has_fused_step:

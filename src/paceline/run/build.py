@@ -127,7 +127,7 @@ def _engine(
     assert isinstance(model, nn.Module), "only a plan that divides a model takes one without memory"
     if source is not None:
         _load_whole(model, source)
-    optimizer = optimizer or job.optimizer.build(dict(model.named_parameters()), fused=plan.fused)
+    optimizer = optimizer or job.optimizer.build(dict(model.named_parameters()), names=names, fused=plan.fused)
     return RankEngine(model, optimizer, loss, loader, plan, mesh.world, settings, identical=goes_on)
 
 

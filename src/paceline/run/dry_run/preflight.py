@@ -23,6 +23,7 @@ from paceline.engine.model_loss import SAMPLES
 from paceline.errors import PacelineError, PlanError, PlanProblem, Problem
 from paceline.job.batch import target_of
 from paceline.job.job import Job
+from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
 from paceline.own_random import kept_random
 from paceline.planning.check.plan_context import Check, PlanContext, loss_is_tried
@@ -166,7 +167,13 @@ def _try(job: Job, plan: Plan, data: DataSets) -> None:
     alone, group, model = Plan(precision=plan.precision), Group(), job.model.build()
     loader, settings = loader_of(job, Mesh.of(alone, group), data), Settings(precision=job.precision, seed=job.seed)
     engine = RankEngine(
-        model, job.optimizer.build(dict(model.named_parameters())), job.loss.build(), loader, alone, group, settings
+        model,
+        job.optimizer.build(dict(model.named_parameters()), names=names_of(model)),
+        job.loss.build(),
+        loader,
+        alone,
+        group,
+        settings,
     )
     try:
         engine.plan = plan  # with whose parts the loss is compared

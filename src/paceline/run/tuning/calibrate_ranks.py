@@ -31,6 +31,7 @@ from paceline.errors import PacelineError, PlanError
 from paceline.job.batch import Batch, place, target_of
 from paceline.job.job import CheckpointSpec, EvaluateSpec, Job
 from paceline.job.loss_items import call
+from paceline.job.parameters import names_of
 from paceline.job.samples import DataSets
 from paceline.job.stop import StopSpec
 from paceline.planning.calibrate import Axis, CalibrationPoint, Collective, Measurements, PassTiming, transport_note
@@ -195,7 +196,7 @@ class RankCalibration:
         found = {}
         for fused in (False, True):
             try:
-                optimizer = self.job.optimizer.build(dict(model.named_parameters()), fused=fused)
+                optimizer = self.job.optimizer.build(dict(model.named_parameters()), names=names_of(model), fused=fused)
             # not every optimizer has a fused step
             except (PacelineError, RuntimeError):
                 continue
