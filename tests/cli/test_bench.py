@@ -52,7 +52,7 @@ def test_a_comparison_that_ctrl_c_ends_keeps_what_it_measured_and_goes_on(job: P
         process.send_signal(signal.SIGINT)
         outcome = ended(process, deadline_s=60)
     assert outcome.code == 130
-    assert outcome.says("stopped   SIGINT; what is measured is kept. Go on: paceline bench", "--out c")
+    assert outcome.says("stopped   SIGINT; the finished runs are kept. To continue: paceline bench", "--out c")
     assert list((tmp_path / "c" / "runs").iterdir()) == []
     before = kept.read_text().splitlines()
     with started(*command, folder=tmp_path) as process:
@@ -104,7 +104,7 @@ def test_one_and_two_devices_are_measured_in_turn_and_reported(job: Path, tmp_pa
     assert outcome.code == 0, outcome.err
     assert outcome.says("run 6 of 6", "1 core ·", "strong  1 core", "weak    2 cores")
     assert outcome.says("report   b/report.html", "on synthetic data", "--steps 12")
-    assert outcome.says("With 2 repeats there is no interval to speak of"), "so two runs claim no speedup"
+    assert outcome.says("With 2 repeats there is no confidence interval"), "so two runs claim no speedup"
     assert "×" not in outcome.out
     assert "\x1b" not in outcome.out + outcome.err
 
@@ -146,7 +146,9 @@ def test_an_interrupted_benchmark_keeps_what_it_measured_and_goes_on(job: Path, 
         outcome = ended(process)
     assert outcome.code == 130, outcome.err
     assert outcome.says(
-        "1 of 2 runs were measured", "stopped  SIGINT; what is measured is kept. Go on: paceline bench", "--out b"
+        "1 of 2 runs were measured",
+        "stopped  SIGINT; the finished runs are kept. To continue: paceline bench",
+        "--out b",
     )
     before = measured(tmp_path)
     assert [run["setting"] for run in before] == ["1-device"]

@@ -26,8 +26,8 @@ def test_the_slow_one_of_two_ranks_is_named_and_drawn(tmp_path: Path) -> None:
     shown = paceline("trace", "run", "--steps", "10", folder=tmp_path)
     assert shown.code == 0
     assert shown.says(
-        "Steps 11 to 20 took", "compute of rank 1 (", "Rank 1 comes last in all 10 exchanges; rank 0 waits",
-        "mostly for compute", "trace run/trace.json",
+        "Steps 11 to 20 took", "compute on rank 1 (", "Rank 1 arrives last at all 10 exchanges. Rank 0 waits",
+        "more on compute", "trace run/trace.json",
     )  # fmt: skip
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     told = trace["traceEvents"]

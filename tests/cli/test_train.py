@@ -150,16 +150,16 @@ def test_a_run_tells_how_it_ended_and_a_resumed_one_that_is_complete_trains_no_s
 def test_a_resume_with_nothing_to_resume_says_that_it_begins(job: Path, tmp_path: Path) -> None:
     write_job(job, model="nowhere:net")  # so that it ends before the first step
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
-    assert outcome.says("note: there is no run to resume in new; this is a new one")
+    assert outcome.says("note: there is no run to resume in new; a new run starts")
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "new", "--resume", folder=tmp_path)
-    assert outcome.says("note: there is no run to resume in new; this is a new one"), (
+    assert outcome.says("note: there is no run to resume in new; a new run starts"), (
         "it has not begun, so it may be mended and tried again"
     )
 
     begun = Run.create(tmp_path / "begun", Job.load(job), discover(), Plan())
     (begun.path / "events.jsonl").write_text('{"event": "start", "step": 0}\n')
     outcome = paceline("train", job, "--plan", "dp=1", "--run", "begun", "--resume", folder=tmp_path)
-    assert outcome.says("note: nothing was saved in this run; it starts again", "No module named 'nowhere'")
+    assert outcome.says("note: this run has no checkpoint; it starts from the beginning", "No module named 'nowhere'")
     assert (begun.path / "job.yaml").exists(), "a run that has begun stays one"
 
 

@@ -20,11 +20,11 @@ def test_a_slow_rank_makes_two_cores_slower_than_one_and_is_told(tmp_path: Path)
     shown = paceline("why", "two", "--one", "one", "--no-predict", folder=tmp_path)
     assert shown.code == 0
     assert shown.says(
-        "Plan dp=2 balance=off takes", "on 2 cores", "That is slower than one core: ",
-        "as one has measured", "waiting for slower ranks", "nothing is known that surely helps",
-        "may help or not: balance=auto",
+        "Plan dp=2 balance=off takes", "on 2 cores", "This is slower than one core: ",
+        "as measured in one", "waiting for slower ranks", "no change is certain to help",
+        "may or may not help: balance=auto",
     )  # fmt: skip
-    lost = re.search(r"of what is lost, (\d+) % waiting for slower ranks", shown.out)
+    lost = re.search(r"Causes of the difference: (\d+) % waiting for slower ranks", shown.out)
     assert lost is not None
     assert int(lost[1]) > 50
 
@@ -35,7 +35,7 @@ def test_without_leave_to_predict_no_code_of_the_job_runs(tmp_path: Path) -> Non
     (tmp_path / "slow.py").write_text("raise SystemExit('the code of the job ran')")
     shown = paceline("why", "run", "--no-predict", folder=tmp_path)
     assert shown.code == 0
-    assert shown.says("By its own parts one rank would compute alone what all do in at most")
+    assert shown.says("By the measured parts, one rank alone would take at most")
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_what_cannot_be_tried_is_refused_with_the_reason(plan: str | None, error
     if plan is None:
         shown = paceline("why", "run", "--try", "1", "--no-predict", folder=tmp_path, columns=200)
         assert shown.code == 2
-        assert shown.says("it measures what was predicted")
+        assert shown.says("it measures predicted plans")
         return
     assert paceline("train", job, "--plan", plan, "--run", "run", folder=tmp_path).code == 0
     assert error in paceline("why", "run", "--try", "1", folder=tmp_path).error

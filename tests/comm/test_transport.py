@@ -157,7 +157,7 @@ def test_a_run_without_shared_memory_trains_over_gloo_and_says_so(tmp_path: Path
     with largest_file(2_000_000):
         outcome = paceline("train", job, "--plan", "dp=2", "--run", "run", folder=tmp_path)
     assert outcome.code == 0, outcome.err
-    assert outcome.says("the ranks talk over gloo: shared memory of ")
+    assert outcome.says("the ranks communicate over gloo: shared memory of ")
     assert transport_of(tmp_path / "run") == "gloo"
     [event] = events(tmp_path / "run", "transport")
     assert event["transport"] == "gloo"

@@ -89,7 +89,7 @@ def test_data_that_is_not_finite_stops_the_run_and_names_the_sample(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("policy", "told"),
-    [("skip", "left out, as the job's policy is to skip"), ("rewind", r"went back from step \d+ to")],
+    [("skip", "the update is skipped, as the job requests"), ("rewind", r"went back from step \d+ to")],
 )
 def test_with_another_policy_the_run_goes_on_without_that_batch(policy: str, told: str, tmp_path: Path) -> None:
     outcome = paceline(
@@ -141,7 +141,7 @@ def test_a_terminal_shows_colours_unless_the_user_wants_none_and_is_left_in_orde
     for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
         shown = on_a_terminal("train", file, "--plan", "dp=1", folder=tmp_path, **environment)
         assert bool(re.search(r"\x1b\[[0-9;]+m", shown)) == coloured
-        assert "left out, as the job's policy is to skip" in shown
+        assert "the update is skipped, as the job requests" in shown
         assert not re.search(r"(?<!\x1b\[)\?25h", shown), "a control code is on the screen as text"
         assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is hidden"
 

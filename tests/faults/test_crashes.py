@@ -81,7 +81,7 @@ def test_after_a_killed_rank_and_with_a_damaged_checkpoint_the_run_goes_on_exact
     shard = run / "checkpoints" / newest / "rank-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1000])
     again = resumed(job, tmp_path)
-    assert again.says(f"{newest}/rank-1.safetensors has ", "truncated or altered; trying the one before")
+    assert again.says(f"{newest}/rank-1.safetensors has ", "truncated or altered; trying the previous checkpoint")
     assert again.says(f"resumed at step {int(before.removeprefix('step-'))}")
     assert losses(run) == undisturbed
 

@@ -80,7 +80,7 @@ def test_a_lost_part_comes_back_from_another_ranks_memory_and_losses_are_those_o
             kill_rank(rank, process)
             wait_for_events(run, "generation", count, process)
         outcome = ended_well(process)
-    assert outcome.says("was killed by SIGKILL in ", "going on from step ", "kept in memory")
+    assert outcome.says("was killed by SIGKILL in ", "continuing from step ", "kept in memory")
     assert losses(run) == undisturbed(plan)
     assert [event["rank"] for event in events(run, "healed")] == [rank for rank, _ in kills]
     back = events(run, "went_back")

@@ -35,7 +35,7 @@ def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_th
         "host host-1 (number 1), which had ranks 2, 3, is lost",
         "the others wait for it, 300 s at most. It is started again.",
     )
-    assert outcome.says("going on from step ", "kept in memory", "rank 3 is back")
+    assert outcome.says("continuing from step ", "kept in memory", "rank 3 is back")
     assert not events(run, "resume"), "nothing was read from the disk"
     assert not events(run, "restart"), "the other ranks kept their processes"
     again = ("--cluster", "cluster.yaml", "--plan", PLAN, "--run", "alone")

@@ -331,7 +331,7 @@ def test_a_run_shrinks_and_grows_after_steps_and_its_losses_stay(
         refused = paceline("scale", run, "+1", folder=tmp_path)
         outcome = ended_well(process)
     assert "all 3 ranks of this run's plan take part" in refused.error
-    assert outcome.says("rank 2 has left, as `paceline scale` asked", "rank 2 is back at step")
+    assert outcome.says("rank 2 has left, as `paceline scale` requested", "rank 2 is back at step")
     assert not events(run, "lost")
     assert [event["replicas"] for event in events(run, "generation")] == [2, 3]
     assert losses(run) == pytest.approx(undisturbed, rel=1e-4)

@@ -56,26 +56,26 @@ def test_a_run_that_is_slower_than_one_device_is_told_so_with_the_causes_shares(
     found = diagnosis_of(many, one=one, predicts=False)
     assert found.speedup == pytest.approx(0.5)
     # lost: 25 - 40 / 2 = 5 ms of compute, 60 ms of communication, 5 - 5 / 2 = 2.5 ms of the optimizer
-    assert "That is slower than one core: 0.500 × its speed. Alone, one core takes 45.0 ms a step" in said(found)
+    assert "This is slower than one core: 0.500 × its speed. One core takes 45.0 ms a step" in said(found)
     assert (
-        "It is slower because a step takes 90 ms where 1/2 of one core's is 22.5 ms; of what is lost, "
-        "89 % exposed communication and 7 % compute that became slower."
+        "A step takes 90 ms instead of 22.5 ms, which is 1/2 of one core's step. Causes of the difference: "
+        "89 % exposed communication and 7 % slower compute."
     ) in said(found)
 
 
 def test_a_faster_run_is_told_what_keeps_it_from_the_ideal(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", {0: {"compute": 78, "optimizer": 2}}, "dp=1 threads=1")
     found = diagnosis_of(run_of(tmp_path / "many", EVEN), one=one, predicts=False)
-    assert "That is 1.60 × as fast as one core" in said(found)
-    assert "the ideal is 2 ×. It is no faster because" in said(found)
+    assert "This is 1.60 × as fast as one core" in said(found)
+    assert "the ideal is 2 ×. A step takes" in said(found)
 
 
 def test_the_record_alone_bounds_what_one_rank_could_do(tmp_path: Path) -> None:
     parts = {rank: {"compute": 10, "comm": 70, "optimizer": 5} for rank in (0, 1)}
     found = diagnosis_of(run_of(tmp_path, parts), predicts=False)
     # 2 x 10 ms of compute and one update of 5 ms, against 85 ms
-    assert "in at most 25.0 ms a step: it is at most 0.294 × as fast" in said(found)
-    assert "So it is slower than one, whatever is predicted." in said(found)
+    assert "take at most 25.0 ms a step, so the run is at most 0.294 × as fast" in said(found)
+    assert "The run is therefore slower than one rank, even if the predictions are wrong." in said(found)
     assert found.one is None
 
 
@@ -169,7 +169,7 @@ def test_a_run_of_other_work_or_of_several_ranks_is_no_run_of_one_device(tmp_pat
 def test_more_than_the_ideal_is_not_believed(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", {0: {"compute": 500}}, "dp=1 threads=1")
     found = diagnosis_of(run_of(tmp_path / "many", EVEN), one=one, predicts=False)
-    assert "more than the ideal 2 ×, so one of them was disturbed" in said(found)
+    assert "more than the ideal 2 ×, so other load disturbed one of the two" in said(found)
 
 
 def test_workers_of_servers_record_no_parts_and_none_are_made_up(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_run_is_running_late_ended_and_running_again_when_it_is_resumed(run: R
     live.look()
     newest = NOW + 0.03
     assert live.state(newest + 5) == "running"
-    assert live.state(newest + 60) == "no step for 60 s: it waits, was stopped, or crashed"
+    assert live.state(newest + 60) == "no step for 60 s: the run is waiting, was stopped, or crashed"
     happens(run, "end", reason="steps: 500 done", elapsed_s=3.0)
     live.look()
     assert live.ended

@@ -42,11 +42,11 @@ def test_a_slow_rank_is_on_the_path_and_who_waits_for_it_is_not(tmp_path: Path) 
     assert milliseconds_of(path, "imbalance") == {}
     assert path.total_s == pytest.approx(3 * 36 * MS)
     assert path.sentences == [
-        "Steps 6 to 8 took 36.0 ms a step: 69 % compute of rank 1 (25.0 ms a step), 22 % exposed communication "
-        "(8.00 ms a step), 5.6 % the optimizer of rank 1 (2.00 ms a step) and 2.8 % waiting for data of rank 1 "
-        "(1.00 ms a step).",
-        "Rank 1 comes last in all 3 exchanges; rank 0 waits 6.00 ms for it, mostly for compute (6.00 ms more than the "
-        "other).",
+        "Steps 6 to 8 took 36.0 ms each. Critical path: 69 % compute on rank 1 (25.0 ms a step), 22 % exposed "
+        "communication (8.00 ms a step), 5.6 % optimizer updates on rank 1 (2.00 ms a step) and 2.8 % waiting for data "
+        "on rank 1 (1.00 ms a step).",
+        "Rank 1 arrives last at all 3 exchanges. Rank 0 waits 6.00 ms for it, mainly because it spends 6.00 ms more on "
+        "compute.",
     ]
 
 
@@ -54,15 +54,15 @@ def test_of_many_ranks_it_is_told_how_much_a_faster_last_one_could_save(tmp_path
     others = {rank: {"compute": 20 - rank, "imbalance": 10 + rank, "comm": 5} for rank in range(3)}
     path = path_of(record(tmp_path, {**others, 3: {"compute": 30, "comm": 5}}, plan="dp=4"))
     assert path.sentences[1] == (
-        "Rank 3 comes last in all 3 exchanges; the others wait 11.0 ms for it, mostly for compute (11.0 ms more than "
-        "the others). The next to last comes 10.0 ms before it: no more can be saved by a faster rank 3."
+        "Rank 3 arrives last at all 3 exchanges. The other ranks wait 11.0 ms for it, mainly because it spends 11.0 ms "
+        "more on compute. The second-to-last rank arrives 10.0 ms earlier, so a faster rank 3 saves no more."
     )
 
 
 def test_ranks_that_come_together_are_not_blamed(tmp_path: Path) -> None:
     same = {rank: {"compute": 20, "comm": 5, "optimizer": 1} for rank in (0, 1)}
     assert path_of(record(tmp_path, same)).sentences[1:] == [
-        "The ranks come to the exchange together: they wait 0 µs for the last one."
+        "The ranks arrive at the exchange together: they wait 0 µs for the last one."
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_stall_of_a_checkpoint_and_a_wait_for_data_are_on_the_path_of_the_rank
     path = path_of(record(tmp_path, stalled))
     assert milliseconds_of(path, "checkpoint") == {0: 90.0}
     assert milliseconds_of(path, "data") == {0: 30.0}
-    assert "mostly for checkpoints (30.0 ms more than the other)" in path.sentences[1]
+    assert "mainly because it spends 30.0 ms more on checkpoints" in path.sentences[1]
 
 
 def test_an_evaluation_between_two_steps_is_on_the_path(tmp_path: Path) -> None:
@@ -93,7 +93,9 @@ def test_the_bubble_of_a_pipeline_is_told_with_its_longest_stage(tmp_path: Path)
     }
     path = path_of(record(tmp_path, stages, plan="pp=2 microbatches=4"))
     assert milliseconds_of(path, "bubble") == {0: 30.0}
-    assert any("that of rank 0 computes longest, 30.0 ms a step, and the shortest 12.0 ms" in s for s in path.sentences)
+    assert any(
+        "stage of rank 0 computes longest, 30.0 ms a step. The shortest takes 12.0 ms" in s for s in path.sentences
+    )
 
 
 def test_replicas_that_step_alone_wait_only_where_they_agree(tmp_path: Path) -> None:
@@ -108,14 +110,14 @@ def test_replicas_that_step_alone_wait_only_where_they_agree(tmp_path: Path) -> 
     assert milliseconds_of(path, "compute") == {0: 120.0}
     alone_path = path_of(run, "4-6")
     assert alone_path.arrivals == []
-    assert alone_path.sentences[-1].startswith("The replicas did not agree in any of these steps")
+    assert alone_path.sentences[-1].startswith("The replicas did not communicate in any of these steps")
 
 
 def test_what_the_record_cannot_tell_is_said(tmp_path: Path) -> None:
     said = path_of(record(tmp_path, SLOW_RANK, plan="fsdp=2", on=cluster())).sentences[2:]
     assert said == [
-        "What ranks exchange inside the layers (fsdp=2) is counted as compute of each.",
-        "On accelerators who is waited for is known from how long the ranks took for the step before.",
+        "Communication inside the layers (fsdp=2) is counted as compute.",
+        "On accelerators, the rank that arrives last is inferred from the times of the previous step.",
     ]
 
 
@@ -220,7 +222,7 @@ def test_losses_that_are_not_finite_leave_a_file_that_is_json(tmp_path: Path) ->
     run = record(tmp_path, SLOW_RANK, loss=None, lr=float("nan"), epoch=[1])
     file = write_trace(path_of(run), tmp_path / "trace.json", {"run": "run"})
     trace = json.loads(file.read_text(), parse_constant=pytest.fail)
-    assert trace["otherData"]["critical_path"][0].startswith("Steps 6 to 8 took 36.0 ms a step")
+    assert trace["otherData"]["critical_path"][0].startswith("Steps 6 to 8 took 36.0 ms each")
 
 
 def test_a_collective_that_outlives_its_step_has_a_track_of_its_own(tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ def watch(
             "--every",
             metavar="S",
             min=0.05,
-            help="Seconds between two looks; longer if that would take more than 0.5 % of a core.",
+            help="Seconds between refreshes; longer if refreshing would take more than 0.5 % of a core.",
         ),
     ] = 0.5,
-    once: Annotated[bool, typer.Option("--once", help="Show what there is, and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
 ) -> None:
     """Watch runs in the terminal: progress, loss, where each rank's time goes, and events.
 

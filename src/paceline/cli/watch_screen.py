@@ -55,7 +55,7 @@ def _head(run: LiveRun, now: float | None) -> list[Text]:
 def _curve(losses: Sequence[float]) -> Text:
     """Render the loss from the first step to the newest as bars."""
     if len(losses) < 2:
-        return Text("loss  not yet")
+        return Text("loss  none yet")
     width = min(_CURVE, len(losses))
     values = [
         statistics.fmean(losses[at * len(losses) // width : (at + 1) * len(losses) // width]) for at in range(width)

@@ -30,7 +30,7 @@ def command(
         bool,
         typer.Option(
             "--predict/--no-predict",
-            help="Predict other plans, for which the model of the job is built, or only read the record.",
+            help="Predict other plans, which builds the model of the job, or only read the record.",
         ),
     ] = True,
 ) -> None:
@@ -40,7 +40,7 @@ def command(
     prediction.
     """
     if tries and not predict:
-        raise typer.BadParameter("it measures what was predicted: leave --no-predict out", param_hint="--try")
+        raise typer.BadParameter("it measures predicted plans: leave --no-predict out", param_hint="--try")
     from paceline.report.diagnosis import diagnosis_of
     from paceline.report.page import not_by_paceline
     from paceline.run.record.run import Run
@@ -62,14 +62,16 @@ def _suggest(found: Diagnosis) -> None:
     advice = found.advice
     if advice:
         doubt = f" (± {100 * found.doubt:.0f} %)" if found.doubt else ""
-        typer.echo(f"what helps, with its predicted gain in samples a second{doubt}:")
+        typer.echo(f"changes that help, with the predicted gain in samples a second{doubt}:")
     else:
         rests = f" (predictions may be off by ± {100 * found.doubt:.0f} %)" if found.doubt else ""
-        typer.echo(f"nothing is known that surely helps{rests}")
+        typer.echo(f"no change is certain to help{rests}")
     for suggestion in advice:
         typer.echo(f"  {printable(suggestion.line())}")
     if others := [one.what for one in found.suggestions if one not in advice]:
-        typer.echo(printable(f"may help or not: {', '.join(others)}; --try N measures the first N that are plans"))
+        typer.echo(
+            printable(f"may or may not help: {', '.join(others)}; --try N measures the first N plans of this list")
+        )
 
 
 def _try(found: Diagnosis, tries: int) -> None:

@@ -256,8 +256,8 @@ def model_of(run: Measured) -> Model:
         elif part == "compute":
             why_not = (
                 f"the run computes {own_s / max(expected_s, 1e-9):.3g} times as long as the cost model expects; the "
-                "device may not be as in the catalogue, or other programs may have kept it busy. `paceline plan` "
-                "measures this machine, and later predictions rest on that"
+                "device may differ from its catalogue entry, or other programs kept it busy. `paceline plan` measures "
+                "this machine and improves later predictions"
             )
             return Model(run, {}, {}, calibration, doubt, why_not)
         elif part in predicted:
@@ -381,7 +381,7 @@ def from_parts(run: Measured) -> list[Suggestion]:
         found.append(replace(_at_most(f"num_workers={now + 1}", shares["data"]), plan=plan))
     if shares["checkpoint"] >= _LEAST_SHARE:
         what = "checkpoints half as often (checkpoint.every_steps or every_seconds of the job)"
-        found.append(_at_most(what, shares["checkpoint"] / 2, "more steps are trained again after a failure"))
+        found.append(_at_most(what, shares["checkpoint"] / 2, "more steps are repeated after a failure"))
     if shares["imbalance"] >= _LEAST_SHARE and len(run.ranks) > 1:
         found.append(_balance(run, shares["imbalance"]))
     return found
@@ -393,7 +393,7 @@ def _balance(run: Measured, share: float) -> Suggestion:
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
         return _at_most("balance=auto", share)
-    what = f"less other load where rank {slow} runs, because the others wait for it most"
+    what = f"less other load beside rank {slow}, because the other ranks wait longest for it"
     return _at_most(what, share)
 
 
@@ -426,7 +426,7 @@ def _batch(model: Model) -> list[Suggestion]:
     if isinstance(parts, str):
         return []
     gain = 2 * run.step_s / sum(parts.values()) - 1
-    but = "samples a second; another training: `paceline plan batch` says how far it learns as well"
+    but = "samples a second; this changes the training: `paceline plan batch` predicts whether it learns as well"
     return [Suggestion(f"global_batch: {twice:,}", gain, "predicted", but=but)] if gain >= WORTH else []
 
 

@@ -102,15 +102,14 @@ class CriticalPath:
     def sentences(self) -> list[str]:
         """Describe the path in words, including gaps in the record."""
         each = seconds(self.total_s / self.timeline.steps)
-        noun = self.timeline.noun
-        head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else f" a {noun}")
+        head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else " each")
         parts = listed([self._phrase(part) for part, share in self.shares.items() if share >= _LEAST])
-        return [f"{head}: {parts}.", *self._waits(), *self._stages(), *self._unknown()]
+        return [f"{head}. Critical path: {parts}.", *self._waits(), *self._stages(), *self._unknown()]
 
     # The words
 
     def _phrase(self, part: str) -> str:
-        """`62 % compute of rank 1 (25.5 ms a step)`."""
+        """`62 % compute on rank 1 (25.5 ms a step)`."""
         share, steps = self.shares[part], self.timeline.steps
         if part == BETWEEN:
             events = dict.fromkeys(e for piece in self.pieces if piece.part == BETWEEN for e in piece.events)
@@ -121,7 +120,7 @@ class CriticalPath:
         each = f"{seconds(sum(by_rank.values()) / steps)} a {self.timeline.noun}"
         who = ""
         if part not in _SHARED and len(self.timeline.ranks) > 1:
-            who = f" of {_ranks(list(by_rank))}"
+            who = f" on {_ranks(list(by_rank))}"
         return f"{percent(share)} {PARTS[part].phrase}{who} ({each})"
 
     def _waits(self) -> Iterator[str]:
@@ -129,7 +128,7 @@ class CriticalPath:
             return
         waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in self.arrivals)
         if waited_s < _WAIT * self.total_s / len(self.arrivals):
-            yield f"The ranks come to the exchange together: they wait {seconds(waited_s)} for the last one."
+            yield f"The ranks arrive at the exchange together: they wait {seconds(waited_s)} for the last one."
             return
         caused: defaultdict[int, float] = defaultdict(float)
         for arrival in self.arrivals:
@@ -140,15 +139,15 @@ class CriticalPath:
 
     def _wait_for(self, rank: int, own: Sequence[Arrival]) -> str:
         of = len(self.arrivals)
-        often = "" if of == 1 else f" in all {of} exchanges" if len(own) == of else f" in {len(own)} of {of} exchanges"
+        often = "" if of == 1 else f" at all {of} exchanges" if len(own) == of else f" at {len(own)} of {of} exchanges"
         one = len(own[0].waited_s) == 1
-        who = f"rank {next(iter(own[0].waited_s))} waits" if one else "the others wait"
+        who = f"Rank {next(iter(own[0].waited_s))} waits" if one else "The other ranks wait"
         waited_s = fmean(fmean(arrival.waited_s.values()) for arrival in own)
-        text = f"Rank {rank} comes last{often}; {who} {seconds(waited_s)} for it{_reason(own)}."
+        text = f"Rank {rank} arrives last{often}. {who} {seconds(waited_s)} for it{_reason(own)}."
         next_s = fmean(min(arrival.waited_s.values()) for arrival in own)
         if not one and next_s > _LEAST * self.total_s / of:
             text += (
-                f" The next to last comes {seconds(next_s)} before it: no more can be saved by a faster rank {rank}."
+                f" The second-to-last rank arrives {seconds(next_s)} earlier, so a faster rank {rank} saves no more."
             )
         return text
 
@@ -158,9 +157,8 @@ class CriticalPath:
         compute_s = {r: fmean(s.parts_s["compute"] for s in steps) for r, steps in self.timeline.ranks.items()}
         longest = max(compute_s, key=lambda rank: compute_s[rank])
         yield (
-            f"Of the stages that of rank {longest} computes longest, {seconds(compute_s[longest])} a step, and the "
-            f"shortest {seconds(min(compute_s.values()))}: where in a step a stage waits for which other one is not "
-            "recorded."
+            f"The stage of rank {longest} computes longest, {seconds(compute_s[longest])} a step. The shortest takes "
+            f"{seconds(min(compute_s.values()))}. The record does not show which stage waits for which."
         )
 
     def _unknown(self) -> Iterator[str]:
@@ -169,17 +167,17 @@ class CriticalPath:
             f"{axis}={getattr(plan, axis)}" for axis in AXES if axis not in ("dp", "pp") and getattr(plan, axis) > 1
         ]
         if inside:
-            yield f"What ranks exchange inside the layers ({' '.join(inside)}) is counted as compute of each."
+            yield f"Communication inside the layers ({' '.join(inside)}) is counted as compute."
         if sync_info(plan.sync).served:
-            yield "Workers of servers do not wait for each other, and the first one records for all."
+            yield "Workers of parameter servers do not wait for each other. Only the first worker records its steps."
         elif len(self.timeline.ranks) > 1 and not self.arrivals:
             steps = f"this {self.timeline.noun}" if self.timeline.steps == 1 else f"any of these {self.timeline.noun}s"
-            yield f"The replicas did not agree in {steps}, so none waited for another: the path is that of the last."
+            yield f"The replicas did not communicate in {steps}, so no rank waited. The path is that of the last rank."
         if self.timeline.on_accelerators and self.arrivals:
-            yield "On accelerators who is waited for is known from how long the ranks took for the step before."
+            yield "On accelerators, the rank that arrives last is inferred from the times of the previous step."
         spread_s = self.timeline.spread_s
         if spread_s is not None and spread_s > 0.02 * self.total_s / self.timeline.steps:
-            yield f"The hosts' clocks are aligned to {seconds(spread_s)} only."
+            yield f"The hosts' clocks are aligned only to within {seconds(spread_s)}."
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
@@ -295,11 +293,10 @@ def _reason(arrivals: Sequence[Arrival]) -> str:
     part, seconds_more = max(more.items(), key=lambda one: one[1])
     if seconds_more <= 0:
         return ""
-    than = f"than the {'others' if len(arrivals[0].busy_s) > 2 else 'other'}"
     more_s = seconds(seconds_more / len(arrivals))
     if part == LATE:
-        return f", mostly as it left the exchange before {more_s} later {than}"
-    return f", mostly for {PARTS[part].phrase} ({more_s} more {than})"
+        return f", mainly because it left the previous exchange {more_s} later"
+    return f", mainly because it spends {more_s} more on {PARTS[part].phrase}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

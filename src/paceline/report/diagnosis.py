@@ -93,12 +93,12 @@ class Diagnosis:
         """Describe the diagnosis in words, without suggestions."""
         run = self.run
         step = f"Plan {run.plan} takes {units.seconds(run.speed.step_s)} a step on {units.count(run.devices, 'device')}"
-        said = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
-        return said if run.run.cluster.has_accelerators else [on_cores(sentence) for sentence in said]
+        found = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
+        return found if run.run.cluster.has_accelerators else [on_cores(sentence) for sentence in found]
 
     def _parts(self) -> str:
         if self.run.served:
-            return "its workers record no parts, as they wait for nobody"
+            return "its workers record no parts, because they do not wait for each other"
         shares = {part: seconds / self.run.step_s for part, seconds in self.run.parts.items()}
         named = [part for part in sorted(shares, key=lambda part: -shares[part]) if shares[part] >= _LEAST]
         return listed([f"{units.percent(shares[part])} {PARTS[part].phrase}" for part in named])
@@ -114,31 +114,28 @@ class Diagnosis:
             f" ({units.digits(low)} to {units.digits(high)} × with the error of such predictions)" if one.doubt else ""
         )
         times = f"{units.digits(self.speedup)} ×{sure}"
-        that = "That is probably" if low < 1 < high and one.doubt else "That is"
+        this = "This is probably" if low < 1 < high and one.doubt else "This is"
         if abs(self.speedup - 1) < _ALIKE:
-            return [f"That is as fast as one device{sure}, which takes {took}.{self._lost('It is no faster, as')}"]
+            return [f"This is as fast as one device{sure}, which takes {took}.{self._lost()}"]
         if self.speedup < 1:
             return [
-                f"{that} slower than one device: {units.digits(self.speedup)} × its speed{sure}. "
-                f"Alone, one device takes {took}."
-                f"{self._lost('It is slower because')}"
+                f"{this} slower than one device: {units.digits(self.speedup)} × its speed{sure}. "
+                f"One device takes {took}.{self._lost()}"
             ]
         ideal = f"the ideal is {run.devices} ×"
         if self.speedup > _DISTURBED * run.devices:
             return [
-                f"That is {times} as fast as one device, which takes {took}: more than the "
-                f"ideal {run.devices} ×, so one of them was disturbed. `--try 1` measures both in turn."
+                f"This is {times} as fast as one device, which takes {took}: more than the "
+                f"ideal {run.devices} ×, so other load disturbed one of the two. `--try 1` measures both in turn."
             ]
-        return [
-            f"{that} {times} as fast as one device, which takes {took}; {ideal}.{self._lost('It is no faster because')}"
-        ]
+        return [f"{this} {times} as fast as one device, which takes {took}; {ideal}.{self._lost()}"]
 
-    def _lost(self, because: str) -> str:
+    def _lost(self) -> str:
         """Sentence on the time beyond the ideal, by part."""
         if self.one is None or self.run.served:
             return ""
         lost = where_it_goes(self.one.parts, self.run.even_parts, self.run.devices)
-        return f" {because} {lost[0].lower()}{lost[1:]}" if lost else ""
+        return f" {lost}" if lost else ""
 
     def _bound(self) -> list[str]:
         """Bound on one rank alone, by the run's own parts."""
@@ -149,10 +146,14 @@ class Diagnosis:
         most_s = run.one_compute_s + parts["data"] * run.plan.data_ranks + parts["checkpoint"]
         most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # inside a replica each rank updates a part
         ratio = most_s / run.step_s
-        surely = " So it is slower than one, whatever is predicted." if ratio < 1 - _ALIKE else ""
+        surely = (
+            " The run is therefore slower than one rank, even if the predictions are wrong."
+            if ratio < 1 - _ALIKE
+            else ""
+        )
         return [
-            f"By its own parts one rank would compute alone what all do in at most {units.seconds(most_s)} a step: "
-            f"it is at most {units.digits(ratio)} × as fast as one rank.{surely}"
+            f"By the measured parts, one rank alone would take at most {units.seconds(most_s)} a step, so the run is "
+            f"at most {units.digits(ratio)} × as fast as one rank.{surely}"
         ]
 
 
@@ -171,7 +172,7 @@ def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> 
     alone, doubt = None, 0.0
     if one is not None:
         same_work(one, run)
-        alone = OneDevice(measured(one).parts, 0.0, f"as {one.path} has measured")
+        alone = OneDevice(measured(one).parts, 0.0, f"as measured in {one.path}")
     elif is_one_device(many):
         alone = OneDevice(many.parts, 0.0, "which is this run")
     suggestions = from_parts(many)
@@ -265,7 +266,7 @@ def _results(
     own = rows[0].step_s
     if own is not None:
         recorded = units.seconds(diagnosis.run.speed.step_s)
-        yield f"measured now: plan {rows[0].knob} {units.seconds(own)} a step; the run has recorded {recorded}"
+        yield f"measured now: plan {rows[0].knob} takes {units.seconds(own)} a step; the run recorded {recorded}"
     for one in tried:
         expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""
         yield f"  {one.what}: {expected}{_measured(str(one.plan), ratios, rows)}"
@@ -277,7 +278,7 @@ def _results(
         return
     # the time of one device over that of the run is the run's speedup
     speedup, predicted = ratios[str(alone)], diagnosis.speedup
-    beside = "" if predicted is None else f"; {units.digits(predicted)} × was to be expected"
+    beside = "" if predicted is None else f"; {units.digits(predicted)} × expected"
     yield f"  one device ({named(alone)}): the run's plan is {_interval(speedup)} as fast{beside}"
 
 

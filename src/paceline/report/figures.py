@@ -85,7 +85,9 @@ PARTS = {  # parts of a step, in the order of `paceline.engine.meter.PARTS`
         PINK,
         "waiting for slower ranks",
     ),
-    "optimizer": Part("optimizer", "The part of a step in which the parameters are updated.", LEAF, "the optimizer"),
+    "optimizer": Part(
+        "optimizer", "The part of a step in which the parameters are updated.", LEAF, "optimizer updates"
+    ),
     "checkpoint": Part(
         "checkpoint stall", "The part of a step in which training waits for a checkpoint.", PALE, "checkpoints"
     ),

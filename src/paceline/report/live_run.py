@@ -175,7 +175,7 @@ class LiveRun:
         if self.end is not None:
             return f"ended: {self.end.get('reason')}"
         if self.late(now):
-            return f"no step for {self._since_s(now):,.0f} s: it waits, was stopped, or crashed"
+            return f"no step for {self._since_s(now):,.0f} s: the run is waiting, was stopped, or crashed"
         return "running" if self.recent.steps else "starting"
 
     def _since_s(self, now: float | None) -> float:
@@ -360,9 +360,9 @@ State = Literal["starts", "in", "back", "lost", "out", "left"]
 STATES: dict[State, str] = {
     "starts": "starts",
     "in": "takes part",
-    "back": "lost, and started again",
-    "lost": "lost, and waited for",
-    "out": "lost, and left out",
+    "back": "lost; started again",
+    "lost": "lost; the others wait",
+    "out": "lost; left out",
     "left": "left on request",
 }
 MOST_RANKS = 4096  # that are followed

@@ -185,7 +185,7 @@ def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
     return found
 
 
-_LOST = {"compute": "compute that became slower"}
+_LOST = {"compute": "slower compute"}
 _WORTH_NAMING = 0.05  # of what is lost
 
 
@@ -218,8 +218,8 @@ def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: 
         if share > _WORTH_NAMING
     ]
     step_ms, ideal_ms = sum(many.values()) * 1e3, sum(one.values()) * 1e3 / devices
-    where = f"A step takes {step_ms:.3g} ms where 1/{devices} of one device's is {ideal_ms:.3g} ms; of what is lost, "
-    return f"{where}{listed(named)}."
+    where = f"A step takes {step_ms:.3g} ms instead of {ideal_ms:.3g} ms, which is 1/{devices} of one device's step."
+    return f"{where} Causes of the difference: {listed(named)}."
 
 
 def excess_of(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> dict[str, float]:

@@ -288,12 +288,12 @@ def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) 
     lengths = [[event["dur"] / 1e6 for event in trace["traceEvents"] if _is_step(event)] for trace in traces]
     steps, step_s = len(lengths[0]), fmean(length for of in lengths for length in of)
     took = f"{count(steps, 'step')} under the profiler took {seconds(step_s)} each"
-    said = [f"{took}; in the run one took {seconds(recorded_s)}."]
+    sentences = [f"{took}. A step of the run took {seconds(recorded_s)}."]
     for rank, trace in enumerate(traces):
         whole_us = sum(lengths[rank]) * 1e6
         longest = [f"{name} {percent(us / whole_us)}" for name, us in _own_us(trace["traceEvents"]).most_common(4)]
-        said.append(f"Rank {rank} spends most time in {listed(longest)}.")
-    return said
+        sentences.append(f"Rank {rank} spends most time in {listed(longest)}.")
+    return sentences
 
 
 def _own_us(events: Sequence[TraceEvent]) -> Counter[str]:
@@ -329,4 +329,4 @@ def _is_step(event: Mapping[str, Any]) -> bool:
 
 def _named(event: Mapping[str, Any]) -> str:
     name = str(event["name"])
-    return f"no operation of {name.removeprefix(PHASE)}" if name.startswith(PHASE) else name
+    return f"{name.removeprefix(PHASE)} outside operations" if name.startswith(PHASE) else name

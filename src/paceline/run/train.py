@@ -221,7 +221,7 @@ def _train_here(
             plan = _fitted(before.plan, job, cluster) or "auto"
         if hosts and hosts.absent and plan == "auto" and before is None:
             plan = Plan(dp=cluster.devices)
-            say(f"plan auto: {plan}, a replica on each device: nothing is measured before all hosts are there")
+            say(f"plan auto: {plan}, one replica per device: plans are not measured until all hosts have joined")
         choice = choice_of(job, cluster, plan, before, say)
         warm_up_for(job, choice.plan)
         refuse_what_cannot_divide(job, choice.plan, cluster)
@@ -260,7 +260,7 @@ def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
     each = -(-plan.ranks // len(per_host))
     spread = f", or {HOST_DEVICES}={each} on each" if plan.ranks >= len(per_host) else ""
     return [
-        f"the ranks of plan {plan} fill the hosts in their order, and leave none for {', '.join(idle)}. A plan of "
+        f"plan {plan} fills the hosts in order and leaves no ranks for {', '.join(idle)}. A plan of "
         f"{cluster.devices} ranks uses all hosts{spread}."
     ]
 
@@ -268,8 +268,8 @@ def _note_on_idle_hosts(plan: Plan, cluster: Cluster) -> list[str]:
 def _notes_on_resuming(job: Job, run: str | Path | None, before: Run | None) -> list[str]:
     if before is None:
         where = f"in {run}" if run else f"of the job {job.name} in {RUNS.resolve()}"
-        return [f"there is no run to resume {where}; this is a new one"]
-    return [] if before.has_checkpoint else ["nothing was saved in this run; it starts again"]
+        return [f"there is no run to resume {where}; a new run starts"]
+    return [] if before.has_checkpoint else ["this run has no checkpoint; it starts from the beginning"]
 
 
 def _note(console: Console, text: str) -> None:

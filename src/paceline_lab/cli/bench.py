@@ -156,7 +156,7 @@ def _end(measured: _Measured, asked: _Asked, *, as_json: bool) -> None:
     """Print the figures and the next steps; exit with the exit code."""
     if measured.stopped_by:
         go_on = asked.line if asked.out else f"{asked.line} --out {shlex.quote(str(measured.path))}"
-        typer.echo(f"stopped  {measured.stopped_by}; what is measured is kept. Go on: {go_on}")
+        typer.echo(f"stopped  {measured.stopped_by}; the finished runs are kept. To continue: {go_on}")
     if as_json and measured.figures is not None:
         typer.echo(json.dumps({"figures": measured.figures, "environment": measured.environment}))
     if measured.stopped_by:

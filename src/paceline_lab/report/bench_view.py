@@ -117,7 +117,7 @@ def _verdict(best: MeasuredSetting, one: MeasuredSetting | None, report: Report)
     plan = f"by plan {report.auto_as_told or best.plan}, which auto chose" if chosen else f"by plan {best.plan}"
     devices = "one device" if best.devices == 1 else f"{best.devices} devices"
     if best.speedup is None:
-        return f"{devices} measured {plan}; to know the gain, measure one device, too (--devices 1,{best.devices})."
+        return f"{devices} measured {plan}; to see the gain, also measure one device (--devices 1,{best.devices})."
     if not best.is_speedup:
         why = "too few repeats to tell" if len(best.pairs) < LEAST_REPEATS else "the intervals overlap"
         return f"No difference between 1 device and {devices} {plan}: {why}."
@@ -138,15 +138,15 @@ def _medians_say(best: MeasuredSetting, one: MeasuredSetting | None) -> str:
     if best.training_time_s is not None and best.scaling == "strong":
         return f"The speedup compares whole trainings; the steps alone are {units.digits(ratio)} times as fast."
     return (
-        "The speedup is the median of rounds, in each of which both took turns; the medians over all rounds, which "
-        f"stand beside it, are {units.digits(ratio)} times apart."
+        "The speedup is the median over rounds in which both were measured in turn. The ratio of the two medians "
+        f"shown here is {units.digits(ratio)}."
     )
 
 
 def _warnings(report: Report) -> list[str]:
     interrupted = (
-        "The benchmark was interrupted: not every run of every setting was made. The same command with --out and "
-        "this directory goes on where it stopped."
+        "The benchmark was interrupted, so some runs are missing. To continue, run the same command with --out and "
+        "this directory."
     )
     known = {interrupted: not report.complete, SYNTHETIC: report.synthetic}
     return [*(note for note, holds in known.items() if holds), *report.warnings]

@@ -251,7 +251,7 @@ class Benchmark:
     def _intention(self) -> str:
         first, missing, due = self.settings[0], len(self._missing()), self.repeat * len(self.settings)
         what = f"{first.steps} steps" if first.steps else f"training to {target_of(self.job)}"
-        before = f"; {due - missing} are there already" if missing < due else ""
+        before = f"; {due - missing} already done" if missing < due else ""
         runs = f"{count(len(self.settings), 'setting')} × {count(self.repeat, 'repeat')} of {what}, interleaved"
         return f"bench {self.job.name} · {runs}{before} · {self.path}"
 
@@ -281,7 +281,7 @@ class Benchmark:
                 self.failures[self._title(setting)] = cause
                 if frames:
                     cause += f"\n{below(frames, f'failed-{len(self.failures)}', self.path)}"
-                self._say(f"{self._title(setting)}: failed, and left out from now on:\n{cause}", style="red")
+                self._say(f"{self._title(setting)}: failed, and will be left out:\n{cause}", style="red")
         else:
             # benchmark runs are never resumed, and many checkpoints fill a disk
             shutil.rmtree(run.checkpoints)

@@ -48,7 +48,7 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(sentence, style="bold" if i == 1 else ""))
     _print(console, _results(report), _results(report, narrow=True))
     if any(setting.ranks for setting in report.settings):
-        console.print(Text("\nWhere a step goes: ms, in the mean over the ranks", style="bold"))
+        console.print(Text("\nWhere a step goes: ms, mean over the ranks", style="bold"))
         _print(console, _breakdown(report))
     console.print()
     for warning in report.warnings:
@@ -114,15 +114,15 @@ def definitions(report: Report) -> Iterator[tuple[str, str]]:
     )
     yield "efficiency", "speedup / N; 100 % is ideal."
     yield from ((name, _DEFINITIONS_OF_PARTS[name]) for name in _parts(report).values())
-    yield "on wire", "bytes that a rank sends to other replicas in a step; ? where runs are too short."
+    yield "on wire", "bytes that a rank sends to other replicas in a step; ? if runs are too short."
     if report.on_cores:
         yield "memory", "largest resident memory of a rank, shared pages by their share."
     else:
-        yield "memory", "most that a rank had allocated on its accelerator; ? where torch does not count it."
+        yield "memory", "largest allocation of a rank on its accelerator; ? if torch does not report it."
     if any(s.energy_joules is not None for s in report.settings):
-        yield "energy", "joules a step, of all that the processor packages and GPUs did meanwhile."
+        yield "energy", "joules per step of the processor packages and GPUs, including other work on them."
     else:
-        yield "energy", "not available: this machine shows no counter (RAPL, NVML)."
+        yield "energy", "not available: this machine has no counter (RAPL, NVML)."
 
 
 def _print(console: Console, *forms: Table) -> None:
@@ -263,12 +263,12 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str
     one = next((s for s in settings if s.devices == 1), None)
     many, layout = headline_of(settings, auto), headline_of(settings)
     if one is None or many is None or many.speedup is None or many.efficiency is None:
-        return ["One device and several are needed to say how the job scales."]
+        return ["To show how the job scales, measure one device and several."]
     if min(len(one.runs), len(many.runs)) < LEAST_REPEATS:
         return [
             (
-                f"Fewer than {LEAST_REPEATS} repeats tell no difference from chance: nothing is claimed here. "
-                "--repeat 5 is the default."
+                f"Fewer than {LEAST_REPEATS} repeats cannot distinguish a difference from chance, so no speedup is "
+                "reported. The default is --repeat 5."
             )
         ]
     assert layout is not None
@@ -292,8 +292,8 @@ def _limits(one: MeasuredSetting, many: MeasuredSetting, plan: str) -> list[str]
     assert many.efficiency is not None
     headline = _headline(many, plan)
     if many.efficiency.high >= 1:
-        enough = "Within the interval that is the ideal: nothing that could be measured is lost."
-        unclear = "The intervals are too wide to say what limits it. Use more repeats, or reduce other load."
+        enough = "Within the interval, this is the ideal speedup: no measurable time is lost."
+        unclear = "The intervals are too wide to find what limits the speedup. Use more repeats, or reduce other load."
         return [headline, enough if many.is_speedup else unclear]
     lost = where_it_goes(_parts_of(one), _parts_of(many), many.devices) if one.ranks and many.ranks else None
     return [headline, lost] if lost else [headline]
@@ -322,8 +322,9 @@ def _about_larger_batch(many: MeasuredSetting, weak: MeasuredSetting | None) -> 
         return []
     low, middle, high = (percent(value - 1) for value in (gain.low, gain.middle, gain.high))
     return [
-        f"A larger global batch gives more samples per second: {weak.global_batch} instead of {many.global_batch} "
-        f"samples give {middle} more (95 % interval {low} to {high}). It is another training: compare the losses."
+        f"A larger global batch gives more samples per second: {middle} more with {weak.global_batch} "
+        f"instead of {many.global_batch} samples (95 % interval {low} to {high}). This changes the training: compare "
+        "the losses."
     ]
 
 
@@ -344,7 +345,7 @@ def _headline(many: MeasuredSetting, plan: str) -> str:
     interval = f"95 % interval {many.speedup.low:.2f} to {many.speedup.high:.2f}"
     if not many.is_speedup:
         return (
-            f"No difference can be claimed between one device and {many.devices} devices with {plan}: the intervals of "
+            f"No measurable difference between one device and {many.devices} devices with {plan}: the intervals of "
             f"their times overlap ({interval})."
         )
     if many.speedup.middle < 1:
@@ -401,14 +402,14 @@ def _unfinished(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
     if done < due:
         yield f"{done} of {due} runs were measured."
     if repeat < LEAST_REPEATS:
-        yield f"With {count(repeat, 'repeat')} there is no interval to speak of, so no difference is claimed."
+        yield f"With {count(repeat, 'repeat')} there is no confidence interval, so no difference is reported."
 
 
 def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRun]], cores: int) -> Iterator[str]:
     loads = {s.key: [run.other_cores for run in runs[s.key] if run.other_cores is not None] for s in settings}
     known = [load for each in loads.values() for load in each]
     if not known:
-        yield "Other load on the machine is not known: the system does not tell how busy the cores are."
+        yield "Other load on the machine is unknown: the system does not report how busy the cores are."
         return
     if max(known) < WARN_CORES:
         return
@@ -419,12 +420,12 @@ def _other_load(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
     }
     widened = [f"{title} by {percent(share)}" for title, share in stolen.items() if share]
     text = (
-        f"Other processes kept {statistics.median(known):.2f} cores busy in the median over the runs, and "
+        f"Other processes kept {statistics.median(known):.2f} cores busy (median of the runs), and "
         f"{max(known):.2f} at most."
     )
     if widened:
         text += (
-            " They may have slowed the ranks, so the intervals reach further towards shorter times: "
+            " They may have slowed the ranks, so the intervals extend further towards shorter times: "
             f"{', '.join(widened)}."
         )
     yield text
@@ -451,9 +452,9 @@ def _losses(job: Job, settings: Sequence[Setting], runs: Mapping[str, Sequence[F
         f"{label} by {percent(apart, 2)} after {steps} steps" for label, (apart, steps) in differing.items()
     )
     yield (
-        f"The losses are not those of the first run of one device ({named}), so the runs do not do quite the same "
-        "work: layers that look at a replica's share only (dropout, batch_norm: local), other precisions, and sync "
-        "rules that compress or agree only now and then do that."
+        f"The losses differ from the first run on one device ({named}), so the runs do not do exactly the same work. "
+        "Possible causes: layers that depend on a replica's share of the batch (dropout, batch_norm: local), another "
+        "precision, gradient compression, and sync rules that do not communicate in every step."
     )
 
 
@@ -485,8 +486,8 @@ def _targets(settings: Sequence[Setting], runs: Mapping[str, Sequence[FinishedRu
     if len({steps for each in needed.values() for steps in each}) > 1:
         named = ", ".join(f"{label} {_span(steps)}" for label, steps in needed.items())
         yield (
-            f"The runs needed different numbers of steps ({named}): training times compare that, too; step times "
-            "compare speed alone."
+            f"The runs needed different numbers of steps ({named}): training times include this difference; step "
+            "times compare speed alone."
         )
 
 
@@ -499,6 +500,6 @@ def _small_data(settings: Sequence[Setting], runs: Mapping[str, Sequence[Finishe
         samples = min(run.samples for run in runs[setting.key])
         if samples < setting.global_batch:
             yield (
-                f"{setting.title}: most steps had {samples:g} samples, not {setting.global_batch}, for the training "
-                "set is small; throughput counts those there were."
+                f"{setting.title}: most steps had {samples:g} samples instead of {setting.global_batch}, because the "
+                "training set is small; the throughput counts the actual samples."
             )

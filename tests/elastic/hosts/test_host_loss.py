@@ -99,7 +99,7 @@ def test_a_host_whose_process_was_killed_is_back_with_its_ranks(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         outcome = ended(process)
     assert outcome.code == 143, outcome.err
-    assert outcome.says("It is started again.", "host host-1 (number 1) has come, and its ranks are started")
+    assert outcome.says("It is started again.", "host host-1 (number 1) has joined; its ranks are started")
     [back] = events(run, "host_back")
     assert (back["host"], back["ranks"]) == ("host-1", [2, 3])
 

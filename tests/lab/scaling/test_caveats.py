@@ -38,21 +38,21 @@ def test_what_was_not_measured_is_counted() -> None:
     assert told(runs_of(ONE, 10, 10, 10), runs_of(TWO, 6, 6)) == ["5 of 6 runs were measured."]
     assert (
         told(runs_of(ONE, 10), [], repeat=1)[1]
-        == "With 1 repeat there is no interval to speak of, so no difference is claimed."
+        == "With 1 repeat there is no confidence interval, so no difference is reported."
     )
 
 
 def test_other_load_is_told_with_what_it_may_have_cost() -> None:
     [text] = told(runs_of(ONE, 10, 10, 10, other_cores=0.3), runs_of(TWO, 6, 6, 6, other_cores=0.4))
     assert text == (
-        "Other processes kept 0.35 cores busy in the median over the runs, and 0.40 at most. They may have "
+        "Other processes kept 0.35 cores busy (median of the runs), and 0.40 at most. They may have "
         "slowed the ranks, so the "
-        "intervals reach further towards shorter times: 2 devices by 40 %."
+        "intervals extend further towards shorter times: 2 devices by 40 %."
     ), "one device left a core free for them"
     [text] = told(runs_of(ONE, 10, 10, 10, other_cores=0.3), runs_of(TWO, 6, 6, 6, other_cores=0.4), cores=8)
     assert "slowed" not in text
     [text] = told(runs_of(ONE, 10, 10, 10, other_cores=None), runs_of(TWO, 6, 6, 6, other_cores=None))
-    assert text.startswith("Other load on the machine is not known")
+    assert text.startswith("Other load on the machine is unknown")
 
 
 @pytest.mark.parametrize(("off_by", "doubted"), [(0.0002, False), (0.02, True)])
@@ -84,4 +84,4 @@ def test_a_target_that_was_missed_or_took_other_numbers_of_steps_is_told() -> No
 
 def test_a_training_set_too_small_for_the_weak_batch_is_told() -> None:
     [text] = told(runs_of(ONE, 10, 10, 10), runs_of(TWO, 6, 6, 6), runs_of(TWO_WEAK, 9, 9, 9, samples=70.0))
-    assert text.startswith("2 devices, weak: most steps had 70 samples, not 128")
+    assert text.startswith("2 devices, weak: most steps had 70 samples instead of 128")

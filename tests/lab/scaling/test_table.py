@@ -85,7 +85,7 @@ def test_on_accelerators_the_memory_is_theirs_and_unknown_where_torch_does_not_c
     of = report(kind="mps")  # its ranks have host memory only
     assert not of.on_cores
     text = screen(of, 200)
-    assert "? where torch does not count it" in text
+    assert "? if torch does not report it" in text
     rows = [line for line in text.partition("Where a step goes")[2].splitlines() if " device" in line][:5]
     assert [row.split()[-1] for row in rows] == ["?"] * 5
     assert report(kind="cpu").on_cores

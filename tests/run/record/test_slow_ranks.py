@@ -48,10 +48,13 @@ def test_a_slow_rank_is_named_once_with_its_first_slow_step_and_once_when_it_is_
     assert (after["rank"], after["since_step"]) == (2, 41)
     assert 101 <= after["step"] <= 101 + slow_ranks.WINDOW // 2 + 1
     said = event_sentence({"event": what, **about})
-    assert said == "rank 2 is 2.0 times as slow as the others since step 41: 40 ms of work in a step, the others 20 ms"
+    assert (
+        said
+        == "rank 2 has taken 2.0 times as long as the others since step 41: 40 ms of work per step, 20 ms on the others"
+    )
     assert (
         event_sentence({"event": over, **after})
-        == f"rank 2 is as fast as the others again in step {after['step']}; it was slow since step 41"
+        == f"rank 2 is as fast as the others again at step {after['step']}; it had been slow since step 41"
     )
 
 

@@ -33,4 +33,4 @@ def test_a_run_ends_with_the_number_of_unauthenticated_peers_at_its_ranks_ports(
     ranks(2, train_among_unauthenticated_peers, run, backend="tcp")
     [told] = events(run, "unauthenticated")
     assert told["connections"] == UNAUTHENTICATED
-    assert str(event_sentence(told)).startswith("3 connections to the ranks' ports did not show the run's key")
+    assert str(event_sentence(told)).startswith("3 connections to the ranks' ports did not prove the run's key")

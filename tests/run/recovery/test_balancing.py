@@ -121,7 +121,7 @@ def test_people_are_told_who_is_slow_since_when_and_what_it_gets() -> None:
     event = {"event": "balance", "step": 67, "shares": [8, 8, 4, 4], "slow": [slow], "slow_changed": True}
     assert event_sentence(event | {"slow_changed": False}) is None
     assert event_sentence(event) == (
-        "replica 1 (ranks 2 to 3, host 1) computes at 0.50 of the usual speed since step 51 and gets 33.3% of the "
+        "replica 1 (ranks 2 to 3, host 1) has computed at 0.50 of the usual speed since step 51 and gets 33.3% of the "
         "batch (shares from step 67 on: 8, 8, 4, 4 samples)"
     )
     over = event | {"slow": [], "shares": [6, 6, 6, 6], "step": 90}

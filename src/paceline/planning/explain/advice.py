@@ -38,12 +38,12 @@ WORTH = 0.005
 # fraction of the step that another sync rule, precision or rank order must save to be reported
 _LEAST_SAVED = 0.02
 INEXACT: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"compress": "bf16"}, "gradients lose digits on their way between replicas: other losses, by little"),
-    ({"compress": "int8"}, "gradients are rounded to 8 bits on their way between replicas: other losses"),
-    ({"compress": "powersgd:4"}, "replicas agree on an approximation of their gradients: other losses"),
-    ({"sync": "local:8"}, "replicas train independently and average every 8 steps: other losses"),
-    ({"sync": "server:staleness=4"}, "servers step on gradients up to 4 batches old, nobody waits: other losses"),
-    ({"sync": "diloco:30"}, "replicas train independently and agree every 30 steps: other losses"),
+    ({"compress": "bf16"}, "gradients travel in 16 bits between replicas: losses differ slightly"),
+    ({"compress": "int8"}, "gradients travel in 8 bits between replicas: losses differ"),
+    ({"compress": "powersgd:4"}, "replicas reduce an approximation of their gradients: losses differ"),
+    ({"sync": "local:8"}, "replicas train independently and average every 8 steps: losses differ"),
+    ({"sync": "server:staleness=4"}, "servers apply gradients up to 4 batches old, no worker waits: losses differ"),
+    ({"sync": "diloco:30"}, "replicas train independently and synchronize every 30 steps: losses differ"),
 )
 
 

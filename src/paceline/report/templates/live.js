@@ -180,7 +180,7 @@
 
     links({ transport, rows }) {
       this.sections.links.hidden = !rows.length;
-      say(this.fields.transport, transport ? `The ranks talk over ${transport}.` : "");
+      say(this.fields.transport, transport ? `The ranks communicate over ${transport}.` : "");
       const table = this.node.querySelector(".of-links"), used = [0, 1, 2, 3, 4, 5].map((column) => column === 0 || rows.some((row) => row[column]));
       [...table.tHead.rows[0].cells].forEach((cell, column) => { cell.hidden = !used[column]; });
       sized(table.tBodies[0], "tr", rows.length).forEach((row, number) => {

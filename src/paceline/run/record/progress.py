@@ -260,18 +260,18 @@ def parsed(line: bytes) -> Any:
 
 
 _SENTENCES = {
-    "transport": "the ranks talk over {transport}: {reason}",
+    "transport": "the ranks communicate over {transport}: {reason}",
     "resume": "resumed at step {step}",
-    "checkpoint_damaged": "{reason}; trying the one before",
+    "checkpoint_damaged": "{reason}; trying the previous checkpoint",
     "slow_rank_over": (
-        "rank {rank} is as fast as the others again in step {step}; it was slow since step {since_step}"
+        "rank {rank} is as fast as the others again at step {step}; it had been slow since step {since_step}"
     ),
-    "lines_lost": "{lines} lines of {file} are lost, because the disk could not take them; it can again",
-    "unauthenticated": "{connections} connections to the ranks' ports did not show the run's key and were closed",
+    "lines_lost": "{lines} lines of {file} are lost, because writing to the disk failed; it works again",
+    "unauthenticated": "{connections} connections to the ranks' ports did not prove the run's key and were closed",
     "tracker": 'tracker "{name}" {said}',
-    "host_back": "host {host} (number {number}) has come, and its ranks are started",
-    "coordinator": "{lost} is lost; {by} coordinates now",
-    "went_back": "going on from step {step}, kept in memory: {lost_steps} steps are trained again",
+    "host_back": "host {host} (number {number}) has joined; its ranks are started",
+    "coordinator": "{lost} is lost; {by} is the coordinator now",
+    "went_back": "continuing from step {step}, kept in memory: {lost_steps} steps are repeated",
     "healed": "rank {rank} is back at step {step}",
 }
 
@@ -291,15 +291,15 @@ def event_sentence(event: dict[str, Any]) -> str | None:
                 f"{name} {value:.4f}" for name, value in event["metrics"].items()
             )
         case "checkpoint_failed":
-            tries = f"{event['failures']} of at most {event['max_failures']} in a row"
-            return f"{event['reason']} Training goes on, and the next checkpoint is tried ({tries})."
+            tries = f"{event['failures']} of at most {event['max_failures']} consecutive failures"
+            return f"{event['reason']} Training continues to the next checkpoint ({tries})."
         case "slow_rank":
             times = (
-                f"{1e3 * event['busy_s']:.3g} ms of work in a step, the others {1e3 * event['others_busy_s']:.3g} ms"
+                f"{1e3 * event['busy_s']:.3g} ms of work per step, {1e3 * event['others_busy_s']:.3g} ms on the others"
             )
             host = f" (host {event['host']})" if event["host"] else ""
             return (
-                f"rank {event['rank']}{host} is {event['ratio']:.1f} times as slow as the others since step "
+                f"rank {event['rank']}{host} has taken {event['ratio']:.1f} times as long as the others since step "
                 f"{event['since_step']}: {times}"
             )
         case "balance" if event["slow_changed"]:
@@ -309,17 +309,17 @@ def event_sentence(event: dict[str, Any]) -> str | None:
         case "corruption":
             tensors = ", ".join(event["tensors"]) + (f" and {event['more']} more" if event["more"] else "")
             return (
-                f"step {event['step']}: rank {event['rank']} (host {event['host']}) held other values of {tensors} "
-                f"than most ranks, and has the state of rank {event['healed_from']} now. If that happens again, "
-                "check the memory of that host"
+                f"step {event['step']}: rank {event['rank']} (host {event['host']}) had values of {tensors} "
+                f"that differ from most ranks; its state is now that of rank {event['healed_from']}. If this happens "
+                "again, check the memory of that host"
             )
         case "nonfinite" | "spike" if event["policy"] == "skip":
-            return f"{event['problem']}; left out, as the job's policy is to skip"
+            return f"{event['problem']}; the update is skipped, as the job requests"
         case "nonfinite" | "spike":
             return str(event["problem"])
         case "rewind":
             kept = f", kept {'in memory' if event['kept'] == 'memory' else 'on disk'}" if event.get("kept") else ""
-            return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is left out"
+            return f"went back from step {event['from_step']} to step {event['to_step']}{kept}; that batch is skipped"
         case "lost":
             stack = f"\n{event['stack']}" if event["stack"] else ""
             if event.get("ends"):
@@ -333,14 +333,18 @@ def event_sentence(event: dict[str, Any]) -> str | None:
             waits_s = event.get("waits_s")
             waits = f"the others wait for it, {waits_s:g} s at most" if waits_s else "the run cannot go on without it"
             others = "the others go on" if waits_s is None else waits
-            back = "It is started again." if event.get("revived") else "Start the same command there to have it back."
+            back = (
+                "It is started again."
+                if event.get("revived")
+                else "Start the same command there to add the host again."
+            )
             return f"{event['reason']}; {others}. {back if event['again'] else LEFT_OUT}"
         case "scaled":
             return _sentence_of_scaled(event)
         case "not_mirrored":
             return (
-                f"ranks keep no copies of each other's state: these take {size(event['wanted_bytes'])} more of a "
-                f"machine's memory, and {size(event['free_bytes'])} are free. When one is lost, all go back to the "
+                f"ranks keep no copies of each other's state: copies need {size(event['wanted_bytes'])} more memory on "
+                f"a machine, and {size(event['free_bytes'])} is free. If a rank is lost, all ranks resume from the "
                 "newest checkpoint"
             )
         case "restart":
@@ -353,8 +357,8 @@ def _sentence_of_balance(event: dict[str, Any]) -> str:
     if not event["slow"]:
         return f"the shares of the batch follow the replicas' speeds {shares}"
     slow = [
-        f"{_straggler(slow)} computes at {slow['speed']:.2f} of the usual speed since step {slow['since_step']} and "
-        f"gets {slow['share']:.1%} of the batch"
+        f"{_straggler(slow)} has computed at {slow['speed']:.2f} of the usual speed since step "
+        f"{slow['since_step']} and gets {slow['share']:.1%} of the batch"
         for slow in event["slow"]
     ]
     return f"{'; '.join(slow)} (shares {shares})"
@@ -365,8 +369,8 @@ def _sentence_of_scaled(event: dict[str, Any]) -> str:
     ranks = _numbered("rank", numbers)
     who, one = (f"host number {host} with its {ranks}", True) if host else (ranks, len(numbers) == 1)
     if event["by"] < 0:
-        return f"{who} {'has' if one else 'have'} left, as `paceline scale` asked; the others go on"
-    return f"{who} {'may come' if host else 'is started' if one else 'are started'}, as `paceline scale` asked"
+        return f"{who} {'has' if one else 'have'} left, as `paceline scale` requested; the others go on"
+    return f"{who} {'may join' if host else 'is started' if one else 'are started'}, as `paceline scale` requested"
 
 
 def _sentence_of_recut(event: dict[str, Any]) -> str:
