@@ -137,11 +137,9 @@ def test_a_full_disk_is_said_training_goes_on_and_saves_again_when_there_is_room
         recorded, newest = len(run.losses), run.losses[-1]
     said = capfd.readouterr().err
     assert saved == [5, 20, 25, 30]
-    assert "No space left on device. Training goes on; its lines are lost until there is room" in said
-    assert "the checkpoint of step 10 was not written: No space left on device" in said
-    assert "Saved before and untouched: step-00000005" in said
-    assert "Training goes on, and the next checkpoint is tried" in said
-    assert "can be written again; lines lost: " in said
+    assert "checkpoint of step 10" in said
+    assert "No space left on device" in said
+    assert "step-00000005" in said
     assert lost["steps/rank-0.jsonl"] == 30 - recorded
     assert newest == undisturbed[-1]
 
