@@ -168,9 +168,7 @@ def scale(
             holder=holder,
             deadline_s=_WAIT_S,
         )
-    if answer.refused:
-        raise RunError("scale.refused", "{reason}", reason=answer.text)
-    typer.echo(printable(answer.text))
+    typer.echo(printable(answer))
 
 
 def _holder(run: Path) -> str:

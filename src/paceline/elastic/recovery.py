@@ -32,7 +32,7 @@ from paceline.units import count
 from paceline.wire.status import Generation, RankStatus
 
 LOSSES = "PACELINE_LOSSES_PER_HOUR"  # losses of one rank after which it is left out
-_NAME, _LIMIT = "scale-", 4096  # of the files of a request
+_NAME, _LIMIT = "scale-", 65536  # of the files of a request
 _LOOK_S = 0.1
 
 
@@ -468,14 +468,18 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Reply text for the command that sent the request."""
+    """Reply for the command that sent the request: a text, or the description of an error."""
 
-    text: str
-    refused: bool
+    text: str = ""
+    error: dict[str, Any] = {}
 
 
-def ask(run: Path, by: int, wait_s: float) -> Answer | None:
-    """Send a request to a run's launcher; return its answer, or None after a time-out."""
+def ask(run: Path, by: int, wait_s: float) -> str | None:
+    """Send a request to a run's launcher; return its answer, or None after a time-out.
+
+    Raises:
+        LaunchError: the launcher refused the request.
+    """
     name = f"{_NAME}{secrets.token_hex(8)}"
     request, answer = run / f"{name}.request", run / f"{name}.answer"
     write_whole(request, msgspec.json.encode(Request(by)))
@@ -483,7 +487,10 @@ def ask(run: Path, by: int, wait_s: float) -> Answer | None:
     try:
         while time.monotonic() < until:
             if answer.exists():
-                return msgspec.json.decode(read_text(answer, _LIMIT), type=Answer)
+                found = msgspec.json.decode(read_text(answer, _LIMIT), type=Answer)
+                if found.error:
+                    raise LaunchError.of_json(found.error)
+                return found.text
             time.sleep(_LOOK_S)
     finally:
         for path in (request, answer):
@@ -501,9 +508,9 @@ def answer_requests(run: Path, losses: Losses) -> None:
                 path.unlink(missing_ok=True)
             continue
         try:
-            answer = Answer(_done(request, losses), refused=False)
+            answer = Answer(_done(request, losses))
         except LaunchError as error:
-            answer = Answer(str(error), refused=True)
+            answer = Answer(error=error.as_json())
         with suppress(OSError):
             path.unlink()  # before the answer: a requester that has given up gets none
             write_whole(path.with_suffix(".answer"), msgspec.json.encode(answer))

@@ -149,7 +149,7 @@ class _Data(Spec):
             try:
                 return copy_of(value) if is_url(value) else value
             except StorageError as error:
-                raise DataError("data.invalid", "data.{field}: {error}", field=field, error=error) from error
+                raise DataError.of_error(error, f"data.{field}") from error
 
         fields = {field: getattr(self, field, None) for field in ("path", "held_out_path", "test")}
         paths = {field: local(field, value) for field, value in fields.items() if value is not None}

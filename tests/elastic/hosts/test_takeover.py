@@ -330,5 +330,5 @@ def test_a_run_that_was_on_the_lost_hosts_disk_alone_stops_and_says_what_is_lost
         kill_host(hosts[0])
         one = outcomes(hosts)[1]
     assert one.code == 1
-    assert one.says(f"the run's directory {first}/run with it", "continue there with --resume")
+    assert one.says(f"{first}/run", "[hosts.directory_lost]")
     assert "Traceback" not in one.err
