@@ -468,7 +468,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Reply for the command that sent the request: a text, or the description of an error."""
+    """Reply to a request: a text, or the description of an error."""
 
     text: str = ""
     error: dict[str, Any] = {}
