@@ -72,6 +72,20 @@ def test_the_same_command_repeats_no_finished_run_and_another_one_is_refused(swe
     assert content(folder / "out")["runs"][0] == before
 
 
+def test_more_repeats_go_on_in_the_same_directory_and_fewer_are_refused(tmp_path: Path) -> None:
+    write_job(tmp_path / "job.yaml", model={"factory": f"{POINTS}:net"}, data=DATA, metrics=["accuracy"])
+    words = ("sweep", "job.yaml", "--plan", "dp=1", "--set", "stop.steps=2", "--out", "out", "--grid", "optimizer.lr=1")
+    assert paceline(*words, folder=tmp_path).code == 0
+    first = content(tmp_path / "out")["runs"][0]
+    outcome = paceline(*words, "--repeat", "2", folder=tmp_path)
+    assert outcome.code == 0, outcome.error
+    runs = content(tmp_path / "out")["runs"]
+    assert runs[0] == first
+    assert [(run["seed"], run["state"]) for run in runs] == [(0, "finished"), (1, "finished")]
+    assert len({run["run"] for run in runs}) == 2
+    assert "[sweep.another_sweep]" in paceline(*words, folder=tmp_path).error
+
+
 @pytest.mark.parametrize(
     ("words", "blamed"),
     [

@@ -61,7 +61,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of the sweep; one that was interrupted goes on there.",
+            help="Directory of the sweep; an interrupted one, or one with more repeats, goes on there.",
             show_default="sweeps/JOB-TIME",
         ),
     ] = None,

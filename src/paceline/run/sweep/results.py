@@ -80,7 +80,7 @@ class Combination:
     def directory(self) -> str:
         """Directory of the run, or the pattern of all runs' directories, under the sweep's."""
         first = self.runs[0].run
-        return first if len(self.runs) == 1 else f"{first.rstrip('0123456789')}*"
+        return first if len(self.runs) == 1 else f"{first.partition('-')[0]}*"
 
     @property
     def state(self) -> str:
@@ -137,7 +137,8 @@ def verdict(combinations: Sequence[Combination], metric: str, *, higher_is_bette
             named = "; ".join(titled(c.parameters) for c in ties)
             value += f"; the same with {named}"
         doubt = (
-            f"With fewer than {LEAST_REPEATS} seeds each, the difference may be chance; --repeat {LEAST_REPEATS} tells."
+            f"With fewer than {LEAST_REPEATS} seeds each, the difference may be chance: continue with --repeat "
+            f"{LEAST_REPEATS} in the same --out."
         )
         return Verdict((top.number, *(c.number for c in ties)), False, f"{value}. {doubt}")
     interval = median_interval(top.values)

@@ -75,7 +75,7 @@ class SweepRequest:
 
 
 class Sweep:
-    """A sweep and its directory; continues an earlier sweep of the same request.
+    """A sweep and its directory; continues an earlier sweep of the same request, or of one with fewer repeats.
 
     The directory has `sweep.json`, which is rewritten after every run, and the directories of the runs.
 
@@ -210,6 +210,8 @@ class Sweep:
             before = msgspec.convert(kept["runs"], list[SweepRun])
             earlier, now = kept["sweep"], self._description()
             changed = _changed_combinations(earlier.pop("combinations"), now.pop("combinations"))
+            if earlier["repeat"] < now["repeat"]:  # only the runs with new seeds are missing
+                earlier["repeat"] = now["repeat"]
             if found := [*changed, *differences(earlier, now)]:
                 raise RunError(
                     "sweep.another_sweep",
@@ -225,8 +227,8 @@ class Sweep:
                 file=file,
                 error=repr(error),
             ) from error
-        known = {run.run: run for run in before}
-        self.runs = [known.get(run.run, run) for run in self.runs]
+        known = {(run.number, run.seed): run for run in before}
+        self.runs = [known.get((run.number, run.seed), run) for run in self.runs]
 
     # Runs
 
