@@ -334,6 +334,25 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
     assert choice.plan == default
 
 
+def test_a_sample_that_raises_ends_the_choice_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN_DATA)
+    job = network(tmp_path, "pass", data={"kind": "dataset", "factory": f"{tmp_path}/broken.py:Broken", "held_out": 0})
+    forecasts(monkeypatch, steps_of_1_ms("dp=2"), steps_of_1_ms("dp=1"))
+    with pytest.raises(LaunchError) as raised:
+        choose(job, CLUSTER)
+    assert raised.value.code == "data.first_sample_raised"
+
+
+BROKEN_DATA = """
+class Broken:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        raise ValueError("cannot decode")
+"""
+
+
 @pytest.mark.slow
 def test_a_trial_on_emulated_hosts_takes_their_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: object

@@ -15,7 +15,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.elastic.forkserver import wait_for_imports
 from paceline.elastic.run_on_ranks import run_on_plan
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import BatchError, LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.planning import history as cache
 from paceline.planning.arguments import plan_of
@@ -91,6 +91,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
 
     Raises:
         PlanError: no plan of `auto` can run the job here.
+        LaunchError: a measurement failed with an error that does not depend on the plan, as a sample that raises does.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     return _Search(job, cluster, say or (lambda line: None), runs).choose()
@@ -167,6 +168,7 @@ class _Search:
         try:
             return forecast(self.job, self.cluster, self.default, calibration)
         except PacelineError as error:
+            _raise_if_of_any_plan(error)
             self._tell(f"the plans could not be predicted ({reason_of(error)}); going on from plan {self.default}")
             return []
 
@@ -179,6 +181,7 @@ class _Search:
         try:
             return calibrate(self.job, self.cluster, lambda line: self._tell(f"plan auto: {line}"))
         except PacelineError as error:
+            _raise_if_of_any_plan(error)
             self._tell(f"the machine could not be calibrated ({reason_of(error)})")
             return None
 
@@ -209,6 +212,7 @@ class _Search:
         try:
             found = measure(self.job, self.cluster, found, self._tell_rows)
         except LaunchError as error:
+            _raise_if_of_any_plan(error)
             self._tell(f"nothing could be measured ({reason_of(error)}); going on with plan {begin}")
             return self._choice(begin, seconds=time.monotonic() - started)
         self.tried = found.tried
@@ -381,6 +385,25 @@ def measure(job: Job, cluster: Cluster, found: TuningResult, tell: Tell) -> Tuni
     return found
 
 
+# errors of the data that depend on the plan; the other ones would end a run under every plan
+_DATA_ERRORS_OF_A_PLAN = {
+    "data.batch_uncuttable",
+    "data.host_files_counts",
+    "data.host_without_files",
+    "data.hosts_differ",
+    "data.random_batch",
+    "data.rows_unknown",
+    "data.sequence_indivisible",
+}
+
+
+def _raise_if_of_any_plan(error: PacelineError) -> None:
+    """Raise the error if the run would end with it under every plan, so that it is reported once and at once."""
+    of_data = error.code.startswith("data.") and error.code not in _DATA_ERRORS_OF_A_PLAN
+    if of_data or getattr(error, "rank_error", None) == BatchError.__name__:
+        raise error
+
+
 def reason_of(error: PacelineError) -> str:
     """Return the error's first line, without the name of the rank."""
     return re.sub(r"^rank \d+ \(.*?\) raised[^:]*: ", "", str(error).partition("\n")[0])
@@ -401,6 +424,7 @@ def _started(job: Job, cluster: Cluster, found: TuningResult, ranks: int, tell: 
             run_on_plan(_try, request, job=job, cluster=cluster, plan=Plan(dp=ranks), on_partial=note)
             return newest
         except LaunchError as error:
+            _raise_if_of_any_plan(error)
             if newest.under_way in (None, BEGINNING):
                 raise
             failures += 1
@@ -450,6 +474,7 @@ def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) 
     try:
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s
     except LaunchError as error:
+        _raise_if_of_any_plan(error)
         return Trial(forecast.plan, f"failed: {reason_of(error)}", predicted_s=forecast.step_s)
     best = _best_step(found)
     if own is None or best is None:
