@@ -286,7 +286,7 @@ def test_processes_of_an_engine_from_a_package_train_as_its_ranks(runs: Path) ->
 def test_a_plan_is_made_for_a_device_from_a_package(runs: Path, said: dict[str, list[str]]) -> None:
     assert "RTX-6000-Ada" in "".join(said["device"])
     unknown = paceline("plan", "sizes.yaml", "--cluster", "2x8xRTX-6000-Ada", folder=runs)
-    assert '"RTX-6000-Ada" is not in the catalogue of hardware. The nearest there: RTX-' in unknown.error
+    assert '"RTX-6000-Ada" is not in the catalogue of hardware. Did you mean RTX-' in unknown.error
 
 
 # A tracker

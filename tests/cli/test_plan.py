@@ -23,6 +23,7 @@ from handmade_search import RARER, cluster, found, job
 from paceline.cli import plan_options as command
 from paceline.cli.command import to_run_on
 from paceline.cli.plan_screen import fitted, show_costs, show_explanation, show_plans
+from paceline.cluster.named import HARDWARE
 from paceline.errors import ClusterError, LaunchError
 from paceline.job.job import Job
 from paceline.planning.explain.advice import Advice
@@ -188,6 +189,16 @@ def test_a_model_too_large_for_every_plan_is_an_error_that_says_what_is_missing(
 def test_a_cluster_that_cannot_be_is_an_error_that_helps(name: str, code: str) -> None:
     with raises(ClusterError, code):
         command.cluster_of(name, None)
+
+
+def test_a_wrong_name_is_answered_by_near_names_and_the_command_that_lists_all(tmp_path: Path) -> None:
+    with raises(ClusterError, "cluster.name_wrong") as wrong:
+        command.cluster_of("2x8xH1000", None)
+    assert "H100-SXM" in str(wrong.value)
+    assert "T4" not in str(wrong.value)
+    shown = paceline("plan", "cluster", "--hardware", folder=tmp_path)
+    assert shown.code == 0
+    assert [line.split()[0] for line in shown.out.splitlines()] == list(HARDWARE.names)
 
 
 def test_a_cluster_from_the_catalogue_is_refused_where_ranks_would_start(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("", "write hosts x devices of each x device"),
         ("1000000x8xH100", "has 8,000,000 devices. Plans can be made for at most 1,000,000"),
         ("64xH100-SXM", "is one host with 64 devices; a usual one has 8: 8x8xH100-SXM"),
-        ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. The nearest there: '),
+        ("8xH1000", 'cluster "8xH1000": "H1000" is not in the catalogue of hardware. Did you mean '),
         ("8xH100, oversubscribed 0.5:1", "oversubscription is at least 1:1"),
         ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two values for its oversubscription"),
         ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h'),

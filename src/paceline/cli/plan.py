@@ -179,6 +179,16 @@ def cost(
 _OF_COST = ("job", "global_batch", "cluster", "devices", "price_per_device_hour", "measured", "plan")
 
 
+def _list_hardware(wanted: bool) -> None:
+    if wanted:
+        from paceline.cluster.named import HARDWARE
+        from paceline.units import size
+
+        for name in HARDWARE.names:
+            typer.echo(f"{name:18}{size(HARDWARE[name].memory_bytes):>9}")
+        raise typer.Exit
+
+
 def cluster(
     job: JobPath,
     changes: SetKeys = None,
@@ -192,6 +202,15 @@ def cluster(
         str | None,
         typer.Option(metavar="NAME", help='Choose a number of these hosts instead, e.g. "16x8xH100-SXM, 2.5/h".'),
     ] = None,
+    hardware: Annotated[
+        bool,
+        typer.Option(
+            "--hardware",
+            callback=_list_hardware,
+            is_eager=True,
+            help="List the catalogue's devices with their memory, and exit.",
+        ),
+    ] = False,
     price: Price = None,
     budget: Annotated[float | None, typer.Option(min=0, metavar="X", help="Largest cost of the training.")] = None,
     deadline: Annotated[

@@ -320,8 +320,7 @@ def accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.device_unknown",
-            '"{name}" is not in the catalogue of hardware. {hint} Or leave --cluster out on that machine, to measure '
-            "it.",
+            '"{name}" is not in the catalogue of hardware. {hint} To measure a machine, leave --cluster out on it.',
             name=name,
             hint=nearest_to(name),
         )
@@ -383,11 +382,12 @@ def _by_key(text: str) -> Accelerator | None:
 
 
 def nearest_to(name: str) -> str:
-    """Sentence with the catalogue's names that are nearest to one, or all of them."""
+    """Sentence with the catalogue's names that are nearest to one, and the command that lists all."""
     by_plain = {_plain(key): key for key in HARDWARE.names}
     text = _MAKERS.sub("", _words(name)).replace(" ", "")
     names = [by_plain[plain] for plain in get_close_matches(text, by_plain, n=3, cutoff=0.5)]
-    return f"The nearest there: {', '.join(names)}." if names else f"It has: {', '.join(HARDWARE.names)}."
+    near = f"Did you mean {' or '.join(names)}? " if names else ""
+    return f"{near}`paceline plan cluster --hardware` lists all names."
 
 
 def _words(name: str) -> str:
