@@ -120,6 +120,17 @@ def test_a_run_is_never_written_over_another(tmp_path: Path) -> None:
         Run.create(tmp_path / "run", small_job(), discover(), Plan())
 
 
+def test_a_directory_with_files_of_no_run_is_refused_but_not_one_with_logs(tmp_path: Path) -> None:
+    for name in (".gitkeep", "slurm-12.out", "train.log"):
+        (tmp_path / name).touch()
+    Run.must_be_new(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with raises(RunError, "run.directory_not_empty", path=tmp_path):
+        Run.must_be_new(tmp_path)
+    (tmp_path / "plan.txt").touch()  # a start that failed has left it
+    Run.must_be_new(tmp_path)
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "run", Path("/proc/run")):

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import threading
@@ -28,13 +29,15 @@ from paceline.job.job import Job
 from paceline.job.spec import load_object
 from paceline.planning.plan import Plan
 from paceline.storage.url import checked_url, is_url
-from paceline.text import printable
+from paceline.text import listed, printable
 
 DESCRIPTION = ("job.yaml", "cluster.yaml", "plan.txt", "environment.json")  # files that ranks read before they start
 FOLDERS = ("steps", "checkpoints")
 # Keys that may differ between a run and the job that resumes it. Among these, only `stop` affects the result of a
 # step, and only with a schedule that decays over the whole run.
 FREE_KEYS = {"name", "metrics", "stop", "evaluate", "checkpoint", "deadline_s", "trackers"}
+# what may be in a directory before a run begins there: hidden files and logs of launchers
+_BESIDE_A_RUN = re.compile(r"\..*|(?:.*[-_.])?logs?(?:[-_.\d].*)?|.*\.(?:out|err|pid)")
 _ALIKE = 0.1  # relative difference of two speeds that is not shown
 WARM_UP_STEPS = 5  # excluded from throughput: the first steps allocate memory and fill caches
 
@@ -109,12 +112,25 @@ class Run:
 
     @staticmethod
     def must_be_new(path: Path) -> None:
-        """Raise RunError if the directory already holds a run."""
+        """Raise RunError if the directory holds a run, or files that belong to no run.
+
+        Hidden files, and logs that a launcher writes there before the start, are no obstacle. Neither is what a failed
+        start has left.
+        """
         if (path / "job.yaml").exists():
             raise RunError(
                 "run.directory_in_use",
                 "{path} holds a run already. Continue it with --resume, or name another directory.",
                 path=path,
+            )
+        names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        foreign = [name for name in names if not _BESIDE_A_RUN.fullmatch(name)]
+        if foreign and not {*names} & {*DESCRIPTION, *FOLDERS, "lock", "events.jsonl"}:
+            raise RunError(
+                "run.directory_not_empty",
+                "{path} holds files that belong to no run: {files}. Name an empty or a new directory with --run.",
+                path=path,
+                files=f"{listed(foreign[:3])}{', …' if len(foreign) > 3 else ''}",
             )
 
     @classmethod
