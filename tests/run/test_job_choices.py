@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,34 @@ def test_evaluations_measure_the_average_which_is_also_exported(tmp_path: Path) 
     assert run.metrics["loss"] == pytest.approx(losses["ema"], rel=1e-5)
     assert losses[None] == losses["ema"] != losses["raw"]
     assert all(event["weights"] == "ema" for event in run.events() if event["event"] == "evaluation")
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "stop"),
+    [({"every_steps": 4}, 6), ({"every_steps": 4}, 8), ({"every_epochs": 1}, 10), ({"every_epochs": 1}, 14)],
+)
+def test_the_evaluation_at_a_run_s_end_counts_only_where_a_longer_run_evaluates(
+    evaluate: dict[str, int], stop: int, tmp_path: Path
+) -> None:
+    # every evaluation but the first is worse than needed, so each halves the learning rate
+    schedule = {"name": "ReduceLROnPlateau", "args": {"patience": 0, "factor": 0.5, "threshold": 10.0}}
+    patience = {"metric": "loss", "evaluations": 4, "min_delta": 100.0}
+    made = []
+    for name, stops in {"undisturbed": (40,), "resumed": (stop, 40)}.items():
+        for steps in stops:
+            rules = {"steps": steps, "patience": patience}
+            job = choices(schedule=schedule, evaluate=evaluate, stop=rules, checkpoint={"every_steps": 7, "keep": 9})
+            made.append(train_here(tmp_path / name, job))
+    undisturbed, _, resumed = made
+    assert facts(resumed) == facts(undisturbed)
+    assert resumed.reason == undisturbed.reason
+    assert str(resumed.reason).startswith("patience")
+    # a checkpoint that was written before the evaluation of its step
+    for checkpoint in undisturbed.checkpoints.glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > 14:
+            shutil.rmtree(checkpoint)
+    expected = facts(undisturbed)
+    assert facts(train_here(tmp_path / "undisturbed", undisturbed.job)) == expected
 
 
 def test_a_checkpoint_moves_to_another_plan_with_its_average(tmp_path: Path, ranks: Ranks) -> None:

@@ -248,12 +248,19 @@ class StopRule:
             return f"seconds: {self.spec.seconds:g} s are over"
         return None
 
-    def after_evaluation(self, metrics: dict[str, float], step: int) -> str | None:
-        """Return the reason to stop after validation metrics were measured at a step, or None."""
+    def after_evaluation(self, metrics: dict[str, float], step: int, *, counts: bool = True) -> str | None:
+        """Return the reason to stop after validation metrics were measured at a step, or None.
+
+        Args:
+            counts: False for an evaluation that is made only because the run ends; it can only be the best one.
+        """
+        if self.best is not None:
+            self.best.update(step, metrics)
+        if not counts:
+            return None
         self._newest_metrics = metrics
-        for watched in (self.best, self._patience):
-            if watched is not None:
-                watched.update(step, metrics)
+        if self._patience is not None:
+            self._patience.update(step, metrics)
         return self._by_metrics()
 
     def state_dict(self) -> dict[str, object]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from paceline.comm import Group
 from paceline.data.loader import Position
@@ -62,8 +62,9 @@ class Loop:
         self.balancing = Balancing(engine, run.job, self.events, self.epoch_steps)
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epoch_steps)
-        self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, {"schedule": self.rates})
         self.evaluations = Evaluations(self.job, engine, data, metrics, self.stop, self.events, self.epoch_steps)
+        further = {"schedule": self.rates, "evaluations": self.evaluations}
+        self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, further)
         self.evaluations.told = self._on_evaluation
         self.evaluations.on_best = self.checkpoints.save
         self.recutting = Recutting(engine, self.checkpoints, self.events, self.total_steps)
@@ -297,7 +298,8 @@ class Loop:
             engine.compute.loss_scale.load_state_dict(scale)
         self.stop.load_state_dict(boundary.stop)
         self.rates.load_state_dict(boundary.schedule)
-        self.evaluations.at, self.checkpoints.rejected = boundary.evaluated_at, boundary.rejected
+        self.evaluations.at = self.evaluations.counted = boundary.evaluated_at
+        self.checkpoints.rejected = boundary.rejected
         engine.replica_state.corruption.times, self.recutting.recuts = list(boundary.corrupted), boundary.recuts
         self.checkpoints.continued()
         self.checkpoints.begin()
@@ -358,15 +360,19 @@ class Loop:
         self.remarks.tell()
         if self.group.transport_note is not None:
             self.events("transport", {"transport": self.group.transport.name, "reason": self.group.transport_note})
+        reason = self.stop.ended(engine.step_count)
+        if resumed and reason is None:
+            reason = self.evaluations.after_resume()
         self.checkpoints.begin()
         engine.meter.restart()
         self._acted = engine.step_count
-        return self.stop.ended(engine.step_count)
+        return reason
 
     def _finish(self, reason: str) -> None:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
-            self.evaluations.measure()
+            # A resumed run with a longer stop rule evaluates here only if it is due.
+            self.evaluations.measure(counts=self.evaluations.due_at(self.engine.step_count))
         if not interrupted:
             self.evaluations.test()
         elapsed_s = self.stop.elapsed_s
@@ -399,12 +405,14 @@ class Loop:
             return False
         self.checkpoints.rewind(result)
         self.evaluations.at = -1
+        self.evaluations.after_resume()  # a reason to end is found again after the step that is left out
         return True
 
     # Cadence
 
-    def _on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self.rates.after_evaluation(step, metrics)
+    def _on_evaluation(self, step: int, metrics: dict[str, float], *, counts: bool) -> None:
+        if counts:
+            self.rates.after_evaluation(step, metrics)
         self.recorder.on_evaluation(step, metrics)
 
     def vote(self) -> None:
@@ -429,12 +437,17 @@ class _Begun:
     lr: float
 
 
+class _Told(Protocol):
+    def __call__(self, step: int, metrics: dict[str, float], /, *, counts: bool) -> None: ...
+
+
 class Evaluations:
     """Evaluations on the validation set, at the times that the job defines.
 
     Attributes:
         at: step of the last evaluation; -1 before the first.
-        told: called with the metrics of every evaluation.
+        counted: step of the last evaluation that the schedule and the stop rule have counted; -1 before the first.
+        told: called with the metrics of every evaluation, and whether the schedule counts it.
         on_best: called after an evaluation that is the best so far.
     """
 
@@ -449,25 +462,47 @@ class Evaluations:
         epoch_steps: int,
     ) -> None:
         self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
-        self.epoch_steps, self.at = epoch_steps, -1
+        self.epoch_steps, self.at, self.counted = epoch_steps, -1, -1
         # Loader processes that start later must not inherit the files that an evaluation opens.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
-        self.told: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
+        self.told: _Told = lambda step, metrics, counts: None
         self.on_best: Callable[[], None] = lambda: None
 
     def after_step(self, info: StepInfo) -> str | None:
         """Evaluate when due; return the reason to end if a metric reached its target."""
-        every = self.job.evaluate.every_steps
-        return self.measure() if info.ending is None and every and info.result.step % every == 0 else None
+        counts_steps = self.job.evaluate.every_steps is not None
+        return self.measure() if info.ending is None and counts_steps and self.due_at(info.result.step) else None
 
     def after_epoch(self) -> str | None:
         """Evaluate if the job counts epochs; return a stop reason if a target was reached."""
-        epoch, every = self.engine.step_count // self.epoch_steps, self.job.evaluate.every_epochs
-        return self.measure() if self.job.evaluate.every_steps is None and epoch % every == 0 else None
+        counts_epochs = self.job.evaluate.every_steps is None
+        return self.measure() if counts_epochs and self.due_at(self.engine.step_count) else None
 
-    def measure(self) -> str | None:
-        """Evaluate on the validation set, if any; return the reason to end."""
+    def due_at(self, step: int) -> bool:
+        """Return True if the job asks for an evaluation after this step, wherever the run ends."""
+        every = self.job.evaluate.every_steps
+        return step % (every or self.job.evaluate.every_epochs * self.epoch_steps) == 0
+
+    def after_resume(self) -> str | None:
+        """Evaluate if the restored state is from the evaluation of its step; return a stop reason."""
+        step = self.engine.step_count
+        return self.measure() if self.due_at(step) and self.counted != step > 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with which a resumed run repeats no evaluation and leaves none out."""
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state in a checkpoint."""
+        self.counted = state.get("counted", -1)
+
+    def measure(self, *, counts: bool = True) -> str | None:
+        """Evaluate on the validation set, if any; return the reason to end.
+
+        Args:
+            counts: whether the schedule and the stop rule take it into account; the best checkpoint always does.
+        """
         engine, step = self.engine, self.engine.step_count
         if self._held_out is None:
             self.at = step
@@ -476,9 +511,9 @@ class Evaluations:
         metrics = engine.evaluate(batches_of(engine.compute, self._held_out, self.job.global_batch), self.metrics)
         weights = {} if engine.average is None else {"weights": "ema"}
         self.events("evaluation", {"step": step, "epoch": step / self.epoch_steps, "metrics": metrics, **weights})
-        self.told(step, metrics)
-        self.at = step
-        reason = self.stop.after_evaluation(metrics, step)
+        self.told(step, metrics, counts=counts)
+        self.at, self.counted = step, step if counts else self.counted
+        reason = self.stop.after_evaluation(metrics, step, counts=counts)
         if self.stop.best is not None and self.stop.best.step == step:
             self.on_best()
         return reason
