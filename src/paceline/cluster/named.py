@@ -382,7 +382,7 @@ def _by_key(text: str) -> Accelerator | None:
 
 
 def nearest_to(name: str) -> str:
-    """Sentence with the catalogue's names that are nearest to one, and the command that lists all."""
+    """Hint with the nearest names of the catalogue, and the command that lists all."""
     by_plain = {_plain(key): key for key in HARDWARE.names}
     text = _MAKERS.sub("", _words(name)).replace(" ", "")
     names = [by_plain[plain] for plain in get_close_matches(text, by_plain, n=3, cutoff=0.5)]

@@ -480,12 +480,12 @@ class Evaluations:
         return self.measure() if counts_epochs and self.due_at(self.engine.step_count) else None
 
     def due_at(self, step: int) -> bool:
-        """Return True if the job asks for an evaluation after this step, wherever the run ends."""
+        """Return True if the job's `evaluate` asks for an evaluation after this step."""
         every = self.job.evaluate.every_steps
         return step % (every or self.job.evaluate.every_epochs * self.epoch_steps) == 0
 
     def after_resume(self) -> str | None:
-        """Evaluate if the restored state is from the evaluation of its step; return a stop reason."""
+        """Evaluate if the restored state lacks a due evaluation; return a stop reason."""
         step = self.engine.step_count
         return self.measure() if self.due_at(step) and self.counted != step > 0 else None
 

@@ -75,7 +75,9 @@ class SweepRequest:
 
 
 class Sweep:
-    """A sweep and its directory; continues an earlier sweep of the same request, or of one with fewer repeats.
+    """A sweep and its directory.
+
+    In the directory of the same request, or of one with fewer repeats, only the missing runs are made.
 
     The directory has `sweep.json`, which is rewritten after every run, and the directories of the runs.
 

@@ -398,7 +398,7 @@ _DATA_ERRORS_OF_A_PLAN = {
 
 
 def _raise_if_of_any_plan(error: PacelineError) -> None:
-    """Raise the error if the run would end with it under every plan, so that it is reported once and at once."""
+    """Raise the error if the run would end with it under every plan."""
     of_data = error.code.startswith("data.") and error.code not in _DATA_ERRORS_OF_A_PLAN
     if of_data or getattr(error, "rank_error", None) == BatchError.__name__:
         raise error
