@@ -23,7 +23,7 @@ from paceline.job.samples import DataSets, apart
 from paceline.job.stop import StopRule
 from paceline.rank_environment import is_our_rank
 from paceline.run.build import predicted_state_bytes
-from paceline.run.checkpoints import Checkpoints
+from paceline.run.checkpoints import Checkpoints, Stateful
 from paceline.run.learning_rate import LearningRate
 from paceline.run.process import stop_signals
 from paceline.run.record.progress import PlainProgress
@@ -63,7 +63,7 @@ class Loop:
         self.remarks = Remarks(engine, self.events, self.balancing.at_even_shares)
         self.rates = LearningRate(self.job.schedule, engine.optimizer, self.total_steps, self.epoch_steps)
         self.evaluations = Evaluations(self.job, engine, data, metrics, self.stop, self.events, self.epoch_steps)
-        further = {"schedule": self.rates, "evaluations": self.evaluations}
+        further: dict[str, Stateful] = {"schedule": self.rates, "evaluations": self.evaluations}
         self.checkpoints = Checkpoints(run, engine, data, self.stop, group, self.events, further)
         self.evaluations.told = self._on_evaluation
         self.evaluations.on_best = self.checkpoints.save
