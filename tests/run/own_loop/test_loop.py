@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 from ranks import Ranks
+from refusals import raises
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 25
 
@@ -415,6 +416,37 @@ def a_step_without_gradients() -> None:
     optimizer.step()
 
 
+def a_closure_with_a_plain_backward() -> None:
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    engine = paceline.setup(model, optimizer, loader=data())
+    x, y = next(iter(engine.loader))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def a_step_on_scaled_gradients() -> None:
+    model, optimizer, engine = small(precision="fp16")
+    x, y = next(iter(engine.loader))
+    with engine.autocast():
+        loss = F.cross_entropy(model(x), y)
+    engine.backward(loss)
+    optimizer.step()
+
+
+def gradients_of_an_epoch_without_an_update() -> None:
+    model, _, engine = small()
+    for _ in range(2):
+        for x, y in engine.loader:
+            engine.backward(F.cross_entropy(model(x), y))
+
+
 def a_step_on_gradients_not_summed() -> None:
     model, optimizer, engine = small()
     x, y = next(iter(engine.loader))
@@ -503,6 +535,9 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (plain_backward_before_an_update_by_several_optimizers, "loop.rule_counts_steps"),
     (a_forward_pass_with_parameters_not_agreed_on, "loop.parameters_added"),
     (a_step_without_gradients, "loop.step_without_backward"),
+    (a_closure_with_a_plain_backward, "loop.plain_backward"),
+    (a_step_on_scaled_gradients, "loop.optimizer_step_fp16"),
+    (gradients_of_an_epoch_without_an_update, "loop.no_update"),
     (a_step_on_gradients_not_summed, "loop.gradients_not_reduced"),
     (an_optimizer_that_setup_was_not_given, "loop.optimizer_unknown"),
     (an_update_without_gradients, "loop.no_gradient"),
@@ -537,8 +572,35 @@ def test_what_would_train_something_else_is_refused_with_the_line_to_write(ranks
         assert codes == [code for _, code in REFUSED]
 
 
-def test_a_plain_backward_pass_is_right_on_one_rank() -> None:
-    plain_backward()
+ON_ONE_RANK: dict[Callable[[], None], str] = {
+    plain_backward: "loop.step_without_backward",
+    a_step_without_gradients: "loop.step_without_backward",
+    a_closure_with_a_plain_backward: "loop.step_without_backward",
+    a_step_on_scaled_gradients: "loop.optimizer_step_fp16",
+    gradients_of_an_epoch_without_an_update: "loop.no_update",
+}
+
+
+@pytest.mark.parametrize("loop", ON_ONE_RANK, ids=lambda loop: loop.__name__)
+def test_what_would_differ_on_several_ranks_is_refused_on_one(loop: Callable[[], None]) -> None:
+    with raises(paceline.PacelineError, ON_ONE_RANK[loop]):
+        loop()
+
+
+def test_other_optimizers_of_one_process_train_as_they_would_without_paceline() -> None:
+    small()
+    other = network()
+    other(torch.ones(2, FEATURES)).sum().backward()
+    SGD(other.parameters(), lr=0.1).step()
+
+
+def test_gradients_of_an_epoch_may_make_one_update() -> None:
+    model, _, engine = small()
+    for _ in range(2):
+        for x, y in engine.loader:
+            engine.backward(F.cross_entropy(model(x), y))
+        engine.update()
+    assert engine.step_count == 2
 
 
 def probes() -> list[float]:

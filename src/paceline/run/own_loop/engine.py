@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from paceline.comm import Group
 from paceline.comm.gather import gather
-from paceline.data.loader import Loader
+from paceline.data.loader import Loader, Position
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.guard import Settings, explain, stop
 from paceline.engine.loss_normalization import NoGradient
@@ -104,6 +104,7 @@ class Engine(RankEngine):
         self.shares = LossShares(self.loaders, self.data_group, self.device)
         self._casting = False
         self._newest_loss = torch.zeros((), dtype=torch.float64)
+        self._not_stepped_since: Position | None = None  # of the first batch whose gradient no step has used
         self.guard.remember()
         self.compute.normalization.warns = self.is_main
         self.steps.watch(
@@ -112,6 +113,7 @@ class Engine(RankEngine):
             lambda: self._newest_loss,
             ranks=group.size,
             divided_by=None if split is None else plan,
+            scaled=self.compute.loss_scale is not None,
         )
         if split is not None:
             split.begin_microbatch(last=True)
@@ -155,6 +157,8 @@ class Engine(RankEngine):
             PlanError: the plan does not allow this call.
             DataError: the samples of the loss are not known.
         """
+        if sync:
+            self._refuse_without_updates()
         check_backward(self, loss, casts=self._casting or self.compute.casts, sync=sync)
         if items is None:
             self.shares.check_data()
@@ -414,6 +418,7 @@ class Engine(RankEngine):
         """Drop gradients that no optimizer has stepped on."""
         self._clear_gradients()
         self.steps.gradients.clear()
+        self._not_stepped_since = None
         self.shares.forget()
 
     def close(self) -> None:
@@ -429,6 +434,18 @@ class Engine(RankEngine):
         self.signals.tensor.zero_()
         self.reduction.apply_rule(self.step_count + 1)
 
+    def _refuse_without_updates(self) -> None:
+        """Refuse a loop that computes reduced gradients for a whole epoch, and never steps by them."""
+        first, now = self._not_stepped_since, self.loader.position
+        if first is None or now is None:
+            self._not_stepped_since = now
+        elif now[:2] >= (first.epoch + 1, first.step):
+            raise JobError(
+                "loop.no_update",
+                "engine.backward(loss) has computed gradients for a whole epoch, and no optimizer has stepped by them. "
+                "Call engine.update() after each batch, or engine.clear() to drop the gradients.",
+            )
+
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
         self.on_phase("compute", self.step_count + 1)
@@ -438,11 +455,6 @@ class Engine(RankEngine):
     # Steps that the loop takes with `optimizer.step()`
 
     def _before_own_step(self) -> None:
-        if self.compute.loss_scale is not None:
-            raise JobError(
-                "loop.optimizer_step_fp16",
-                "precision=fp16 scales the gradients. Write engine.update() instead of optimizer.step().",
-            )
         if not math.isfinite(loss := float(self._newest_loss)):
             raise stop(explain(self.group, None, [], step=self.step_count + 1, loss=loss, norm=0.0))
         self._prepare_update(self.step_count + 1)
@@ -455,6 +467,7 @@ class Engine(RankEngine):
         if updated or self.local_steps:
             self.rule.after_step(self.step_count + 1)
         self.step_count += 1
+        self._not_stepped_since = None
         self._casting = False
 
     # Ownership of parameters

@@ -64,19 +64,25 @@ class OptimizerSteps:
         *,
         ranks: int,
         divided_by: Plan | None = None,
+        scaled: bool = False,
     ) -> None:
-        """Check every optimizer step in this process if there is more than one rank.
+        """Check the steps of these optimizers; on several ranks, those of every optimizer in this process.
 
         Args:
-            before: called before a step that the loop takes with `optimizer.step()`.
+            before: called on several ranks before a step that the loop takes with `optimizer.step()`.
             after: called after such a step.
             newest_loss: the mean loss over all ranks.
             divided_by: the plan, if it divides the model.
+            scaled: True if the gradients are scaled until the engine's update (fp16).
         """
         self._before, self._after, self._newest_loss, self._divided_by = before, after, newest_loss, divided_by
-        self._ranks = ranks
+        self._ranks, self._scaled = ranks, scaled
         _KNOWN.update(self.optimizers)
-        self._hooks = [register_optimizer_step_pre_hook(self._before_any_step)] if ranks > 1 else []
+        if ranks > 1:
+            self._hooks = [register_optimizer_step_pre_hook(self._before_any_step)]
+        else:
+            # other optimizers of the process train as they would without paceline
+            self._hooks = [o.register_step_pre_hook(self._before_any_step) for o in self.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_own_step) for o in self.optimizers]
 
     @contextmanager
@@ -169,15 +175,21 @@ class OptimizerSteps:
             if optimizer not in _KNOWN:  # otherwise it belongs to another engine
                 self._check_outer_step(optimizer)
             return None
+        if self._scaled:
+            raise JobError(
+                "loop.optimizer_step_fp16",
+                "precision=fp16 scales the gradients. Write engine.update() instead of optimizer.step().",
+            )
         closure = args[1] if len(args) > 1 else keywords.get("closure")  # torch passes the optimizer first
         if closure is not None:
             without = {k: v for k, v in keywords.items() if k != "closure"}
-            return (optimizer, self._agreed_closure(optimizer, closure), *args[2:]), without
+            return (optimizer, self._agreed_closure(number, closure), *args[2:]), without
         self._check_step(number)
-        self._before()
+        if self._ranks > 1:  # it reads the loss, for which an accelerator would have to be waited for
+            self._before()
         return None
 
-    def _agreed_closure(self, optimizer: Optimizer, closure: Closure) -> Closure:
+    def _agreed_closure(self, number: int, closure: Closure) -> Closure:
         """Wrap the closure so that it returns the mean loss over all ranks.
 
         All ranks then take the same decisions in a line search.
@@ -186,13 +198,14 @@ class OptimizerSteps:
             raise PlanError(
                 "loop.closure_divided",
                 "{class_name} with a closure works on whole parameters, but plan {plan} divides them. Use dp={ranks}.",
-                class_name=type(optimizer).__name__,
+                class_name=type(self.optimizers[number]).__name__,
                 plan=self._divided_by,
                 ranks=self._ranks,
             )
 
         def agreed() -> Any:
             own = closure()
+            self._check_step(number)
             return own if own is None else self._newest_loss().to(torch.as_tensor(own).dtype)
 
         return agreed
@@ -226,8 +239,8 @@ class OptimizerSteps:
         if number not in self.gradients:
             raise SyncError(
                 "loop.step_without_backward",
-                "optimizer.step() without engine.backward(loss) since its last step: the gradients of the ranks are "
-                "not reduced. Write engine.backward(loss) instead of loss.backward().",
+                "optimizer.step() without engine.backward(loss) since its last step. Write engine.backward(loss) "
+                "instead of loss.backward(), whose gradients are not reduced over the ranks.",
             )
 
     def _after_own_step(self, optimizer: Optimizer, args: Any, keywords: Any) -> None:
