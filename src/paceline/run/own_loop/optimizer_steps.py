@@ -66,7 +66,7 @@ class OptimizerSteps:
         divided_by: Plan | None = None,
         scaled: bool = False,
     ) -> None:
-        """Check the steps of these optimizers; on several ranks, those of every optimizer in this process.
+        """Check the steps of these optimizers; on several ranks, of all in the process.
 
         Args:
             before: called on several ranks before a step that the loop takes with `optimizer.step()`.
