@@ -21,7 +21,7 @@ from paceline.run.record.run import Run
 from paceline.state.average import WeightAverage
 from ranks import Ranks
 from refusals import raises
-from small_jobs import CLASSES, facts, new_run, plain, points, small_job, train_as_rank, train_here
+from small_jobs import CLASSES, Points, facts, new_run, plain, points, small_job, train_as_rank, train_here
 
 CHOICES: dict[str, Any] = {
     "optimizer": {
@@ -154,6 +154,51 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path) -> None:
 def test_a_stage_without_trained_parameters_is_exact(frozen: str) -> None:
     job = choices(optimizer="RMSprop", freeze=frozen, clip_value=None, clip_norm=0.01)
     assert paceline.check(job, "pp=2 microbatches=2 precision=fp64", steps=2).holds
+
+
+# the first stage of a pipeline has no trained parameters, and classes count differently
+WEIGHTED: dict[str, Any] = {
+    "freeze": "0",
+    "loss": {"name": "cross_entropy", "args": {"weight": [1.0, 2.0, 5.0], "label_smoothing": 0.1}},
+    "clip_norm": 0.05,
+    "optimizer": {"name": "adam", "lr": 0.05},
+}
+
+
+def test_class_weights_and_frozen_parameters_train_as_in_a_plain_loop(tmp_path: Path) -> None:
+    seen = []
+    job = small_job(**WEIGHTED, model=Seeded, precision="fp64", partition={"shuffle": False}, stop={"steps": 9})
+    run = train_here(tmp_path / "run", job)
+    model, data = Seeded().double(), Points()
+    model.body[0].requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), label_smoothing=0.1)
+    for inputs, labels in zip(data.inputs.double().split(8), data.labels.split(8), strict=True):
+        optimizer.zero_grad()
+        found = loss(model(inputs), labels)
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        seen.append(found.item())
+    assert run.losses == pytest.approx(seen, rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "tp=2", "pp=2 microbatches=2"])
+def test_class_weights_and_frozen_parameters_are_exact_under_every_split(plan: str) -> None:
+    assert paceline.check(small_job(**WEIGHTED), f"{plan} precision=fp64", steps=3).holds
+
+
+class Seeded(nn.Module):
+    """A model with the same weights in every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body: Any = plain()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(inputs)
+        return found
 
 
 class Tied(nn.Module):
