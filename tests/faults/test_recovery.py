@@ -76,6 +76,23 @@ def test_a_killed_rank_costs_no_step_and_is_back_soon(job: Path, undisturbed: di
     assert checkpoints(run)[-1] == f"step-{STEPS:08d}"
 
 
+def test_the_loss_scale_of_fp16_is_that_of_the_run_also_on_a_replacement(tmp_path: Path) -> None:
+    still = {"optimizer": {"name": "sgd", "lr": 1e-4}, "batch_norm": "local", "stop": {"steps": 60}}
+    job = write_job(tmp_path / "job.yaml", **long_job(**still, precision="fp16", model={"factory": f"{WHAT}:Steep"}))
+    with training(job, tmp_path, "dp=2") as (process, run):
+        wait_for_step(12, run, process)
+        kill_rank(0, process)
+        wait_for_events(run, "generation", 2, process)
+        ended_well(process)
+    expected = paceline("train", job, "--plan", "dp=2", "--run", tmp_path / "undisturbed", folder=tmp_path)
+    assert expected.code == 0, expected.err
+    left_out = [event["step"] for event in events(tmp_path / "undisturbed", "nonfinite")]
+    assert left_out
+    assert [event["step"] for event in events(run, "nonfinite")] == left_out
+    assert losses(run) == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-2)
+    assert not events(run, "resume"), "nothing was read from the disk"
+
+
 @pytest.mark.parametrize("sync", ["allreduce", "server:staleness=2,backup=off"])
 def test_a_rank_for_which_there_is_no_process_is_left_out_until_there_is_one(sync: str, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", **long_job(stop={"steps": 2 * STEPS}, batch_norm="local"))

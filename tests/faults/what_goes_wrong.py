@@ -65,6 +65,18 @@ def net(width: int = 8) -> nn.Module:
     )
 
 
+class Steep(nn.Module):
+    """Its gradients overflow fp16 at the first loss scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * 64.0
+        return y
+
+
 class RaisesOnRankOne(nn.Module):
     """In its fourth forward pass."""
 
