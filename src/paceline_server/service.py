@@ -179,7 +179,7 @@ class Service(Closing):
             served = _Served(self, caller, connection)
             connection.send(Welcome(self.limits.attached_bytes, self.limits.calls_at_once, self._identity, known))
             served.run()
-        except ChannelError:  # its other end is told by its own
+        except ChannelError:  # the client gets a refusal, or notices the closed connection
             pass
         finally:
             if served is not None:

@@ -172,7 +172,10 @@ def test_what_replicas_send_and_compression_saves_stands_in_the_page(run: Run, b
     use = {"wire_bytes": 2500, "saved_bytes": 7500, "compression_error": 0.02}
     browser.open(write_run_page(as_replicas(run, "dp=2 compress=int8", use, events, comm_s=0.15)), width=400)
     paragraphs = [p.text for p in browser.all("#sync .lead p")]
-    assert paragraphs == ["ring, for it is <fast>", "Communication takes 75 % of a step, also under this rule."]
+    assert paragraphs == [
+        "ring, for it is <fast>",
+        "Communication takes 75 % of a step, even with this sync rule or codec.",
+    ]
     shown = {
         row.get_attribute("data-figure"): row.find_element("css selector", "td").get_attribute("data-value")
         for row in browser.all("#sync tr[data-figure]")
@@ -209,7 +212,7 @@ def test_a_run_of_one_replica_says_nothing_of_agreement(run: Run) -> None:
     ("waits", "sentence"),
     [
         ([0.08, 0.001, 0.08], "The others wait for rank 1: 80.0 ms of each step, 40 %."),
-        ([0.04, 0.04, 0.05], "The ranks wait for each other in turn, up to 50.0 ms a step"),
+        ([0.04, 0.04, 0.05], "Each rank waits for others, up to 50.0 ms a step"),
         ([0.001, 0.0, 0.001], None),
     ],
     ids=["one rank is slow", "in turn", "none"],
@@ -268,7 +271,7 @@ def test_broken_lines_are_left_out_and_counted(broken: bytes, run: Run) -> None:
     record = RunRecord.read(run)
     assert record.gaps == [
         *whole.gaps,
-        "1 line of steps/rank-0.jsonl cannot be read and is left out; a crash cuts a line short.",
+        "1 line of steps/rank-0.jsonl cannot be read and is left out. A crash may cut a line short.",
     ]
     assert record.ranks == whole.ranks
     assert record.gaps[-1] in write_run_page(run).read_text()

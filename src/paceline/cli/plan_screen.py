@@ -346,7 +346,7 @@ def _search(explanation: Explanation, console: Console) -> None:
     sure = (
         "none is faster by this model" if found.gap <= 0 else "another may be faster by this model by no more than that"
     )
-    counted = f"{found.evaluated:,} predicted, {found.pruned:,} set aside by a bound; " if found.evaluated else ""
+    counted = f"{found.evaluated:,} predicted, {found.pruned:,} excluded by a bound; " if found.evaluated else ""
     console.print()
     console.print(
         Text(

@@ -1,4 +1,4 @@
-"""A run's typical step, predictions compared with it, and suggestions."""
+"""Typical step of a run, a cost model corrected by it, and suggestions for faster plans."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Measured:
     """Typical step of a run.
 
     Attributes:
-        ranks: seconds of each part of the median step, by rank.
-        samples: samples of a step, over all ranks.
-        local_samples: samples of each rank in a step.
-        speed: speed of the run, as on its other pages.
+        ranks: seconds of each part of a rank's median step, by rank.
+        samples: samples per step, over all ranks.
+        local_samples: samples per step of each rank.
+        speed: speed of the run, computed as for its report page.
     """
 
     run: Run
@@ -55,22 +55,22 @@ class Measured:
 
     @cached_property
     def served(self) -> bool:
-        """True if servers own the parameters: one worker records for all, without parts."""
+        """True if parameter servers own the parameters. Then only the first worker records steps, without parts."""
         return sync_info(self.plan.sync).served
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part in the mean over the ranks."""
+        """Seconds of each part, averaged over the ranks."""
         return {part: fmean(parts[part] for parts in self.ranks.values()) for part in PARTS}
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return sum(self.parts.values())
 
     @property
     def devices(self) -> int:
-        """Devices that the run used: accelerators, or on CPUs the cores of the ranks' threads."""
+        """Number of devices that the run used: accelerators, or the CPU cores of the ranks' threads."""
         plan, cluster = self.plan, self.run.cluster
         if cluster.has_accelerators:
             return plan.ranks
@@ -80,9 +80,9 @@ class Measured:
 
     @cached_property
     def compute_s(self) -> float:
-        """Compute of a typical rank, without the excess of slow ranks.
+        """Compute seconds of a typical rank, without the excess of slow ranks.
 
-        For data-parallel ranks, the pace of the fastest rank counts.
+        For data-parallel ranks, this is the pace of the fastest rank times the mean number of local samples.
         """
         if not self._alike:
             return self.parts["compute"]
@@ -90,13 +90,16 @@ class Measured:
 
     @cached_property
     def even_parts(self) -> dict[str, float]:
-        """Parts of a rank as fast as the fastest. The excess of slower ranks counts as waiting."""
+        """Seconds of each part if every rank computed as fast as the fastest one.
+
+        The excess compute of slower ranks counts as waiting.
+        """
         lag_s = self.parts["compute"] - self.compute_s
         return self.parts | {"compute": self.compute_s, "imbalance": self.parts["imbalance"] + lag_s}
 
     @property
     def one_compute_s(self) -> float:
-        """Compute of a whole step at the pace of these ranks, one after another. It is at most that of one device."""
+        """Compute seconds of a whole step if the ranks computed one after another: an upper bound for one device."""
         each = max(len(self.ranks), 1)
         if not self._alike:
             return sum(parts["compute"] for parts in self.ranks.values()) * self.plan.ranks / each
@@ -104,7 +107,7 @@ class Measured:
 
     @property
     def _alike(self) -> bool:
-        """True if ranks differ in their samples only."""
+        """True if the ranks do the same work on different samples."""
         return self.plan.ranks == self.plan.data_ranks and all(self.local_samples.values())
 
     @property
@@ -113,7 +116,7 @@ class Measured:
 
 
 def measured(run: Run) -> Measured:
-    """Typical step of a run.
+    """Compute the typical step of a run from its record.
 
     Raises:
         RunError: the run is federated, or has too few steps.
@@ -143,10 +146,10 @@ def measured(run: Run) -> Measured:
 
 
 def same_work(one: Run, many: Run) -> None:
-    """Refuse a run of one device with different work.
+    """Check that a one-device run did the same work as another run.
 
     Raises:
-        RunError: keys of the job differ, which the text lists, or the run has several ranks.
+        RunError: `one` has several ranks, or keys of the jobs differ; the message lists them.
     """
     if one.plan.ranks > 1:
         raise RunError(
@@ -161,16 +164,16 @@ def same_work(one: Run, many: Run) -> None:
         )
 
 
-# The measured part that each predicted one falls into. The overhead of a step is in all measured parts.
+# Predicted parts that correspond to each measured part. The overhead of a step is in all measured parts.
 _MEASURED_AS = {
     "compute": ("compute", "recompute", "launch", "tp", "cp", "ep", "fsdp"),
     "bubble": ("bubble", "pp"),
     "comm": ("dp",),
     "optimizer": ("optimizer",),
 }
-# A prediction with a larger error, in either direction, is not comparable.
+# Largest ratio between a measured and a predicted time, in either direction, that can be corrected by a factor.
 _MOST = 5.0
-_TOP = 8  # plans with different degrees
+_TOP = 8  # number of plans to predict, each with different degrees
 _DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "microbatches")
 
 
@@ -180,10 +183,10 @@ class Model:
 
     Attributes:
         factors: measured over predicted seconds of the run's plan, by measured part.
-        beside_s: seconds added to a part if no factor can be determined.
-        calibration: calibration of the machine that the model also uses, or None.
+        beside_s: seconds to add to each part that has no factor.
+        calibration: calibration of the machine, if the model uses one.
         doubt: possible relative error of a predicted time.
-        why_not: reason why nothing is predicted from the run; empty if it is.
+        why_not: reason why nothing can be predicted from the run; empty if predictions are possible.
     """
 
     run: Measured
@@ -194,9 +197,9 @@ class Model:
     why_not: str = ""
 
     def parts_of(self, plan: Plan, job: Job | None = None) -> dict[str, float]:
-        """Predicted seconds of each measured part under a plan.
+        """Predict the seconds of each measured part under a plan.
 
-        The times for data and checkpoints are taken from the run; a slow rank stays slow.
+        Data and checkpoint times are those of the run. A slow rank is assumed to stay slow.
 
         Raises:
             PacelineError: the plan cannot be predicted.
@@ -212,7 +215,7 @@ class Model:
         """Convert a prediction's parts to measured parts, corrected by the run.
 
         Args:
-            batches: global batch of the prediction, as a multiple of the run's.
+            batches: global batch of the prediction, as a multiple of the run's global batch.
         """
         parts = dict.fromkeys(PARTS, 0.0)
         for part, seconds in _as_measured(prediction).items():
@@ -226,7 +229,10 @@ class Model:
         return parts
 
     def one_device(self) -> dict[str, float]:
-        """Predicted parts of a step on one device. There is no more compute than the ranks of the run did together."""
+        """Predict the parts of a step on one device.
+
+        Its compute takes at most as long as the compute of the run's ranks together.
+        """
         parts = self.parts_of(one_device_plan(self.run))
         if not self.run.served:
             parts["compute"] = min(parts["compute"], self.run.one_compute_s)
@@ -266,7 +272,7 @@ def model_of(run: Measured) -> Model:
 
 
 def one_device_plan(run: Measured) -> Plan:
-    """The run's plan without its divisions, on CPUs with one thread."""
+    """Reduce the run's plan to one device: the work is not divided, and a CPU device is one core."""
     return on_devices(_plain(undivided(run.plan)), 1, run.run.cluster)
 
 
@@ -276,7 +282,7 @@ def is_one_device(run: Measured) -> bool:
 
 
 def undivided(plan: Plan) -> Plan:
-    """The plan with the keys that do not divide the work, for one rank."""
+    """Reset the keys of a plan that divide the work, so that it describes one rank."""
     whole: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _DIVIDES}
     return replace(plan, **whole)
 
@@ -299,14 +305,14 @@ def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
 
 
 def _plain(plan: Plan) -> Plan:
-    """The plan without keys of replicas that agree, if it has only one."""
+    """Reset the keys that concern several replicas, if the plan has only one."""
     usual = Plan()
     alone = replace(plan, sync=usual.sync, compress=usual.compress, balance=usual.balance)
     return alone if plan.dp == 1 else plan
 
 
 def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[str, float] | str:
-    """Predicted parts of a plan, or the reason why there are none."""
+    """Predict the parts of a step under a plan, or return the reason why that is impossible."""
     run = model.run.run
     if reasons := plan_errors(job or run.job, plan, cluster=run.cluster):
         return reasons[0].text
@@ -321,20 +327,20 @@ def _as_measured(prediction: Prediction) -> dict[str, float]:
     return {part: sum(breakdown.get(name, 0.0) for name in names) for part, names in _MEASURED_AS.items()}
 
 
-_LEAST_SHARE = 0.03  # fraction of a step above which a part is worth a suggestion
+_LEAST_SHARE = 0.03  # minimum fraction of a step of a part that is worth a suggestion
 _MOST_PLANS = 4
-_LEAST_INEXACT = 0.02  # gain above which a change of the losses is worth a line
+_LEAST_INEXACT = 0.02  # minimum gain of a suggestion that changes the losses
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Change that may help.
+    """Change that may make a run faster.
 
     Attributes:
-        what: the change: a plan's text, or words.
+        what: the change, as the text of a plan or in words.
         gain: relative gain of throughput; None if it is not predicted.
-        known: True if the gain is predicted; False if it is an upper bound from the run's own parts.
-        plan: plan with the change, if it can be tried.
+        known: whether the gain is predicted, an upper bound from the run's own parts, or unknown.
+        plan: plan with the change; None if the change cannot be tried.
         but: cost or side effect of the change.
     """
 
@@ -359,18 +365,18 @@ class Suggestion:
 
     @property
     def gain_words(self) -> str:
-        """The gain in words."""
+        """The gain as text, such as `at most +12 %`."""
         if self.gain is None:
             return self.known
         return f"{'at most ' if self.known == 'at most' else ''}+{units.percent(self.gain)}"
 
     def line(self) -> str:
-        """The suggestion in one line."""
+        """Format the suggestion as one line."""
         return f"{self.gain_words}: {self.what}" + (f" ({self.but})" if self.but else "")
 
 
 def from_parts(run: Measured) -> list[Suggestion]:
-    """Suggestions whose maximum gain follows from the run's own parts."""
+    """Make the suggestions whose maximum gain follows from the run's own parts."""
     if run.served:
         return []
     job, found = run.run.job, []
@@ -388,7 +394,7 @@ def from_parts(run: Measured) -> list[Suggestion]:
 
 
 def _balance(run: Measured, share: float) -> Suggestion:
-    """Suggest less waiting for slow ranks, by shares of the batch or otherwise."""
+    """Suggest how to shorten the wait for slow ranks: automatic balance, or less other load."""
     waits = {rank: parts["imbalance"] for rank, parts in run.ranks.items()}
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
@@ -402,7 +408,7 @@ def _at_most(what: str, share: float, but: str = "") -> Suggestion:
 
 
 def from_predictions(model: Model) -> list[Suggestion]:
-    """Suggest other plans, batches and rules with their predicted gain, and settings to measure."""
+    """Suggest plans, batches and sync rules with predicted gains, and settings that need a measurement."""
     if model.why_not:
         plans = [replace(one, gain=None, known="not predicted") for one in _plans(model)]
         return [*plans, *_knobs(model)]
@@ -410,7 +416,7 @@ def from_predictions(model: Model) -> list[Suggestion]:
 
 
 def _plans(model: Model) -> list[Suggestion]:
-    """Plans of the same training that are predicted to be faster."""
+    """Suggest plans of the same training that are predicted to be faster."""
     try:
         others = other_plans(model)
     except PacelineError:  # no other plan can run; the run's own plan has been predicted
@@ -431,7 +437,7 @@ def _batch(model: Model) -> list[Suggestion]:
 
 
 def _inexact(model: Model) -> list[Suggestion]:
-    """Other rules and codecs, which change the losses."""
+    """Suggest sync rules and codecs that change the losses."""
     run, found = model.run, []
     if run.plan.dp < 2 or run.plan.inexact:
         return []
@@ -446,7 +452,7 @@ def _inexact(model: Model) -> list[Suggestion]:
 
 
 def _knobs(model: Model) -> list[Suggestion]:
-    """Settings of a plan with equal results, which the cost model does not cover."""
+    """Suggest plan settings with equal results that the cost model does not cover."""
     run = model.run
     tried = [knob for knob in knobs(run.run.job, run.run.cluster, run.plan) if not (knob.untried or knob.hint)]
     # loader processes are suggested if the run waits for data (`from_parts`)
@@ -461,6 +467,6 @@ def _gain(model: Model, parts: dict[str, float]) -> float:
 
 
 def named(plan: Plan) -> str:
-    """Format a plan; a plan with one rank begins with `dp=1`."""
+    """Format a plan. The text of a plan with one rank begins with `dp=1`."""
     text = str(plan)
     return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text

@@ -1,4 +1,4 @@
-"""Charts as plain values, which `svg` draws: curves, and compared bars."""
+"""Declarations of charts as plain values, which `svg` draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from paceline.units import digits
 
-# Colours of the style sheet, which has a light and a dark form of each. Line colours stand out from the page. Area
+# Colours of the style sheet, which defines each for light and dark pages. Line colours contrast with the page. Area
 # colours differ in brightness, so they stay distinct in greyscale. From dark to light: BLUE, GREY, VERMILLION, SLATE,
 # LEAF, AMBER, PINK, PALE, ICE.
 BLUE, VERMILLION, GREEN = "var(--blue)", "var(--vermillion)", "var(--green)"
@@ -21,14 +21,14 @@ PALE, SLATE = "var(--pale)", "var(--slate)"
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, OCHRE, AZURE)
 Middle = Callable[[Sequence[float]], float]
 _BAR_PX, _TITLE_PX = 24, 16
-_LABEL_WIDTH = 24  # characters; a longer plan is broken into lines
-_FEWEST = 100  # points of a curve of many
-POINTS = 400  # a longer curve is drawn as the middle, minimum and maximum of its intervals
+_LABEL_WIDTH = 24  # characters; a longer label is wrapped
+_FEWEST = 100  # minimum number of points of each curve in a chart of many curves
+POINTS = 400  # a curve with more points is drawn as the middle, minimum and maximum of intervals
 
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one series over one axis; None is a gap. A long one is thinned unless its points are marked."""
+    """Series of points. A `y` of None is a gap. A long series is thinned unless it is `marked`."""
 
     name: str
     x: Sequence[float]
@@ -49,7 +49,7 @@ class Mark:
 class Panel:
     """Values of one figure for all compared items, in the order of the names.
 
-    None where there is no value; drawn times `factor`.
+    A missing value is None. Values are multiplied by `factor` when they are drawn.
     """
 
     title: str
@@ -66,7 +66,7 @@ def lines(
     middle: Middle = statistics.fmean,
     log_if_wide: bool = False,
 ) -> Figure:
-    """Series over one axis; `marks` are events."""
+    """Draw series over one axis, and events at `marks`."""
     figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
     symbols = ["circle", "square", "diamond", "triangle"]
     for number, line in enumerate(series):
@@ -89,7 +89,7 @@ def lines(
 
 
 def panelled(names: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """Draw a bar per name in each panel, with panels below each other. Empty panels are skipped."""
+    """Draw panels below each other, each with one bar per name. Panels without values are skipped."""
     labels = ["\n".join(textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
     rows = sum(label.count("\n") + 1 for label in labels)
     places, place = [], 0.0
@@ -123,17 +123,17 @@ def _panel(panel: Panel, labels: Sequence[str], places: Sequence[float], rows: i
 
 
 def steps_per_point(steps: int) -> int:
-    """Number of steps that one point of a curve stands for."""
+    """Return the number of steps that each point of a curve represents."""
     return max(1, math.ceil(steps / POINTS))
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """At most `POINTS` points of a line.
+    """Line that is reduced to a limited number of points.
 
     Attributes:
-        x, y: end and middle (mean or median) of each interval of the line; an interval without values is a gap.
-        low, high: minimum and maximum of each interval; empty if each point is its own interval.
+        x, y: end and middle value (mean or median) of each interval; y is None if an interval has no values.
+        low, high: minimum and maximum of each interval; empty if the line was short enough.
     """
 
     x: list[float]
@@ -143,7 +143,7 @@ class Thinned:
 
 
 def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
-    """Reduce a line to at most `most` intervals, without losing spikes."""
+    """Reduce a line to at most `most` intervals. Their minimum and maximum preserve spikes."""
     size = math.ceil(len(line.x) / most) or 1
     if size == 1:
         return Thinned(list(line.x), list(line.y), [], [])
@@ -158,8 +158,14 @@ def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
 
 
 Dash = Literal["solid", "dash", "dot", "dashdot", "long"]
-DASHES: tuple[Dash, ...] = ("solid", "dash", "dot", "dashdot", "long")  # lines differ without colours
-INK = "currentColor"  # the colour of the page's text, in the light and the dark theme
+DASHES: tuple[Dash, ...] = (
+    "solid",
+    "dash",
+    "dot",
+    "dashdot",
+    "long",
+)  # patterns that distinguish lines without colours
+INK = "currentColor"  # colour of the page's text in either theme
 
 
 @dataclass
@@ -167,9 +173,9 @@ class Axis:
     """One axis of a figure.
 
     Attributes:
-        span: first and last value of the axis, in either order; None: the range of the drawn values.
-        ticks: values with their labels; None: round numbers.
-        from_zero: whether the axis begins at 0; `span` overrides it.
+        span: first and last value of the axis, in either order; None means the range of the drawn values.
+        ticks: values with their labels; None means round numbers.
+        from_zero: whether the axis begins at 0; `span` overrides this.
     """
 
     title: str = ""
@@ -182,21 +188,22 @@ class Axis:
 
 @dataclass
 class Points:
-    """Points with a line through them, marks at them, or both.
+    """Points, drawn as a line, as marks, or both.
 
     Attributes:
         x, y: values; a y of None is a gap.
-        width: width of the line in pixels; 0: no line.
-        steps: whether the line is a staircase: along x first, then along y.
-        marks: sizes of the marks in pixels, one for all or one each; 0: no mark.
-        mark_colours: colours of the marks, if different from the colour of the line.
-        symbol: shapes of the marks, one for all or one each: `circle`, `ring`, `square`, `diamond`, `triangle`,
-            `cross`, `star` or `tick`.
-        words: a text beside each point, on the side that `side` names.
+        width: width of the line in pixels; 0 draws no line.
+        steps: whether the line is a staircase, along x first and then along y.
+        marks: sizes of the marks in pixels, one for all points or one per point; 0 draws no mark.
+        mark_colours: colours of the marks, if they differ from the colour of the line.
+        symbol: shapes of the marks, one for all points or one per point: `circle`, `ring`, `square`, `diamond`,
+            `triangle`, `cross`, `star` or `tick`.
+        words: text beside each point.
+        side: side of the point on which the text stands.
         low, high: ends of each point's interval.
-        fill: `band` fills the space between `low` and `high`, `stack` that above the previous traces.
-        hints: a pointer text for each point; None: names and values, (): no text.
-        in_legend: whether the legend has the name.
+        fill: `band` fills the space between `low` and `high`; `stack` fills the space above the previous traces.
+        hints: tooltip of each point; None shows names and values, and an empty sequence shows none.
+        in_legend: whether the legend lists the name.
     """
 
     name: str
@@ -220,17 +227,17 @@ class Points:
 
 @dataclass
 class Bars:
-    """Horizontal bars at places of the y axis.
+    """Horizontal bars.
 
     Attributes:
         x: lengths of the bars; None draws no bar.
-        y: places of the bars.
-        colour, opacity: one for all or one each.
-        starts: begin of each bar; None: 0, or the end of the previous bar if the figure stacks bars.
-        thick: thickness of the bars, as a fraction of the distance between two places.
-        words: a text at the end of each bar.
+        y: positions of the bars on the y axis.
+        colour, opacity: one value for all bars or one per bar.
+        starts: start of each bar; None means 0, or the end of the previous bar if the figure stacks bars.
+        thick: thickness of the bars, as a fraction of the distance between two positions.
+        words: text at the end of each bar.
         low, high: ends of each bar's interval.
-        hints: a pointer text for each bar; None: its name and its length.
+        hints: tooltip of each bar; None shows its name and length.
     """
 
     name: str
@@ -248,7 +255,7 @@ class Bars:
 
 @dataclass
 class Note:
-    """A text at the left edge of the axes, at a value of y."""
+    """Text at the left edge of the axes, at a value of y."""
 
     text: str
     y: float
@@ -257,7 +264,7 @@ class Note:
 
 @dataclass
 class Rule:
-    """A vertical line at a value of the x axis, with a text along it."""
+    """Vertical line at a value of the x axis, with a text along it."""
 
     x: float
     text: str
@@ -267,11 +274,11 @@ class Rule:
 
 @dataclass
 class Figure:
-    """A chart, or several below each other (`panels`).
+    """A chart, or several charts below each other (`panels`).
 
     Attributes:
-        height: height of the axes in pixels, with the labels under them.
-        stacked: whether bars at one place follow each other.
+        height: height of the axes in pixels, including the labels below them.
+        stacked: whether a bar begins at the end of the previous bar at its position.
     """
 
     x: Axis = field(default_factory=Axis)

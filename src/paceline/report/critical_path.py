@@ -1,7 +1,7 @@
-"""Critical path of a few steps: the parts that their time depended on.
+"""Critical path of a few steps: the parts that determined their duration.
 
-The ranks leave an exchange together: it ends when the last rank has arrived and the exchange itself is done. Between
-two exchanges, the path is that of the rank that arrives last, because all others wait for it.
+The ranks leave an exchange together: it ends when the last rank has arrived and the data has been exchanged. Between
+two exchanges, the path follows the rank that arrives last, because all other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from paceline.units import count, percent, seconds
 
 BETWEEN, LATE = "between", "late"
 _SHARED = ("comm", BETWEEN)  # parts that no single rank causes
-_LEAST = 0.005  # fraction of the time above which a part is worth a sentence
-_WAIT = 0.03  # fraction of the time above which waiting is an imbalance
-_MOST_RANKS, _WORTH_NAMING = 3, 0.1  # slow ranks to name, and their fraction of all waiting
+_LEAST = 0.005  # minimum fraction of the time of a part that is named
+_WAIT = 0.03  # minimum fraction of the time at which waiting counts as an imbalance
+_MOST_RANKS, _WORTH_NAMING = 3, 0.1  # maximum number of slow ranks that are named, and minimum fraction of all waiting
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of the path.
+    """Section of the path.
 
     Attributes:
-        part: one of `PARTS`, or `between` for time in no step.
-        step: number of the step that it belongs to.
-        events: kinds of the events meanwhile, for time in no step.
+        part: one of `PARTS`, or `between` for time between steps.
+        step: number of the step; for time between steps, of the later one.
+        events: kinds of the events during time between steps.
     """
 
     part: str
@@ -46,7 +46,7 @@ class Piece:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Duration of the section."""
         return self.end_s - self.start_s
 
 
@@ -55,10 +55,10 @@ class Arrival:
     """Arrival of the ranks at the exchange of a step.
 
     Attributes:
-        last: the rank that came last.
-        waited_s: how long each other rank waited for it.
-        busy_s: for each rank, seconds of each part since the previous exchange; `late` is how much later than the first
-            rank it left that exchange.
+        last: the rank that arrived last.
+        waited_s: seconds that each other rank waited for it.
+        busy_s: for each rank, seconds of each part since the previous exchange; `late` is the delay with which the rank
+            left that exchange after the first rank.
     """
 
     step: int
@@ -80,11 +80,11 @@ class CriticalPath:
 
     @cached_property
     def total_s(self) -> float:
-        """Its length."""
+        """Duration of the path."""
         return sum(piece.seconds for piece in self.pieces)
 
     def seconds_of(self, part: str) -> dict[int, float]:
-        """Seconds of a part by rank, largest first."""
+        """Sum the seconds of a part by rank, largest first."""
         found: defaultdict[int, float] = defaultdict(float)
         for piece in self.pieces:
             if piece.part == part:
@@ -93,23 +93,23 @@ class CriticalPath:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Share of each part, the largest first; they sum to 1."""
+        """Fraction of the path by part, largest first."""
         parts = [*PARTS, BETWEEN]
         sums = {part: sum(self.seconds_of(part).values()) for part in parts}
         return {p: sums[p] / self.total_s for p in sorted(parts, key=lambda p: -sums[p]) if sums[p] > 0}
 
     @property
     def sentences(self) -> list[str]:
-        """Describe the path in words, including gaps in the record."""
+        """Sentences that describe the path, including gaps in the record."""
         each = seconds(self.total_s / self.timeline.steps)
         head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else " each")
         parts = listed([self._phrase(part) for part, share in self.shares.items() if share >= _LEAST])
         return [f"{head}. Critical path: {parts}.", *self._waits(), *self._stages(), *self._unknown()]
 
-    # The words
+    # Sentences
 
     def _phrase(self, part: str) -> str:
-        """`62 % compute on rank 1 (25.5 ms a step)`."""
+        """Format a part, such as `62 % compute on rank 1 (25.5 ms a step)`."""
         share, steps = self.shares[part], self.timeline.steps
         if part == BETWEEN:
             events = dict.fromkeys(e for piece in self.pieces if piece.part == BETWEEN for e in piece.events)
@@ -208,7 +208,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 def _begun_after(timeline: Timeline) -> int | None:
-    """The step before the first, if the path can begin at its exchange."""
+    """Return the step before the first one, if the path can begin at its exchange."""
     step = timeline.first - 1
     return step if step in timeline.agreed and timeline.before else None
 
@@ -218,7 +218,7 @@ def _until(timeline: Timeline, rank: int, after: int | None, until: int) -> list
 
 
 def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
-    """A rank's step with the exchange at which a stretch begins."""
+    """Find a rank's step whose exchange begins a section of the path."""
     if step is None:
         return None
     before = timeline.before.get(rank)
@@ -227,9 +227,9 @@ def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
 
 
 def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping[int, RankStep | None]) -> Arrival:
-    """Arrival at a step's exchange.
+    """Determine the arrival of the ranks at a step's exchange.
 
-    The last rank is the one that did not wait; if there are several, the one that was busy longest.
+    The last rank is the one that waited least; among equals, the one that was busy longest.
     """
     left_s = min([prior.synced_s for prior in priors.values() if prior], default=0.0)
     busy_s = {rank: _busy(steps, priors[rank], left_s) for rank, steps in there.items()}
@@ -239,7 +239,7 @@ def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping
 
 
 def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> dict[str, float]:
-    """Seconds of each part since the previous exchange, without waiting for slower ranks and communication."""
+    """Sum the seconds of each part since the previous exchange, except `imbalance` and `comm`."""
     sums = Counter(prior.after_sync_s if prior else {})
     for step in steps:
         sums.update(step.parts_s)
@@ -249,7 +249,7 @@ def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> d
 
 
 def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep], *, whole: bool) -> Iterator[Piece]:
-    """A rank's parts from one exchange to the next, or with `whole` to its end."""
+    """Yield a rank's parts from one exchange to the next, or to the end of the last step if `whole`."""
     if prior is not None:
         yield from _parts(prior, prior.after_sync_s)
     for before, step in pairwise([prior, *steps]):
@@ -262,7 +262,7 @@ def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep
 
 
 def _join(pieces: list[Piece], prior: RankStep | None) -> None:
-    """End an exchange where the rank leaves it that the path goes on with."""
+    """Cut the path at the moment when the rank that continues it leaves the exchange."""
     if not pieces or prior is None:
         return
     while len(pieces) > 1 and pieces[-1].start_s >= prior.synced_s:
@@ -284,7 +284,7 @@ def _parts(step: RankStep, names: Mapping[str, float] | Sequence[str]) -> Iterat
 
 
 def _reason(arrivals: Sequence[Arrival]) -> str:
-    """The part in which the last rank exceeds the others most."""
+    """Explain a late arrival by the part in which the last rank exceeds the others most."""
     more: defaultdict[str, float] = defaultdict(float)
     for arrival in arrivals:
         others = [parts for rank, parts in arrival.busy_s.items() if rank != arrival.last]
@@ -300,7 +300,7 @@ def _reason(arrivals: Sequence[Arrival]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 1 and 0`, `17 ranks`."""
+    """Format ranks: `rank 1`, `ranks 0 and 1`, `17 ranks`."""
     if len(ranks) > 3:
         return count(len(ranks), "rank")
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed([str(rank) for rank in sorted(ranks)])}"

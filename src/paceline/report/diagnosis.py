@@ -1,4 +1,4 @@
-"""Diagnosis of a run: slower or faster than one device, why, and what to try."""
+"""Diagnosis of a run: its speed relative to one device, where time is lost, and what to try."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
 from paceline.text import listed, on_cores
 
-_LEAST = 0.005  # fraction of a step above which a part is named
-_ALIKE = 0.02  # a ratio closer to one counts as no difference
-_DISTURBED = 1.1  # times the ideal speedup; a larger one is implausible
-_SLOW = 0.03  # fraction of a step: more waiting indicates a slow rank
+_LEAST = 0.005  # minimum fraction of a step of a part that is named
+_ALIKE = 0.02  # ratios closer to 1 count as no difference
+_DISTURBED = 1.1  # largest plausible speedup, as a multiple of the ideal speedup
+_SLOW = 0.03  # fraction of a step; more waiting indicates a slow rank
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """Step of the same work on one device.
+    """A step of the same work on one device.
 
     Attributes:
         parts: seconds of each part.
-        doubt: possible relative error of the time; 0 if measured.
-        source: description of where the times come from.
+        doubt: possible relative error of the step time; 0 if it was measured.
+        source: description of the origin of the times.
     """
 
     parts: Mapping[str, float]
@@ -57,7 +57,7 @@ class OneDevice:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return sum(self.parts.values())
 
 
@@ -66,9 +66,9 @@ class Diagnosis:
     """Comparison of a run with one device, and what to try.
 
     Attributes:
-        one: a step on one device; None if that is not known.
+        one: step on one device; None if unknown.
         suggestions: all changes that may help, most promising first; `advice` has those that almost certainly help.
-        unknown: sentences on unknown facts, with reasons.
+        unknown: sentences about what could not be determined, with reasons.
         doubt: possible relative error of predictions; 0 without predictions.
     """
 
@@ -90,7 +90,7 @@ class Diagnosis:
 
     @property
     def sentences(self) -> list[str]:
-        """Describe the diagnosis in words, without suggestions."""
+        """Sentences that describe the diagnosis, without suggestions."""
         run = self.run
         step = f"Plan {run.plan} takes {units.seconds(run.speed.step_s)} a step on {units.count(run.devices, 'device')}"
         found = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
@@ -131,20 +131,20 @@ class Diagnosis:
         return [f"{this} {times} as fast as one device, which takes {took}; {ideal}.{self._lost()}"]
 
     def _lost(self) -> str:
-        """Sentence on the time beyond the ideal, by part."""
+        """Describe the step time beyond the ideal, by part."""
         if self.one is None or self.run.served:
             return ""
         lost = where_it_goes(self.one.parts, self.run.even_parts, self.run.devices)
         return f" {lost}" if lost else ""
 
     def _bound(self) -> list[str]:
-        """Bound on one rank alone, by the run's own parts."""
+        """Bound the step time of one rank alone by the run's measured parts."""
         run = self.run
         if run.plan.ranks == 1 or run.served or (self.one is not None and not self.one.doubt):
             return []
         parts = run.parts
         most_s = run.one_compute_s + parts["data"] * run.plan.data_ranks + parts["checkpoint"]
-        most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # inside a replica each rank updates a part
+        most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # each rank of a replica updates its own part
         ratio = most_s / run.step_s
         surely = (
             " The run is therefore slower than one rank, even if the predictions are wrong."
@@ -158,11 +158,11 @@ class Diagnosis:
 
 
 def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> Diagnosis:
-    """Diagnosis of a run.
+    """Diagnose a run.
 
     Args:
-        one: a run of the same work on one device.
-        predicts: whether to build the job's model and to ask the cost model; else the record alone is used.
+        one: run of the same work on one device.
+        predicts: whether to build the job's model and to use the cost model; otherwise only the record is used.
 
     Raises:
         RunError: a run is too short or federated, or the runs did different work.
@@ -198,7 +198,7 @@ def _rests_on(model: Model) -> str:
     return f"{basis}{corrected}{pace}"
 
 
-_ENDLESS = StopSpec(steps=10**9)  # measurements are requested even if the run was short
+_ENDLESS = StopSpec(steps=10**9)  # plans can be measured even if the job is short
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Tried:
     """Result of measuring suggestions.
 
     Attributes:
-        lines: for people.
+        lines: the measurements as text.
         advice: the suggestion with the largest measured gain whose interval excludes zero; None if there is none.
     """
 
@@ -215,10 +215,11 @@ class Tried:
 
 
 def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object]) -> Tried:
-    """Measure one device, and the best suggestions that are plans.
+    """Measure the best suggestions that are plans, and the plan of one device.
 
     Args:
-        say: called with each row while it is measured.
+        most: maximum number of suggestions to measure.
+        say: called with the heading and with each measured row.
 
     Raises:
         RunError: the run used other machines, or its plan cannot be tried in a few steps.
@@ -276,14 +277,17 @@ def _results(
     if str(alone) not in ratios:
         yield f"  one device ({named(alone)}): {_measured(str(alone), ratios, rows)}"
         return
-    # the time of one device over that of the run is the run's speedup
+    # the step time of one device over that of the run is the run's speedup
     speedup, predicted = ratios[str(alone)], diagnosis.speedup
     beside = "" if predicted is None else f"; {units.digits(predicted)} × expected"
     yield f"  one device ({named(alone)}): the run's plan is {_interval(speedup)} as fast{beside}"
 
 
 def _ratios(rows: list[Trial]) -> dict[str, Interval]:
-    """Ratio of each plan's step time to the first plan's. Each plan was measured beside the best plan so far."""
+    """Compute the ratio of each plan's step time to the first plan's.
+
+    Each plan was measured against the best plan so far.
+    """
     best = Interval(1.0, 1.0, 1.0)
     found = {rows[0].knob: best}
     for row in rows[1:]:
@@ -314,7 +318,7 @@ def _signed(gain: float) -> str:
 
 
 def _must_be_here(run: Run) -> None:
-    """Refuse to measure on machines that the run did not use."""
+    """Refuse to measure on a machine that the run did not use."""
     here = discover()
     if run.cluster.emulate is None and hardware_of(run.cluster) != hardware_of(here):
         raise RunError(
@@ -337,6 +341,6 @@ def _must_be_short(plan: Plan) -> None:
 
 
 def _is_short(plan: Plan) -> bool:
-    """True if all steps are alike, so that a few of them can be compared."""
+    """True if all steps are alike, so that a comparison of a few steps suffices."""
     spec = SyncSpec.parse(plan.sync)
     return spec.period == 1 and not spec.info.served

@@ -1,7 +1,7 @@
-"""Figures of a run, each declared once: read, combined, shown, drawn and defined.
+"""Figures of a run: how each one is read, combined, formatted, drawn and explained.
 
-Results, tables, charts and definitions follow from the declarations. To add a figure of a rank, write its value into
-the `use` of a step's line (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page
+Results, tables, charts and definitions follow from these declarations. To add a figure of a rank, write its value to
+`use` in the line of a step (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page
 shows is declared by that page.
 """
 
@@ -37,12 +37,12 @@ from paceline.run.record.goodput import PARTS as WALL_NAMES
 from paceline.run.record.run import WARM_UP_STEPS
 from paceline.units import Shown, digits
 
-SYNTHETIC = "The data is synthetic: speeds are real, losses and other metrics say nothing about a real task."
+SYNTHETIC = "The data is synthetic: speeds are real, but losses and other metrics say nothing about a real task."
 
 
 @dataclass(frozen=True)
 class Definition:
-    """Definition of a figure, and its name in tables and captions."""
+    """Name of a figure in tables and captions, with its explanation."""
 
     name: str
     text: str
@@ -50,7 +50,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Part(Definition):
-    """A part of a step or of the wall-clock. `phrase`: its name in a sentence."""
+    """Part of a step or of the wall-clock time. `phrase` is its name in a sentence."""
 
     colour: str
     phrase: str = ""
@@ -62,8 +62,8 @@ PARTS = {  # parts of a step, in the order of `paceline.engine.meter.PARTS`
     ),
     "compute": Part(
         "compute",
-        "The part of a step spent in the forward and backward pass. It is timed before the "
-        "collective, so that a slow rank shows as slow.",
+        "The part of a step spent in the forward and backward pass. It ends before the collective, so a slow rank "
+        "has a longer one.",
         BLUE,
         "compute",
     ),
@@ -92,7 +92,7 @@ PARTS = {  # parts of a step, in the order of `paceline.engine.meter.PARTS`
         "checkpoint stall", "The part of a step in which training waits for a checkpoint.", PALE, "checkpoints"
     ),
 }
-WALL = {  # parts of a run's wall-clock, as in `paceline.run.record.goodput.PARTS`
+WALL = {  # parts of a run's wall-clock time, as in `paceline.run.record.goodput.PARTS`
     "useful": Part(
         WALL_NAMES["useful"], "Steps that were done for the first time, without waiting for checkpoints.", LEAF
     ),
@@ -118,18 +118,18 @@ WALL = {  # parts of a run's wall-clock, as in `paceline.run.record.goodput.PART
     ),
     "replay": Part(WALL_NAMES["replay"], "Steps that were repeated, because the state after them was lost.", PINK),
     "checkpoint": Part(
-        WALL_NAMES["checkpoint"], "Time in which training waited for checkpoints, the last one included.", GREY
+        WALL_NAMES["checkpoint"], "Time in which training waited for checkpoints, including the last one.", GREY
     ),
-    "evaluation": Part(WALL_NAMES["evaluation"], "Time of measuring the validation set.", OCHRE),
+    "evaluation": Part(WALL_NAMES["evaluation"], "Time of evaluations on the validation set.", OCHRE),
     "between": Part(WALL_NAMES["between"], "Other time between steps, for example writing the record.", PALE),
 }
 
-Lines = list[dict[str, Any]]  # of a rank's steps
+Lines = list[dict[str, Any]]  # lines of a rank's steps file
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A reading over the steps, in MiB: its key in `use`, title and definition."""
+    """Curve of a reading in MiB over the steps: its key in `use`, title and definition."""
 
     key: str
     title: str
@@ -141,15 +141,15 @@ class RankFigure:
     """A figure of one rank.
 
     Attributes:
-        name: key of results, with the unit.
-        term: name of the figure's definition, and of its row in tables.
-        title, text: the definition.
-        read: reads the value from a run's lines; None if the run has none.
-        over_runs: combines the values of several runs.
-        shown: formats the value.
+        name: key in results, including the unit.
+        term: key of the figure in `DEFINITIONS` and in tables.
+        title, text: name and text of the definition.
+        read: function that reads the value from a rank's lines; returns None if they have none.
+        over_runs: function that combines the values of several runs.
+        shown: function that formats the value.
         absent: text of a cell without a value.
-        only: kind of runs that have the figure: runs that compress, or runs on accelerators; "" is all runs.
-        curve: curve over the steps for each rank on the run's page, or None.
+        only: kind of runs that have the figure: runs with compression, or runs on accelerators; "" means all runs.
+        curve: curve of each rank on the run's page, or None.
     """
 
     name: str
@@ -165,7 +165,7 @@ class RankFigure:
 
 
 def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
-    """Readings of a counter: step, steps since the previous reading, and growth since then."""
+    """Return readings of a counter: step, steps since the previous reading, and growth since then."""
     found, before = [], 0
     for line in lines:
         if counter in line.get("use", {}) and line["step"] > before:
@@ -175,12 +175,12 @@ def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
 
 
 def per_step(lines: Lines, counter: str) -> float | None:
-    """A counter's growth per step between first and last reading; None without two."""
+    """Compute a counter's mean growth per step; None with fewer than two readings."""
     return mean_growth(growth(lines, counter)[1:])
 
 
 def mean_growth(readings: Sequence[tuple[int, int, float]]) -> float | None:
-    """Growth per step over some readings of a counter; None without any."""
+    """Compute the mean growth per step over readings of a counter; None without readings."""
     return sum(grown for _, _, grown in readings) / sum(passed for _, passed, _ in readings) if readings else None
 
 
@@ -193,9 +193,9 @@ def _compression_error(lines: Lines) -> float | None:
 
 
 def _memory_bytes(lines: Lines) -> float | None:
-    """Peak resident memory in bytes, corrected for shared pages by the newest reading.
+    """Compute peak resident memory in bytes, corrected for shared pages.
 
-    The correction is the difference between resident and proportional set size.
+    The correction is the newest difference between resident and proportional set size.
     """
     uses = [line["use"] for line in lines if "use" in line]
     peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in uses]
@@ -212,8 +212,8 @@ RANK_FIGURES = (
         "wire_bytes",
         "wire",
         "bytes on the wire",
-        "Bytes that one rank sends to other replicas in a step, after compression. Tables show the rank that sends "
-        "most.",
+        "Bytes that one rank sends to other replicas in a step, after compression. Tables show the largest value of "
+        "all ranks.",
         partial(per_step, counter="wire_bytes"),
         statistics.median,
     ),
@@ -242,8 +242,8 @@ RANK_FIGURES = (
         "memory_bytes",
         "memory",
         "memory per rank",
-        "Largest resident memory of a rank. Pages that processes share count in part, if the system reports them. "
-        "Tables show the rank with most.",
+        "Largest resident memory of a rank. Shared pages count proportionally, if the system reports them. Tables show "
+        "the largest value of all ranks.",
         _memory_bytes,
         max,
         curve=Curve("memory_bytes", "Memory of each rank", "memory_now"),
@@ -252,7 +252,7 @@ RANK_FIGURES = (
         "gpu_memory_bytes",
         "gpu_memory",
         "GPU memory per rank",
-        "Memory that a rank allocates on its accelerator. Tables show the rank with most.",
+        "Memory that a rank allocates on its accelerator. Tables show the largest value of all ranks.",
         _gpu_memory_bytes,
         max,
         curve=Curve("gpu_memory_bytes", "GPU memory of each rank", "gpu_memory"),
@@ -262,12 +262,12 @@ RANK_FIGURES = (
 
 
 def figures_of(lines: Lines) -> dict[str, float]:
-    """All figures that a run's lines have, by name."""
+    """Read all figures that a rank's lines contain, by name."""
     return {figure.name: value for figure in RANK_FIGURES if (value := figure.read(lines)) is not None}
 
 
 def combined(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Each figure over several runs, by name."""
+    """Combine the figures of several runs, by name."""
     found = {figure: [run[figure.name] for run in runs if figure.name in run] for figure in RANK_FIGURES}
     return {figure.name: figure.over_runs(values) for figure, values in found.items() if values}
 
@@ -293,11 +293,11 @@ DEFINITIONS: Mapping[str, Definition] = {
     ),
     "goodput": Definition(
         "goodput",
-        "Useful step time / wall-clock time. Restarts, repeated steps and stalls lower it. The time between the end "
-        "of a command and the next one does not count.",
+        "Useful step time / wall-clock time. Restarts, repeated steps and stalls lower it. The time between "
+        "two commands does not count.",
     ),
     "links": Definition(
-        "bytes over a link", "All bytes that an emulated host’s link carried, with headers and other traffic."
+        "bytes over a link", "All bytes that an emulated host’s link carried, including headers and other traffic."
     ),
     "memory_now": Definition(
         "resident memory", "Memory of the rank’s process at that moment, as the system counts it."
@@ -312,31 +312,31 @@ DEFINITIONS: Mapping[str, Definition] = {
     ),
     "warm_up": Definition(
         "warm-up",
-        f"The first {WARM_UP_STEPS} steps. Speeds and breakdowns leave them out: they allocate memory and fill caches.",
+        f"The first {WARM_UP_STEPS} steps, which allocate memory and fill caches. Speeds and breakdowns exclude them.",
     ),
     "loss": Definition("training loss", "Mean loss over the global batch of a step, before its update."),
     "held_out": Definition(
         "validation metric", "Loss or metric on validation samples, which are not used for training."
     ),
-    "test": Definition("test metric", "A measure of the trained model on the test set, taken once, at the end."),
+    "test": Definition("test metric", "Metric of the trained model on the test set, measured once, at the end."),
     "interval": Definition(
         "95 % interval",
-        "Interval of the median over the repeats: at least 95 of 100 such intervals contain the true median. From 6 "
-        "repeats on it follows from their order; below, from Student's t of logarithms. With 3 repeats it is wide.",
+        "Interval of the median over the repeats: at least 95 of 100 such intervals contain the true median. With 6 "
+        "repeats or more it follows from their order, with fewer from Student's t of logarithms. With 3 it is wide.",
     ),
     "load": Definition(
         "load average",
         "Mean number of processes that ran or waited for a core, in the 1, 5 and 15 minutes before the start.",
     ),
 }
-"""Those that all pages know, by the names that templates, tables and panels use."""
+"""Definitions for all pages, by the keys that templates, tables and panels use."""
 
 
 TARGETS = ("loss_below", "metric_above", "metric_below")  # stop rules that are targets, not budgets
 
 
 def reason_words(reason: str) -> str:
-    """Why a run ended, without the key of the job's stop rule: `steps: 20 done` becomes `20 steps done`."""
+    """Rephrase the reason why a run ended: `steps: 20 done` becomes `20 steps done`."""
     key, colon, rest = reason.partition(": ")
     if not colon or not key.isidentifier():
         return reason
@@ -347,7 +347,7 @@ def reason_words(reason: str) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One rank's step in a breakdown: seconds by part, and the ideal step time."""
+    """One rank's step in a breakdown: seconds of each part, and the ideal step time."""
 
     group: str
     rank: str
@@ -356,7 +356,10 @@ class Bar:
 
 
 def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
-    """One step of each rank as stacked bars of its parts, under group headings. A tick marks the ideal."""
+    """Draw one step of each rank as stacked bars of its parts, under group headings.
+
+    A tick marks the ideal step time.
+    """
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
     places, headings, rows = _rows(bars)
@@ -384,7 +387,7 @@ def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
 
 
 def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
-    """The bars' places from the top, the headings with theirs, and the number of rows."""
+    """Compute the positions of the bars and headings from the top, and the number of rows."""
     places, headings, place = [], [], 0.0
     for number, bar in enumerate(bars):
         if number == 0 or bar.group != bars[number - 1].group:
@@ -398,13 +401,13 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
 
 
 def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
-    """The parts of the step time over training, as stacked areas that sum to it."""
+    """Draw the parts of the step time over training, as stacked areas."""
     figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False)
     for part, definition in PARTS.items():
         short = thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
         figure.traces.append(Points(definition.name, short.x, short.y, definition.colour, width=0, fill="stack"))
     whole = [1e3 * sum(parts) for parts in zip(*parts_s.values(), strict=True)]
     longest = thinned(Line("longest", steps, whole), max)
-    if longest.high:  # differences that the means of the parts hide
+    if longest.high:  # the means of the parts hide single long steps
         figure.traces.append(Points(f"longest {noun} of a stretch", longest.x, longest.y, INK, width=1, dash="dot"))
     return figure

@@ -1,6 +1,6 @@
-"""The page of `paceline links`: bandwidth over size per collective and transport.
+"""Page of `paceline links`: bandwidth over size for each collective and transport.
 
-Axes are logarithmic; the hardware's limit is drawn, too.
+Both axes are logarithmic. The limit of the hardware is also drawn.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from paceline.report.page import Card, Cell, Chart, Row, write_page
 
 DEFINITIONS: Mapping[str, Definition] = {
     "call_time": Definition(
-        "time", "The slowest rank’s median over the calls of a quarter of a second, after a warm-up; of fp32 numbers."
+        "time", "Median of the slowest rank over the calls in a quarter of a second, after a warm-up. Tensors are fp32."
     ),
     "algorithm_bandwidth": Definition("algorithm bandwidth", "Size / time, as nccl-tests define it."),
     "bus_bandwidth": Definition(
         "bus bandwidth",
-        "What a rank’s link has to carry each way per second, as nccl-tests define it: algorithm bandwidth × 2 "
-        "(n − 1) / n over n ranks for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an "
+        "Data that a rank’s link carries in each direction per second, as nccl-tests define it: algorithm bandwidth × "
+        "2 (n − 1) / n over n ranks for an all-reduce, × (n − 1) / n for an all-gather, a reduce-scatter and an "
         "all-to-all, × 1 for a broadcast and a message.",
     ),
     "link_limit": Definition(
         "limit",
-        "The bus bandwidth that no algorithm can exceed on this hardware, from what was measured in the same "
-        "run: copies of memory between processes of a host, and TCP streams between hosts, of which each host’s "
-        "link has to carry its least share.",
+        "The bus bandwidth that no algorithm can exceed on this hardware. It follows from two measurements of the same "
+        "run: memory copies between processes of a host, and TCP streams between hosts.",
     ),
-    "share_of_limit": Definition("of the limit", "The least time that the limit allows / the time."),
-    "latency": Definition("latency", "Half of the time for the smallest message there and back between two ranks."),
+    "share_of_limit": Definition("of the limit", "Shortest time that the limit allows / measured time."),
+    "latency": Definition("latency", "Half of the round-trip time of the smallest message between two ranks."),
     "checked": Definition(
-        "checked", "Every collective’s result was held to the exact one, before and after it was timed."
+        "checked", "Every collective’s result was compared with the exact result, before and after it was timed."
     ),
 }
 _TITLES = {
@@ -52,12 +51,12 @@ _TITLES = {
     "send_receive": "Send and receive",
 }
 _SIZES = {
-    "all_reduce": "Size: of each rank’s tensor.",
-    "all_gather": "Size: of what is gathered.",
-    "reduce_scatter": "Size: of what each rank adds.",
-    "broadcast": "Size: of the tensor.",
-    "all_to_all": "Size: of what each rank hands out.",
-    "send_receive": "Size: of the message. The time is half of that for there and back.",
+    "all_reduce": "Size: each rank’s tensor.",
+    "all_gather": "Size: the gathered tensor.",
+    "reduce_scatter": "Size: each rank’s input.",
+    "broadcast": "Size: the tensor.",
+    "all_to_all": "Size: each rank’s input.",
+    "send_receive": "Size: the message. The time is half of the round trip.",
 }
 _DASHES: dict[str, Dash] = {
     "flat": "solid",
@@ -134,12 +133,12 @@ def _limits(limit: Limit) -> list[tuple[str, str]]:
     """Describe the measured limits of the hardware, or the reason why they are missing."""
     found = []
     if limit.stream is not None and limit.latency_s is not None:
-        stream = f"{units.bandwidth(limit.stream)}, the slowest of all at once"
+        stream = f"{units.bandwidth(limit.stream)}, the slowest of all streams at once"
         found.append(("TCP stream between hosts, each way", stream))
         found.append(("half a round trip between hosts", f"{units.seconds(limit.latency_s)}, one byte over TCP"))
     if limit.copies:
         size, (together, alone) = max(limit.copies.items())
-        rates = f"{units.bandwidth(together)} each while all do, {units.bandwidth(alone)} while one does"
+        rates = f"{units.bandwidth(together)} each if all ranks copy, {units.bandwidth(alone)} if one copies"
         found.append((f"copy between processes, {message_size(size)}", rates))
     return found + [("not measured", why) for why in limit.why_not]
 

@@ -216,7 +216,7 @@ class LiveRun:
         return found
 
     def _another_lead(self) -> list[dict[str, Any]]:
-        """Make the furthest rank the leading one if the current one makes no steps.
+        """Make the furthest rank the leading one if the current one makes no progress.
 
         Returns the new leader's steps since then.
         """

@@ -280,26 +280,26 @@ async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) ->
     except asyncio.LimitOverrunError:
         raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {HEAD_BYTES:,} bytes") from None
     except TimeoutError:
-        raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"no whole request within {_HEAD_S:g} s") from None
+        raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"no complete request within {_HEAD_S:g} s") from None
     first, *lines = text.decode("latin-1").split("\r\n")[:-2]
     method, _, rest = first.partition(" ")
     target, _, version = rest.rpartition(" ")
     if not version.startswith("HTTP/1.") or not target.startswith("/"):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
     headers = _headers(lines)
     host = headers.get("host", "")
     # protects against DNS rebinding: another name may resolve to this machine
     if host.rpartition(":")[0] not in _LOOPBACK_NAMES and host not in _LOOPBACK_NAMES:
-        raise RefusedError(HTTPStatus.FORBIDDEN, "the host of the address has to be 127.0.0.1 or localhost")
+        raise RefusedError(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
     if headers.get("origin", f"http://{host}") != f"http://{host}":
-        raise RefusedError(HTTPStatus.FORBIDDEN, "another page may not ask")
+        raise RefusedError(HTTPStatus.FORBIDDEN, "requests from another page are not allowed")
     if method != "GET":
-        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered")
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET requests are answered")
     try:
         address = urlsplit(target)
         given = parse_qs(address.query, max_num_fields=8).get("token", [])
     except ValueError:
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is no address") from None
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is not a valid address") from None
     if not any(_is(token, one) for one in [*given, *_cookies(headers.get("cookie", ""), cookie)]):
         raise RefusedError(
             HTTPStatus.FORBIDDEN, "open the address that `paceline dashboard` printed: its token is missing"
@@ -319,7 +319,7 @@ def _headers(lines: list[str]) -> dict[str, str]:
         name, colon, value = line.partition(":")
         name = name.lower()
         if not colon or name.strip() != name or (name == "host" and name in found):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "a header is not as HTTP has it")
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "a header is not valid in HTTP")
         found[name] = value.strip()
     return found
 

@@ -1,4 +1,7 @@
-"""Self-contained HTML pages and their blocks. A page has no script and loads nothing."""
+"""Self-contained HTML pages and their building blocks.
+
+Pages load nothing. Only the live page has a script.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ from paceline.units import Shown, size
 
 PAGE = "report.html"
 Cell = Shown | str
-# Errors that values of wrong types and shapes cause.
+# Errors caused by values of wrong types and shapes.
 _NOT_OURS = (ArithmeticError, AttributeError, LookupError, MsgspecError, RecursionError, TypeError, ValueError)
-# Known entries of an environment, in the order of the page.
+# Known entries of an environment, in the order in which pages list them.
 _ENVIRONMENT = {
     "host": "host",
     "cpu": "CPU",
@@ -49,7 +52,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Card:
-    """A big figure at the top of a page. Has a definition's name, a figure or words, and a comparison."""
+    """Large figure at the top of a page: the key of its definition, a value or words, and a note."""
 
     term: str
     cell: Cell
@@ -58,9 +61,9 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its head, its cells, and words under or beside them.
+    """Row of a table: its head, its cells, and a text under or beside them.
 
-    The head is a definition's name or a text.
+    The head is the key of a definition, or a text.
     """
 
     name: str
@@ -71,13 +74,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of a page, and its content in words.
+    """A chart of a page, with a description in words.
 
     Attributes:
-        name: unique on the page.
-        label: the content in words, for screen readers.
-        title, terms: of its caption, where the page writes none: a heading, and names of definitions.
-        note: added to the definitions of its caption.
+        name: name that is unique on the page.
+        label: description for screen readers.
+        title, terms: heading and keys of definitions for the caption, if the template has no caption.
+        note: text after the definitions in the caption.
     """
 
     name: str
@@ -89,7 +92,7 @@ class Chart:
 
 
 class _UsedDefinitions:
-    """Lookup of definitions that records the used ones, in order, for the page's list."""
+    """Lookup of definitions that records which ones a page uses, in order."""
 
     def __init__(self, known: Mapping[str, Definition]) -> None:
         self.known, self.names = {**DEFINITIONS, **known}, list[str]()
@@ -102,7 +105,7 @@ class _UsedDefinitions:
 
 @contextmanager
 def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
-    """Turn errors from invalid files of a directory into one message.
+    """Turn errors from invalid files in a directory into one RunError.
 
     Raises:
         RunError: the directory contains values of wrong types or shapes.
@@ -132,10 +135,11 @@ def write_page(
     """Render a template to a file.
 
     Args:
-        look: the name of a template of this package, or one from `template`.
+        look: name of a template in this package, or a result of `template`.
         facts, environment: entries of the page's list of the environment; see `described`.
-        on_cores: the page calls devices cores.
-        definitions: definitions of figures that only this page has.
+        on_cores: whether the page calls devices cores.
+        definitions: definitions of figures that only this page shows.
+        values: variables of the template.
 
     Raises:
         RunError: the file cannot be written.
@@ -158,7 +162,7 @@ def write_picture(file: Path, figure: Figure, width: int, title: str) -> Path:
 
     Args:
         width: width of the picture in pixels.
-        title: text for people who cannot see the picture.
+        title: description for screen readers.
     """
     lines = _source("style.css").splitlines()
     colours = "".join(lines[: lines.index("}") + 1]).removesuffix("}") + "}"
@@ -169,7 +173,10 @@ def write_picture(file: Path, figure: Figure, width: int, title: str) -> Path:
 
 
 def live_page() -> tuple[bytes, str]:
-    """The page of runs that train, without any run, and the policy for its header."""
+    """Render the live page, and its Content-Security-Policy.
+
+    The page contains no run; its script adds the runs.
+    """
     parts = [(part, about.name, about.colour, about.text) for part, about in PARTS.items()]
     known = {"parts": parts, "wall": {part: about.colour for part, about in WALL.items()}, "series": SERIES}
     script, style = _source("live.js"), _source("style.css") + _source("live.css")
@@ -182,14 +189,14 @@ def live_page() -> tuple[bytes, str]:
 
 
 def template(source: str) -> Template:
-    """A template of another package; it extends `page.html.j2` and imports from `macros.html.j2`."""
+    """Compile a template of another package, which may use `page.html.j2` and `macros.html.j2`."""
     return _templates().from_string(source)
 
 
 def described(facts: Mapping[str, str], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values in words: `facts` first, then the non-empty ones of the environment.
+    """Format names and values: `facts` first, then the environment, without empty values.
 
-    Known names come first, others are shown as they are written.
+    Known entries of the environment come first. Other entries keep their names.
     """
     names = [name for name in {**_ENVIRONMENT, **environment} if name in environment]
     lines = [(_ENVIRONMENT.get(name, name.replace("_", " ")), _text(name, environment[name])) for name in names]
@@ -242,5 +249,5 @@ def _source(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """Hash by which the policy of the live page allows this source and no other."""
+    """Return the hash by which the live page's policy allows a script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

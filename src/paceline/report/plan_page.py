@@ -66,9 +66,9 @@ def write_plan_page(
         "cluster": explanation.cluster.describe(),
         "command": command,
         "paceline": version("paceline"),
-        "plans": f"{considered}, {found.pruned:,} set aside by a bound",
+        "plans": f"{considered}, {found.pruned:,} excluded by a bound",
         "searched in": str(seconds(found.seconds)),
-        "speeds": "measured on these machines" if explanation.measured else "of the catalogue",
+        "speeds": "measured on these machines" if explanation.measured else "from the catalogue",
     }
     on_cores = explanation.winner.layout.machines.device.is_core
     view = _plan_view(explanation, scaling, advice)
@@ -197,8 +197,8 @@ def _pipeline(best: Sequence[Candidate]) -> tuple[Candidate, Chart] | None:
     if drawn < piped.plan.microbatches:
         every = f"{piped.plan.microbatches:,}"
         note = (
-            f"Drawn with {drawn} microbatches; with all {every} the middle goes on in the same way, and the "
-            "ends weigh less."
+            f"Drawn with {drawn} microbatches instead of {every}. The rest would repeat the middle, so the ends take a "
+            "smaller share of a step."
         )
     label = f"What each of {piped.plan.pp} stages does in a step of {piped.plan}: forward, backward, waiting. {note}"
     factor = factor_of(piped.layout)
@@ -273,71 +273,69 @@ def _thousands(tokens_per_s: float) -> Shown:
 
 
 PREDICTED_PARTS = {
-    "compute": Part(PART_NAMES["compute"], "Forward and backward pass: products of matrices and other kernels.", BLUE),
+    "compute": Part(PART_NAMES["compute"], "Forward and backward pass: matrix products and other kernels.", BLUE),
     "recompute": Part(
-        PART_NAMES["recompute"], "What the backward pass computes again instead of keeping it (remat).", ICE
+        PART_NAMES["recompute"], "Activations that the backward pass recomputes instead of keeping them (remat).", ICE
     ),
     "launch": Part(PART_NAMES["launch"], "Kernels that wait for the host to start them.", GREY),
     "tp": Part(PART_NAMES["tp"], "Sums and gathers between the ranks that shard a layer’s matrices.", VERMILLION),
     "cp": Part(PART_NAMES["cp"], "Keys and values between the ranks that shard a sequence.", OCHRE),
-    "ep": Part(PART_NAMES["ep"], "Tokens on their way to experts and back.", PURPLE),
-    "fsdp": Part(
-        PART_NAMES["fsdp"], "Gathering weights and scattering gradients, as far as computing does not hide it.", AMBER
-    ),
+    "ep": Part(PART_NAMES["ep"], "Sending tokens to experts and back.", PURPLE),
+    "fsdp": Part(PART_NAMES["fsdp"], "Gathering weights and scattering gradients, unless compute hides it.", AMBER),
     "pp": Part(
         PART_NAMES["pp"],
-        "Activations on their way from stage to stage, as far as they hold up the next one.",
+        "Sending activations between stages, while the next stage waits for them.",
         AZURE,
     ),
     "bubble": Part(PART_NAMES["bubble"], "Stages of the pipeline that wait for their neighbours.", PALE),
-    "dp": Part(PART_NAMES["dp"], "Gradients between the replicas, as far as the backward pass does not hide it.", PINK),
-    "optimizer": Part(PART_NAMES["optimizer"], "The update of the parameters.", LEAF),
-    "other": Part(PART_NAMES["other"], "What every step takes beside.", SLATE),
+    "dp": Part(PART_NAMES["dp"], "Reducing gradients over the replicas, unless the backward pass hides it.", PINK),
+    "optimizer": Part(PART_NAMES["optimizer"], "Updating the parameters.", LEAF),
+    "other": Part(PART_NAMES["other"], "Overhead of every step.", SLATE),
 }
 TIME_COLOURS = {part: about.colour for part, about in PREDICTED_PARTS.items()}
 DEFINITIONS: Mapping[str, Definition] = {
     **{f"part_{part}": about for part, about in PREDICTED_PARTS.items()},
     "predicted_step": Definition(
-        "step time", "Of one optimizer step, all ranks together, as the cost model predicts it; not measured."
+        "step time", "Time of one optimizer step over all ranks, predicted by the cost model and not measured."
     ),
     "predicted_throughput": Definition("throughput", "Samples per second = global batch / predicted step time."),
     "predicted_tokens": Definition("token throughput", "Tokens per second = throughput × tokens per sample."),
     "mfu": Definition(
         "MFU",
-        "Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311): FLOPs of the model, without those "
-        "computed again, over what all devices could do at their peak in the time of a step.",
+        "Model FLOPs utilisation (Chowdhery et al., 2022, arXiv:2204.02311): FLOPs of the model, without "
+        "recomputation / peak FLOPs of all devices in the time of a step.",
     ),
-    "device_memory": Definition("memory", "The most that the fullest rank holds at once on its device, as predicted."),
-    "cost": Definition("cost", "Price of a device for an hour, as you gave it, × devices × time."),
+    "device_memory": Definition("memory", "Predicted peak memory on the device of the fullest rank."),
+    "cost": Definition("cost", "Given price of a device for an hour × devices × time."),
     "device_seconds": Definition(
-        "device-seconds", "Devices × predicted step time: what a step costs, in units of the price of a device."
+        "device-seconds", "Devices × predicted step time: cost of a step, in units of the price of a device."
     ),
     "predicted_goodput": Definition(
         "goodput",
-        "Useful step time / wall-clock, as predicted for failures at random; start-up and evaluations are not counted.",
+        "Useful step time / wall-clock time, predicted for random failures, without start-up and evaluations.",
     ),
     "gap": Definition(
         "optimality gap",
-        "By what part of its time the best plan may miss the optimum of the whole space, as this model predicts it.",
+        "Fraction of the predicted step time by which a better plan may exist in the whole search space.",
     ),
     "pareto": Definition(
-        "not beaten in both", "No other plan that was found is better in time as well as in the other figure."
+        "not beaten in both", "Among the plans found, no other plan is better in both the time and the other figure."
     ),
     "predicted_scaling": Definition(
         "strong scaling",
-        "The same job, global batch included, on more devices of the same kind, each number of them with its best "
-        "plan.",
+        "The same job with the same global batch on more devices of the same kind, with the best plan for each number "
+        "of devices.",
     ),
     "predicted_speedup": Definition(
-        "speedup", "Step time on the fewest devices on which the job fits / step time on these."
+        "speedup", "Step time on the smallest number of devices that fits the job / step time on this number."
     ),
     "predicted_efficiency": Definition(
         "efficiency",
-        "Speedup / how many times the devices are. More than 100 % where more devices have the memory not to "
-        "compute again.",
+        "Speedup / increase of the number of devices. It exceeds 100 % if more devices have enough memory to avoid "
+        "recomputation.",
     ),
     "gain": Definition(
-        "gain", "Throughput of the best plan with the change over that without, less 1, by the same model."
+        "gain", "Predicted throughput of the best plan with the change / throughput of the best plan without it − 1."
     ),
 }
 SPAN_COLOURS = {"forward": BLUE, "backward": LEAF, "weight": AMBER, "wait": PALE}

@@ -91,7 +91,7 @@ def view_of(run: Run) -> dict[str, Any]:
     if not record.ranks.get(0):
         raise RunError(
             "report.no_steps",
-            "{run} holds no finished step of rank 0, so there is nothing to show. The loss needs one step. Throughput "
+            "{run} has no finished step of rank 0, so there is nothing to show. The loss needs one step. Throughput "
             "and the breakdown need {needed}, since the first {warm_up} are warm-up. {gaps}",
             run=run.path,
             needed=WARM_UP_STEPS + 1,
@@ -216,8 +216,8 @@ def _slow_rank(parts_s: dict[int, dict[str, float]], step_s: float) -> list[str]
     slow = min(waits, key=lambda rank: waits[rank])
     others = statistics.fmean(wait for rank, wait in waits.items() if rank != slow)
     if waits[slow] > others / 3:
-        in_turn = f"The ranks wait for each other in turn, up to {units.seconds(max(waits.values()))} a step"
-        return [f"{in_turn}: no rank is always the slow one."]
+        in_turn = f"Each rank waits for others, up to {units.seconds(max(waits.values()))} a step"
+        return [f"{in_turn}. No single rank is always the slowest."]
     waiting = f"{units.seconds(others)} of each step, {units.percent(others / step_s)}"
     return [f"The others wait for rank {slow}: {waiting}. A faster rank {slow} makes all of them faster."]
 
@@ -235,7 +235,7 @@ def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
             f"the first {WARM_UP_STEPS} are warm-up, and this run has {len(steps)}."
         )
     if not any("use" in s for lines in record.ranks.values() for s in lines):
-        notes.append("Memory is not shown: no reading of it was written.")
+        notes.append("Memory is not shown: the run recorded no reading of it.")
     return notes
 
 
@@ -335,7 +335,7 @@ def losses(record: RunRecord) -> Iterator[Chart]:
     evaluated = [e for e in record.evaluations if "loss" in e["metrics"] and e["step"] in clock_of]
     each = charts.steps_per_point(len(values))
     note = (
-        f"The line is the mean of each {each:,} {record.noun}s; the band reaches from the least to the greatest loss."
+        f"The line is the mean of each {each:,} {record.noun}s; the band spans the lowest to the highest loss."
         if each > 1
         else ""
     )
@@ -541,7 +541,7 @@ def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
         return
     share = f"Communication takes {units.percent(comm_share)} of a step"
     if plan.inexact:
-        yield f"{share}, also under this rule."
+        yield f"{share}, even with this sync rule or codec."
         return
     yield (
         f"{share}. Replicas send less with compress= (int8 about a quarter) or a sync= that synchronizes less often "

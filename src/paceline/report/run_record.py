@@ -1,4 +1,4 @@
-"""The files of a run's directory as values, with a note on each missing one."""
+"""Reader of the files in a run's directory, with a note about each missing file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paceline.run.record.run import Run, timed
 from paceline.text import listed
 from paceline.units import percent
 
-FILE_LIMIT = 2**28  # bytes of each file that are read: half a million steps
-_LARGEST = 1e300  # limit of a number; it also excludes NaN and infinity, which JSON does not have
+FILE_LIMIT = 2**28  # bytes that are read from each file: about half a million steps
+_LARGEST = 1e300  # limit of a number, which also excludes NaN and infinity
 _NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The records of a run.
+    """Contents of a run's files.
 
     Attributes:
-        ranks: the steps of each rank, each step once, in order.
-        goodput: the wall-clock of the run, divided.
-        gaps: what is missing or unreadable, a sentence each.
+        ranks: steps of each rank in order. A repeated step appears once, as last recorded.
+        goodput: wall-clock time of the run, divided into parts.
+        gaps: sentences about missing or unreadable files and lines.
     """
 
     ranks: dict[int, list[dict[str, Any]]]
@@ -45,16 +45,16 @@ class RunRecord:
 
     @property
     def noun(self) -> str:
-        """Name of its steps: a federated run has rounds."""
+        """Name of the run's steps: `round` for a federated run, otherwise `step`."""
         return "round" if any("chosen" in step for step in self.ranks.get(0, [])[:1]) else "step"
 
     @classmethod
     def read(cls, run: Run) -> RunRecord:
-        """Read all readable records. Broken lines are counted and skipped."""
+        """Read a run's files. Broken lines are counted and skipped."""
         gaps: list[str] = []
         lines, ranks = {}, {}
         there = sorted(ranks_of(run))
-        # with servers, the first worker writes for all
+        # with parameter servers, the first worker writes for all workers
         gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
@@ -64,7 +64,7 @@ class RunRecord:
         events = _whole_lines(run.path, "events.jsonl", is_event, gaps)
         if not events:
             gaps.append(
-                "events.jsonl has no event: how the run began, what was measured and why it ended is not known."
+                "events.jsonl has no event, so it is unknown how the run began, what it measured and why it ended."
             )
         return cls(
             ranks,
@@ -83,7 +83,7 @@ class RunRecord:
 
     @cached_property
     def clock_s(self) -> list[float]:
-        """Seconds of training at the end of each step of rank 0. The time between two attempts is left out."""
+        """Training time in seconds at the end of each step of rank 0, without the time between attempts."""
         steps = self.ranks[0]
         attempts = [e["time"] for e in self.events if e["event"] in ("start", "resume")]
         clock = [steps[0]["step_s"]]
@@ -94,12 +94,12 @@ class RunRecord:
 
     @cached_property
     def clock_of(self) -> dict[int, float]:
-        """`clock_s` by step."""
+        """Values of `clock_s`, by step number."""
         return {s["step"]: second for s, second in zip(self.ranks[0], self.clock_s, strict=True)}
 
 
 def ranks_of(run: Run) -> Iterator[int]:
-    """The ranks that wrote steps; an earlier attempt may have had more than the plan."""
+    """Yield the ranks that wrote steps. An earlier attempt may have had more ranks than the plan."""
     for file in (run.path / "steps").glob("rank-*.jsonl"):
         number = file.stem[5:]
         if number.isascii() and number.isdecimal() and len(number) < 10 and str(int(number)) == number:
@@ -107,7 +107,7 @@ def ranks_of(run: Run) -> Iterator[int]:
 
 
 def _missing(there: list[int], planned: int) -> Iterator[str]:
-    """The ranks without a file of steps, a sentence for each stretch of them."""
+    """Describe the ranks without a steps file, one sentence for each range of ranks."""
     end = max([planned, *(rank + 1 for rank in there[-1:])])
     for before, after in pairwise([-1, *there, end]):
         first, last = before + 1, after - 1
@@ -118,7 +118,7 @@ def _missing(there: list[int], planned: int) -> Iterator[str]:
 
 
 def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps: list[str]) -> list[dict[str, Any]]:
-    """Lines of a file as a run writes them; others are reported in `gaps`."""
+    """Read the valid lines of a file. Other lines are reported in `gaps`."""
     whole, broken = [], 0
     try:
         for line in whole_lines(folder / name, FILE_LIMIT):
@@ -128,14 +128,14 @@ def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps:
             else:
                 broken += bool(line.strip())
         if (folder / name).stat().st_size > FILE_LIMIT:
-            gaps.append(f"{name} is larger than {FILE_LIMIT:,} bytes: what is behind them is left out.")
+            gaps.append(f"{name} is larger than {FILE_LIMIT:,} bytes: the rest is left out.")
     except FileNotFoundError:
         return []
     except OSError as error:
         gaps.append(f"{name} cannot be read ({error.strerror or error}).")
     if broken:
         lines, verb = ("1 line", "is") if broken == 1 else (f"{broken:,} lines", "are")
-        gaps.append(f"{lines} of {name} cannot be read and {verb} left out; a crash cuts a line short.")
+        gaps.append(f"{lines} of {name} cannot be read and {verb} left out. A crash may cut a line short.")
     return whole
 
 
@@ -147,7 +147,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def is_step(line: Any) -> bool:
-    """True for a valid line of a step; files may come from other programs."""
+    """True for a valid line of a steps file. Other programs may have written the file."""
     if (
         not isinstance(line, dict)
         or not all(map(_is_number, map(line.get, _NUMBERS)))
@@ -161,7 +161,7 @@ def is_step(line: Any) -> bool:
 
 
 def is_event(line: Any) -> bool:
-    """True for a valid line of an event."""
+    """True for a valid line of the events file."""
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")
@@ -180,13 +180,13 @@ def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        gaps.append("environment.json is missing or cannot be read: machine and versions are not shown.")
+        gaps.append("environment.json is missing or cannot be read: the machine and the versions are not shown.")
         return {}
     return found
 
 
 _LOST = {"compute": "slower compute"}
-_WORTH_NAMING = 0.05  # of what is lost
+_WORTH_NAMING = 0.05  # fraction of the lost time above which a part is named
 
 
 def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
@@ -223,14 +223,14 @@ def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: 
 
 
 def excess_of(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Seconds of each part on several devices beyond its fraction of one device's."""
+    """Compute the seconds of each part beyond an even division of one device's step."""
     return {part: many[part] - one[part] / devices for part in many}
 
 
 def typical(parts_s: Sequence[dict[str, float]], whole_s: Sequence[float]) -> dict[str, float]:
-    """Typical parts of the median step, scaled to sum to it.
+    """Compute the parts of a typical step, scaled to sum to the median step time.
 
-    They are means over the middle half of the steps; medians of parts would not sum to the median.
+    The parts are means over the middle half of the steps. Medians of parts would not sum to the median step time.
     """
     order = sorted(range(len(whole_s)), key=lambda i: whole_s[i])
     quarter = len(order) // 4

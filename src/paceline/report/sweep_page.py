@@ -1,4 +1,4 @@
-"""The page of `paceline sweep`: a table of all combinations, and the metric against their values."""
+"""Page of `paceline sweep`: a table of all combinations, and the metric against the parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.run.sweep.sweep import FINAL_STEPS, Sweep
 from paceline.units import Shown
 
 PAGE = "sweep.html"
-_WIDE = 30.0  # ratio of the ends of an axis that is drawn logarithmically
+_WIDE = 30.0  # minimum ratio of largest to smallest value for a logarithmic axis
 DEFINITIONS: Mapping[str, Definition] = {
     "sweep_metric": Definition(
-        "metric", "The compared figure at the end of each run: the median over the seeds, then the lowest and highest."
+        "metric", "The compared figure at the end of each run: median, lowest and highest value over the seeds."
     ),
     "sweep_loss": Definition(
         "loss",
@@ -31,8 +31,9 @@ DEFINITIONS: Mapping[str, Definition] = {
     "sweep_time": Definition("time", "From the first step to the end of the run, median over the seeds."),
     "sweep_best": Definition(
         "best",
-        "The combination with the best median. It is called best only with three seeds or more, and if its 95 % "
-        "interval overlaps no other one’s; otherwise all that could be best have the mark ≈.",
+        "The combination with the best median. It is marked as best only if its 95 % interval, from "
+        "three seeds or more, overlaps no other interval. Otherwise, all combinations that could be "
+        "the best have the mark ≈.",
     ),
 }
 
@@ -97,7 +98,7 @@ def _chart(combinations: Sequence[Combination], keys: Sequence[str], metric: str
 
 
 class _Scale:
-    """Places of a parameter's values on an axis: numbers by size, others in a row."""
+    """Positions of a parameter's values on an axis: numbers by size, other values in sequence."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
@@ -106,11 +107,11 @@ class _Scale:
         self.values = values
 
     def at(self, value: Any) -> float:
-        """Place of a value on the axis, before any logarithm."""
+        """Return the position of a value on the axis, before any logarithm."""
         return float(value) if self.names is None else float(self.names.index(shown(value)))
 
     def share(self, value: Any) -> float:
-        """Place of a value between the lowest (0) and the highest one (1)."""
+        """Return the position of a value between the lowest (0) and the highest value (1)."""
         scaled = [self._scaled(v) for v in self.values]
         low, high = min(scaled), max(scaled)
         return (self._scaled(value) - low) / (high - low) if high > low else 0.5
@@ -120,12 +121,12 @@ class _Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]] | None:
-        """Names of values that are not numbers."""
+        """Labels of values that are not numbers; None for numbers."""
         return None if self.names is None else [(float(i), name) for i, name in enumerate(self.names)]
 
 
 def _against(known: Sequence[Combination], key: str, metric: str, best: Sequence[int]) -> Figure:
-    """The metric over one parameter, with the spread of the seeds."""
+    """Draw the metric over one parameter, with the spread over the seeds."""
     scale = _Scale([c.parameters[key] for c in known])
     ordered = sorted(known, key=lambda c: scale.at(c.parameters[key]))
     values = [c.metric or 0.0 for c in ordered]
@@ -160,7 +161,7 @@ def _parallel(known: Sequence[Combination], keys: Sequence[str], metric: str, be
         height=360,
         legend=False,
     )
-    for c in sorted(known, key=lambda c: c.number in best):  # the best ones above the others
+    for c in sorted(known, key=lambda c: c.number in best):  # the best lines are drawn last, above the others
         places = [*(scales[key].share(c.parameters[key]) for key in keys), of_metric.share(c.metric)]
         is_best = c.number in best
         hint = f"{titled(c.parameters)}\n{metric} {c.metric:.4g}"

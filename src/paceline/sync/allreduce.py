@@ -1,8 +1,8 @@
 """Replicated data parallelism: the gradients of all replicas are summed in every step.
 
-The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704): gradients gather in flat buckets in the
-order in which the backward pass makes them, and a full bucket is sent while the remaining gradients are computed, if
-that saves time.
+The bucketing follows Li et al., 2020, "PyTorch Distributed" (arXiv:2006.15704). Gradients are collected in flat buckets
+in the order in which the backward pass computes them. A full bucket is sent while the remaining gradients are computed,
+if that saves time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from paceline.sync.rule import Reduction, Replica, SyncRule, Traffic, broadcast_
 if TYPE_CHECKING:
     from paceline.sync.compress import CodecChooser, SumCoder
 
-BUCKET_BYTES = 25 * 2**20  # on accelerators: DDP's default; large enough for bandwidth, small enough to start early
+BUCKET_BYTES = 25 * 2**20  # on accelerators: default of DDP, large enough for bandwidth and small enough to start early
 
 
 class AllReduce(SyncRule):
     """Sum the gradients of all replicas after every backward pass.
 
-    Gradients are moved into flat buckets as the backward pass makes them, so a rank never holds them twice. A parameter
-    that no replica used keeps `grad=None`, as in a single process. With gradient accumulation only the last backward
-    pass communicates.
+    Gradients are moved into flat buckets as soon as the backward pass computes them, so a rank never holds them twice.
+    A parameter that no replica used keeps `grad=None`, as in a single process. With gradient accumulation, only the
+    last backward pass communicates.
 
     Args:
         algorithm: all-reduce algorithm (see `paceline.comm.allreduce`): flat, ring, hierarchical, or auto.
@@ -63,12 +63,12 @@ class AllReduce(SyncRule):
         accelerated, whole = is_accelerator(dp.device), replica.parameters is None
         self.overlap = whole and self.overlap_pays(dp)
         self.lanes, why = self.lanes_over(dp)
-        # several lanes each have a count of their own
+        # several lanes have counters of their own
         self.rows_traffic = replica.traffic if len(self.lanes) == 1 else Traffic()
         limit = (BUCKET_BYTES if accelerated else self._between_hosts()) if self.overlap else None
         self.buckets = _bucketize(replica, [lane.algorithm for lane in self.lanes], limit)
         last = self.buckets[-1]
-        self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # they stand behind its gradients
+        self.scalars = last.flat[last.gradient_size :][: replica.scalar_count]  # they follow its gradients
         if not dp.is_fake:
             self.tell(why)
         if self.compress == "auto":
@@ -97,7 +97,7 @@ class AllReduce(SyncRule):
         for number in summed:
             bucket = self.buckets[number]
             if bucket.pending is None:
-                bucket.take_all()  # all of them, or those of earlier passes that the last pass did not reach
+                bucket.take_all()  # all gradients, or those of earlier passes that the last pass did not compute
                 bucket.fill()
                 if self.overlap:
                     self._begin(number)
@@ -153,17 +153,17 @@ class AllReduce(SyncRule):
             if lane.group is not self.replica.dp:
                 lane.group.close()
 
-    # What is sent
+    # Lanes and compression
 
     def overlap_pays(self, dp: Group) -> bool:
-        """True if sums run beside the backward pass.
+        """True if gradients are summed during the backward pass.
 
-        Two ranks of one host share their cores: sending while computing only slows the computing there.
+        Ranks on one host share its cores, so sending during the backward pass would only slow the computation.
         """
         return dp.spans_hosts or (is_accelerator(dp.device) and self.compress == "none")
 
     def tell(self, why: str) -> None:
-        """Record the method of the sums, unless it is the default."""
+        """Record how gradients are summed, unless it is the default."""
         dp = self.replica.dp
         if not dp.spans_hosts and self.algorithm_name == "auto":
             return
@@ -174,23 +174,23 @@ class AllReduce(SyncRule):
         self.replica.log(f"sync=allreduce: {why}")
 
     def coder(self, codec: str, lane: Lane, number: int) -> SumCoder:
-        """The coded sums of lane `number`; the random numbers of each are its own."""
+        """Make the compressor of lane `number`. The number is the seed of its random rounding."""
         from paceline.sync.compress import Compressor  # most runs do not need it
 
         return Compressor(codec, lane.group, lane.traffic, seed=number)
 
     def lanes_over(self, dp: Group) -> tuple[list[Lane], str]:
-        """The lanes that sum the buckets, and why by this algorithm; `overlap` is known.
+        """Make the lanes that sum the buckets; return them with the reason for the algorithm.
 
-        A sum ends with a wait for its slowest message. Where two lanes share a link, the buckets of one fill the pauses
-        of the other.
+        `overlap` must be set. A sum ends with a wait for its slowest message. If two lanes share a link, the buckets of
+        one lane use the pauses of the other.
         """
         if not self.overlap or is_accelerator(dp.device):
             algorithm, why = algorithm_for(dp, self.algorithm_name)
             return [Lane(dp, algorithm, self.replica.traffic)], why
         first, second = dp.copy(), dp.copy()
         algorithm, why = algorithm_for(first, self.algorithm_name)
-        dp.links = second.links = first.links  # measured once
+        dp.links = second.links = first.links  # measured only once
         lanes = [Lane(first, algorithm), Lane(second, algorithm_for(second, self.algorithm_name)[0])]
         for number, lane in enumerate(lanes):
             lane.thread = CommThread(f"paceline-sync-{number}")
@@ -199,7 +199,7 @@ class AllReduce(SyncRule):
     def _prepare_dry_run(self) -> None:
         """Use a plain sum in a dry run.
 
-        It has no other ranks to measure and no numbers to code.
+        A dry run has no other ranks to measure, and no values to compress.
         """
         if self.compress != "none":
             self.replica.log(
@@ -242,7 +242,7 @@ class AllReduce(SyncRule):
             raise not_by_the_engine()
 
     def _between_hosts(self) -> int:
-        """Bytes of a bucket; links between hosts are slower, so sending begins earlier."""
+        """Return the bucket size for links between hosts, which are slower, so sending begins earlier."""
         own = sum(p.numel() * p.element_size() for p in self.parameters if p not in self.replica.rows)
         return int(bucket_bytes_between_hosts(own))
 
@@ -255,10 +255,10 @@ class AllReduce(SyncRule):
             return sum_rows(tables, dp)
 
     def _begin_full_buckets(self) -> None:
-        """Send full buckets, only in bucket order.
+        """Send full buckets in bucket order.
 
-        Every rank must start the same collectives in the same order, regardless of the order of its gradients. The last
-        bucket carries the scalars, which are complete only after the backward pass.
+        Every rank must start the same collectives in the same order, even if its gradients are ready in another order.
+        The last bucket carries the scalars, which are complete only after the backward pass.
         """
         for number, bucket in enumerate(self.buckets[:-1]):
             if bucket.pending is None and not self._left_out(bucket):
@@ -268,12 +268,12 @@ class AllReduce(SyncRule):
                 self._begin(number)
 
     def _left_out(self, bucket: Bucket) -> bool:
-        """True if the backward pass concerned other buckets' parameters only; the same on all ranks."""
+        """True if the backward pass computed no gradients for this bucket. All ranks get the same result."""
         only = self.replica.backward.only
         return only is not None and bool(bucket.parameters) and only.isdisjoint(bucket.parameters)
 
     def _begin(self, number: int) -> None:
-        """Start the sum of a bucket during the backward pass. Its `pending` waits for the result."""
+        """Start to sum a bucket during the backward pass. Its `pending` waits for the result."""
         bucket, lane = self.buckets[number], self._lane(number)
         if lane.thread is not None:
             bucket.pending = lane.thread.start(partial(self._sum, number))
@@ -283,7 +283,7 @@ class AllReduce(SyncRule):
 
     def _sum(self, number: int) -> None:
         bucket, lane = self.buckets[number], self._lane(number)
-        if lane.compressor is not None:  # values after the gradients are summed exactly
+        if lane.compressor is not None:  # the scalars after the gradients are summed exactly
             lane.compressor.sum(f"bucket{number}", bucket.flat, bucket.views)
             return
         with lane.counting(bucket):
@@ -295,12 +295,12 @@ class AllReduce(SyncRule):
 
 @dataclass
 class Lane:
-    """A group that sums some of the buckets, in the same order on every rank.
+    """Group that sums some of the buckets, in the same order on every rank.
 
     Attributes:
         traffic: bytes sent by this lane.
-        compressor: codec of the buckets; None sends them uncompressed.
-        thread: runs the sums beside the backward pass; the group is then a copy for it alone.
+        compressor: compressor of the buckets; None sends them uncompressed.
+        thread: thread that runs the sums during the backward pass; `group` is then a copy that only this thread uses.
     """
 
     group: Group
@@ -310,14 +310,14 @@ class Lane:
     thread: CommThread | None = None
 
     def counting(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Count the bytes of an exact sum, and the minimum of a ring."""
+        """Count the bytes that an exact sum sends, and those that a ring would send."""
         return self.traffic.counting(self.group, ring_bytes(bucket.flat.nbytes, self.group.size))
 
 
 def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int | None) -> list[Bucket]:
-    """Buckets in reverse order of the parameters, about the order of their gradients.
+    """Assign the parameters to buckets in reverse order, which is roughly the order of their gradients.
 
-    The scalars are in the last one.
+    The last bucket also holds the scalars.
     """
     groups: list[list[nn.Parameter]] = []
     size = 0
@@ -336,7 +336,7 @@ def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int
         groups[-1].append(parameter)
         size += nbytes
     if not groups or groups[-1][0].dtype not in (torch.float32, torch.float64):
-        groups.append([])  # half precision would round the scalars: they get a bucket of their own
+        groups.append([])  # half precision would round the scalars, so they get a bucket of their own
     return [
         Bucket.of(group, memories[i % len(memories)], replica.scalar_count if group is groups[-1] else 0)
         for i, group in enumerate(groups)

@@ -1,6 +1,6 @@
-"""Averaging: the simplest exact rule.
+"""Averaging: the simplest exact sync rule.
 
-Read it first; `allreduce` computes the same, in buckets and while the backward pass runs.
+Read this rule first. `allreduce` computes the same result, but in buckets and during the backward pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Averaging(SyncRule):
 
     def attach(self, replica: Replica) -> None:
         self.replica = replica
-        # Every replica gets the first one's weights.
+        # Every replica starts with the first replica's weights.
         broadcast_state(replica)
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
         dp, only = self.replica.dp, self.replica.backward.only
         trained = [p for p in self.replica.trainable if only is None or p in only]
         with self.replica.traffic.counting(dp):
-            # All ranks make the same calls, also for a parameter that only some replicas used.
+            # All ranks must make the same calls, even for a parameter that only some replicas used.
             # A parameter that no replica used keeps no gradient.
             used = scalars.new_tensor([float(p.grad is not None) for p in trained])
             dp.all_reduce(used)
@@ -31,6 +31,6 @@ class Averaging(SyncRule):
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 # A sum, because the engine has weighted each replica's gradient by its share of the global batch.
                 dp.all_reduce(parameter.grad)
-            # The engine's own numbers: the loss, votes, times.
+            # The engine's own numbers, such as the loss, votes and times.
             dp.all_reduce(scalars)
         return Reduction([p.grad for p in trained if p.grad is not None], scalars)

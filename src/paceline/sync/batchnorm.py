@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch: statistics do not depend on the number of replicas."""
+"""Batch normalisation over the global batch, so statistics do not depend on the number of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler when it is first called, not here
+from torch._compile import _disable_dynamo as _not_compiled  # imports the compiler only at the first call
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -28,7 +28,7 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
     its other behaviour.
 
     Raises:
-        PlanError: the statistics of a layer cannot be computed over the replicas; the text names the layer.
+        PlanError: the statistics of a layer cannot be computed over the replicas; the message names the layer.
     """
     classes: dict[type, type] = {}
     for name, layer in model.named_modules():
@@ -40,7 +40,7 @@ def synchronise(model: nn.Module, dp: Group) -> nn.Module:
             _refuse(name, layer)
             cls = type(layer)
             layer.__class__ = classes.setdefault(cls, _global_class(cls, dp))
-            if (own := layer.__dict__.get("forward")) is not None:  # set on the instance, so it hides that of the class
+            if (own := layer.__dict__.get("forward")) is not None:  # an instance's own forward hides the class's
                 layer.__dict__["forward"] = partial(_computed, own, dp)
     return model
 
@@ -75,16 +75,16 @@ class _Global(_Layer):
     """Mixin for batch-norm layers that uses the statistics of all replicas in training.
 
     Attributes:
-        dp: the replicas. On the class, so that a copy of the model (an average of its weights) does not copy
+        dp: the replicas. A class attribute, so that copies of the model (such as an average of its weights) do not copy
             connections.
-        plain: the class of the layer before.
+        plain: original class of the layer.
     """
 
     dp: ClassVar[Group]
     plain: ClassVar[type]
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        # torch's SyncBatchNorm does not support CPUs; otherwise it behaves like any batch norm.
+        # torch's SyncBatchNorm does not support CPUs, so its base class computes the forward pass
         forward: Forward = partial(_BatchNorm.forward, self) if self.plain is SyncBatchNorm else super().forward
         return _computed(forward, self.dp, *args, **keywords) if self.training else forward(*args, **keywords)
 
@@ -120,7 +120,7 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
 
 @_not_compiled  # a compiler cannot trace communication between replicas
 def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
-    """A layer's own forward pass, in which batch norms are over the replicas.
+    """Run a layer's own forward pass with batch-norm statistics of all replicas.
 
     Raises:
         PlanError: the layer did not call torch's batch norm, so its statistics may be local.
@@ -139,7 +139,7 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
 
 
 class _OverReplicas(TorchFunctionMode):
-    """Within, `torch.nn.functional.batch_norm` takes the statistics of a training batch over all replicas.
+    """Mode in which `torch.nn.functional.batch_norm` computes training statistics over all replicas.
 
     Attributes:
         used: True if that function was called.
@@ -168,14 +168,14 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, in training with the mean and variance of all replicas.
+    """Compute `torch.nn.functional.batch_norm`, in training with the mean and variance of all replicas.
 
-    On the CPU with two differentiable all-reduces (counts with sums, then squared deviations), so the variance does not
-    lose digits to cancellation and autograd derives the exact backward pass; on GPUs with torch's fused kernels.
+    On CPUs, two differentiable all-reduces sum first values and counts, then squared deviations. The variance thus has
+    no cancellation error, and autograd derives the exact backward pass. On GPUs, torch's fused kernels are used.
     """
-    # only shapes are computed, so that no communication is needed
+    # only shapes are computed, which needs no communication
     traced = input.is_meta or isinstance(input, torch._subclasses.FakeTensor)
-    single = input.numel() == input.shape[1]  # one value is enough where other replicas have more; torch refuses it
+    single = input.numel() == input.shape[1]  # torch refuses one value per channel, but with other replicas it is valid
     if not training or dp.size == 1 or (traced and not single):
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if on_accelerator(input) and has_batch_norm_kernels(input.device):
@@ -209,9 +209,9 @@ def _broadcastable(vector: Tensor, x: Tensor) -> Tensor:
 
 
 class _SumOverReplicas(torch.autograd.Function):
-    """The sum over the replicas.
+    """Differentiable sum over the replicas.
 
-    Each replica's loss depends on the sum, so the gradient is the sum of their gradients.
+    Each replica's loss depends on the sum, so the gradient is the sum of the replicas' gradients.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""DiLoCo: replicas train alone for many steps, then an outer optimizer applies their mean change.
+"""DiLoCo: replicas train independently for many steps, then an outer optimizer applies their mean change.
 
-After Douillard et al., 2023 (arXiv:2311.08105). Streamed as in Douillard et al., 2025 (arXiv:2501.18512): the model is
-sent in fragments, each in steps of its own, while training goes on.
+See Douillard et al., 2023 (arXiv:2311.08105). Streaming follows Douillard et al., 2025 (arXiv:2501.18512): the model is
+divided into fragments, which are sent in different steps while training continues.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ _HALF = (torch.float16, torch.bfloat16)
 class DiLoCo(LocalRule):
     """Apply an outer optimizer to the replicas' mean pseudo-gradient every `period` steps.
 
-    The pseudo-gradient (outer minus local parameters) is the gradient of the outer optimizer, SGD with Nesterov's
-    momentum; the replicas then continue from its result. With `overlap` it is sent while training goes on, and applied
-    that many steps later: what a replica did meanwhile is kept, on top of the new outer parameters. (The paper mixes
-    both by halves; so, a replica alone with lr=1 and no momentum loses nothing.) Everything happens in fixed steps,
-    whose number does not depend on how fast the network is, so that a run can be repeated.
+    The pseudo-gradient is the outer minus the local parameters. The outer optimizer, SGD with Nesterov momentum, uses
+    it as its gradient, and the replicas continue from the result. With `overlap`, a pseudo-gradient is sent while
+    training continues, and the result is applied that many steps later. The changes that a replica made in the meantime
+    are added to the new outer parameters. (The paper averages outer and local parameters instead. Without averaging, a
+    single replica with lr=1 and no momentum loses nothing.) Fragments are sent and applied in fixed steps, regardless
+    of the speed of the network, so runs are reproducible.
 
     Args:
-        period: steps from one exchange of a parameter to the next. Limits and defaults of all arguments are in
+        period: number of steps between two exchanges of a parameter. Limits and defaults of all arguments are in
             `planning/sync_info.py`.
-        fragments: number of runs of neighbouring parameters that the model is divided into; each has steps of its own
-            within the period.
-        overlap: steps from sending a fragment to applying its result; less than the period.
-        lr, momentum: of the outer optimizer.
+        fragments: number of groups of adjacent parameters into which the model is divided. Each group is sent in its
+            own step of the period.
+        overlap: number of steps from sending a fragment to applying its result; less than `period`.
+        lr, momentum: learning rate and momentum of the outer optimizer.
         compress: codec of the pseudo-gradients (see `paceline.sync.compress`), or none.
     """
 
     def __init__(self, period: int, *, fragments: int, overlap: int, lr: float, momentum: float, compress: str) -> None:
         self.period, self.overlap, self.lr, self.momentum, self.compress = period, overlap, lr, momentum, compress
-        # of each fragment, its step in a period
+        # step within the period in which each fragment is sent
         self.sent_in = [(k + 1) * period // fragments % period for k in range(fragments)]
         self.beside: CommThread | CommStream | None = None
         self.compressor: SumCoder | None = None
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        # where there are fewer than fragments, the last steps have nothing to send
+        # with fewer parameters than fragments, some steps have nothing to send
         runs = cut(self.parameters, len(self.sent_in))
         self.fragments = [Fragment(k, run, self.algorithm) for k, run in enumerate(runs)]
         if self.overlap:
@@ -66,7 +67,7 @@ class DiLoCo(LocalRule):
         replica.log(f"sync=diloco: fragments of {', '.join(sizes)} bytes are sent every {self.period} steps{later}")
 
     def compressed(self, codec: str) -> SumCoder:
-        """Sums in coded form."""
+        """Make the compressor of the pseudo-gradients."""
         from paceline.sync.compress import Compressor
 
         return Compressor(codec, self.group, self.replica.traffic)
@@ -98,7 +99,10 @@ class DiLoCo(LocalRule):
             fragment.load_state_dict(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rule. A fragment in flight is awaited first, and kept for its step."""
+        """Return the state of the rule.
+
+        Transfers in flight are awaited first. Their results are saved, to be applied in the step in which they are due.
+        """
         self.wait()
         state: dict[str, Any] = {"alike": self.identical}
         for fragment in self.fragments:
@@ -159,13 +163,13 @@ class DiLoCo(LocalRule):
 
 
 class Fragment:
-    """A run of parameters with its outer optimizer state, in one flat tensor per dtype.
+    """Group of adjacent parameters with its outer optimizer state, in one flat tensor per dtype.
 
     Attributes:
         pseudo_gradients: outer minus local parameters at the snapshot; after the exchange, their sum over the replicas.
         outer, momentum: parameters and momentum of the outer optimizer, in at least float32.
-        snapshot: the local parameters when the fragment was sent; what came after is told from them.
-        due: the step in which the pending result is applied; None without one.
+        snapshot: local parameters when the fragment was sent, from which later local changes are computed.
+        due: step in which the pending result is applied; None if no result is pending.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter], memory: Algorithm) -> None:
@@ -192,15 +196,15 @@ class Fragment:
             torch.sub(outer.values, snapshot.values, out=delta.values)
 
     def wait(self) -> None:
-        """Wait until no transfer is in flight."""
+        """Wait for the transfer in flight, if there is one."""
         if self.in_flight is not None:
             self.in_flight.wait()
             self.in_flight = None
 
     def step(self, lr: float, momentum: float, replicas: int) -> None:
-        """Nesterov's SGD on the outer parameters, as in Sutskever et al.
+        """Apply SGD with Nesterov momentum to the outer parameters.
 
-        (2013), in the form that `torch.optim.SGD` has.
+        The method is that of Sutskever et al., 2013, in the form of `torch.optim.SGD`.
         """
         for delta, outer, velocity in zip(self.pseudo_gradients, self.outer, self.momentum, strict=True):
             gradient = delta.values.div_(replicas)
@@ -219,11 +223,11 @@ class Fragment:
             snapshot.add()
 
     def outer_state(self) -> dict[str, Tensor]:
-        """Outer parameters and momentum."""
+        """Return the outer parameters and their momentum."""
         return self._named({"outer": [flat.values for flat in self.outer], "momentum": self.momentum})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State of this rank's fragment; what is in flight must have arrived."""
+        """Return the state of the fragment on this rank. Its transfer must have finished."""
         if self.due is None:
             return self.outer_state()
         ways = {"way": self.pseudo_gradients, "left": self.snapshot}
@@ -234,7 +238,7 @@ class Fragment:
         return {f"{self.number}/{kind}/{i}": tensor for kind, some in kinds.items() for i, tensor in enumerate(some)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from `state`; without any, start anew from the current parameters."""
+        """Continue from `state`. If it lacks this fragment, start from the current parameters."""
         due = state.get(f"{self.number}/due")
         self.due = None if due is None else int(due)
         for i, (outer, velocity) in enumerate(zip(self.outer, self.momentum, strict=True)):

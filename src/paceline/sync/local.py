@@ -18,13 +18,13 @@ from paceline.sync.rule import Reduction, Replica, SyncRule, broadcast_state, ri
 
 
 class LocalRule(SyncRule):
-    """Base of rules that synchronise parameters in some steps only.
+    """Base class of rules that synchronize parameters in some steps only.
 
-    Each replica takes the step of its own gradient. Batch-norm statistics stay each replica's own, as under every rule
-    (an evaluation averages them), and so does the optimizer's state.
+    Each replica steps with its own gradients and keeps its own optimizer state. Batch-norm statistics are also local,
+    as under every rule. An evaluation averages them.
     """
 
-    identical = True  # all replicas have the same parameters now; the same value on all ranks
+    identical = True  # True if all replicas have the same parameters now; the same value on all ranks
 
     def attach(self, replica: Replica) -> None:
         broadcast_state(replica)
@@ -33,15 +33,15 @@ class LocalRule(SyncRule):
         self.algorithm: Algorithm = self.algorithm_over(self.group) if self.group.size > 1 else self.group
 
     def connections(self, dp: Group) -> Group:
-        """The group that the parameters are sent over."""
+        """Return the group over which the parameters are sent."""
         return dp
 
     def algorithm_over(self, group: Group) -> Algorithm:
-        """The all-reduce that sums over the replicas."""
+        """Return the all-reduce that sums over the replicas."""
         return algorithm_for(group, "auto")[0]
 
     def agrees_in(self, step: int) -> bool:
-        """True if replicas exchange losses and votes in a step; at least once per period."""
+        """True if the replicas communicate in a step and also sum losses and votes; at least once per period."""
         raise NotImplementedError
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
@@ -53,9 +53,9 @@ class LocalRule(SyncRule):
 
     @contextmanager
     def in_agreement(self) -> Iterator[None]:
-        """Within the context, parameters are the mean over all replicas, whatever the step.
+        """Within this context, every replica has the mean of the parameters of all replicas.
 
-        The mean includes the work of all replicas since the last exchange.
+        The mean includes the changes since the last exchange. The context can be entered after any step.
         """
         self.wait()
         if self.identical:
@@ -64,7 +64,7 @@ class LocalRule(SyncRule):
         own = [p.detach().clone() for p in self.parameters]
         try:
             for same_dtype in by_dtype(self.parameters):
-                # `data` keeps the count of writes, by which undoing a step tells what its forward pass has written
+                # writes through `data` do not change the version counter, by which undo detects a forward pass's writes
                 held = [p.data for p in same_dtype]
                 flat = FlatParameters.of(held, torch.cat([p.reshape(-1) for p in held]))
                 self.sum(flat.values)
@@ -78,13 +78,13 @@ class LocalRule(SyncRule):
         """Wait until no exchange is in flight."""
 
     def outer_state(self) -> dict[str, Tensor]:
-        """State of the rule that is alike on all replicas, besides parameters; not copied."""
+        """Return the rule's state that is the same on all replicas, besides parameters. It is not copied."""
         return {}
 
     def go_on(self, outer: dict[str, Tensor]) -> None:
-        """Go on with an earlier `outer_state` among other replicas, whose parameters differ.
+        """Continue from an earlier `outer_state` with other replicas, whose parameters differ.
 
-        Transfers in flight are dropped: replicas still have their changes, and send them the next time.
+        Transfers in flight are dropped. Their changes remain in the local parameters and are sent in the next exchange.
         """
         self.identical = False
 
@@ -101,11 +101,11 @@ class LocalRule(SyncRule):
 
 @dataclass
 class FlatParameters:
-    """Parameters with their place in one flat tensor, to and from which values are copied.
+    """Parameters and a flat tensor, to and from which their values are copied.
 
     Attributes:
-        values: 1-D, of one dtype.
-        views: each parameter's part of `values`, in its shape.
+        values: the flat tensor.
+        views: views of `values`, one for each parameter and in its shape.
     """
 
     parameters: list[Tensor]
@@ -114,7 +114,7 @@ class FlatParameters:
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor], values: Tensor) -> FlatParameters:
-        """The place of `parameters`, in this order, in `values` of as many elements."""
+        """Assign `parameters`, in order, to parts of `values`, which has the same number of elements."""
         pieces = values.split([p.numel() for p in parameters])
         return cls(list(parameters), values, [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
 
@@ -135,7 +135,7 @@ class FlatParameters:
 
 
 def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each dtype, in order."""
+    """Group parameters by dtype, in order."""
     found: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(parameter.dtype, []).append(parameter)
@@ -143,9 +143,9 @@ def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Divide parameters into at most `count` runs of neighbours, the largest as small as possible.
+    """Divide parameters into at most `count` groups of neighbours, with the largest as small as possible.
 
-    Parameters stay whole, so a layer mostly stays together.
+    A parameter is never divided, so a layer mostly stays in one group.
     """
     if not parameters:
         return []
@@ -157,9 +157,9 @@ def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Paramete
 class LocalSGD(LocalRule):
     """Average the parameters over the replicas after every `period` optimizer steps.
 
-    Costs one sum of the parameters per `period` steps instead of one of the gradients per step. The result is not the
-    one of synchronous SGD: hold it to convergence, not to parity. Only with a period of 1 and an optimizer that is
-    linear in the gradient and keeps nothing (SGD without momentum), on equal shares of a batch, is it the same.
+    The rule sums the parameters once per `period` steps, instead of the gradients in every step. The result differs
+    from synchronous SGD, so check convergence, not parity. Results are equal only with a period of 1, equal shares of
+    the batch, and an optimizer that is linear in the gradient and has no state (SGD without momentum).
     """
 
     def __init__(self, period: int) -> None:
@@ -183,7 +183,7 @@ class LocalSGD(LocalRule):
         for flat in self.flats:
             flat.copy_in()
             self.sum(flat.values)
-        # not before all have arrived: the exchange may be broken off
+        # only after all sums have arrived, because the exchange may be aborted
         for flat in self.flats:
             flat.values.div_(self.replica.dp.size)
             flat.copy_out()
@@ -193,7 +193,7 @@ class LocalSGD(LocalRule):
         return {"alike": self.identical}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Without the key, the replicas have been given the same parameters.
+        # without the key, all replicas were restored to the same parameters
         self.identical = state.get("alike", True)
 
     def detach(self) -> None:

@@ -1,6 +1,6 @@
-"""Sparse gradients: rows of embedding tables, added up on a rank and summed over replicas.
+"""Sparse gradients: rows of embedding tables, which are summed on each rank and over the replicas.
 
-A batch looks up few rows of a large table; the others have no gradient, are not sent, and not stepped on.
+A batch looks up few rows of a large table. The other rows have no gradient: they are neither sent nor updated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from paceline.comm.process_group import added_up, rows_to_send, sum_of_rows
 
 
 def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Tensors that hold every gradient once: dense ones, and the rows of sparse ones, flat.
+    """Return tensors that hold every gradient once: dense gradients, and the values of sparse gradients.
 
-    A sparse gradient then has each row once, and changes with these tensors.
+    Afterwards each sparse gradient has each row once and shares its values with these tensors.
     """
     numbers, tables = [], []
     for parameter in parameters:
@@ -28,7 +28,7 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         if _is_of_rows(parameter.grad):
             tables.append(parameter)
             continue
-        if parameter.grad.is_sparse:  # of single numbers, as torch.gather's with sparse_grad=True
+        if parameter.grad.is_sparse:  # sparse elements instead of rows, as from torch.gather with sparse_grad=True
             parameter.grad = parameter.grad.coalesce()
         numbers.append(parameter.grad._values() if parameter.grad.is_sparse else parameter.grad)
     return numbers + [kind.hand_out(kind.added_up()) for kind in _kinds(tables)]
@@ -37,11 +37,11 @@ def numbers_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
     """Replace the gradients of tables with their sums over the group.
 
-    A table that no replica used has no gradient. Every rank sends its rows, and adds the rows of all ranks in rank
-    order.
+    A table that no replica used has no gradient afterwards. Every rank sends its rows, and adds the rows of all ranks
+    in rank order.
 
     Returns:
-        tensors that hold every gradient once, see `numbers_of`.
+        Tensors that hold every gradient once, as `numbers_of` returns them.
     """
     kinds = _kinds(tables)
     own = [kind.added_up() for kind in kinds]
@@ -60,33 +60,33 @@ def sum_rows(tables: Sequence[nn.Parameter], group: Group) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Tables of one width and dtype, taken as one table.
+    """Tables of the same width and dtype, treated as one table.
 
-    `starts` has the first row of each, and the end.
+    `starts` holds the first row of each table, and finally the number of all rows.
     """
 
     tables: list[nn.Parameter]
     starts: list[int]
 
     def added_up(self) -> Tensor:
-        """The rows of this rank's gradients, each once, as one sparse tensor."""
+        """Sum the rows of this rank's gradients into one sparse tensor that has each row once."""
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
         sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
         shape = torch.Size((self.starts[-1], like.shape[1]))
         if not sparse:
             return added_up(torch.empty(1, 0, dtype=torch.int64), like.new_empty(0, like.shape[1]), shape)
-        # a call of torch for all tables: for each one they would take longer than the sums
+        # one call of torch for all tables, because calls for each table would take longer than the sums
         numbers = torch.cat([g._indices()[0] for g in sparse])
         numbers += _repeated([start for _, start in found], [g._nnz() for g in sparse])
         return added_up(numbers[None], torch.cat([g._values() for g in sparse]), shape)
 
     def gathered(self, own: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        """Gather the sum of all ranks' rows."""
+        """Gather the rows of all ranks, and sum them."""
         return sum_of_rows(group.gather_rows(rows_to_send(own), counts), own) if any(counts) else own
 
     def hand_out(self, rows: Tensor) -> Tensor:
-        """Give each table its rows, which all lie in the tensor that is returned."""
+        """Set each table's gradient to its rows; return the tensor that holds the values of all tables."""
         numbers, values = rows._indices()[0], rows._values()
         cuts = torch.searchsorted(numbers, torch.tensor(self.starts)).tolist()
         counts = [last - first for first, last in pairwise(cuts)]

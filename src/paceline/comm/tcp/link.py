@@ -427,9 +427,10 @@ class Greeting:
 
     Attributes:
         group: random name of the group.
-        reconnect: the sender has lost its connection and may not connect, so it asks the other side to.
+        reconnect: True if the sender asks the other side to connect again, because only that side may connect.
         sealed: the sender encrypts all later bytes.
-        number: number of this connection, counted by the rank that accepts; in its request, the number of the last one.
+        number: number of this connection, which the accepting rank counts; in a reconnect request, the number of the
+            previous connection.
         received: bytes of the stream that the sender has received.
         key: the sender's encryption key, new for every connection.
     """

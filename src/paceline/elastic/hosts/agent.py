@@ -153,10 +153,10 @@ def _may_go_on(coordinator: Coordinator, attempt: AgentAttempt | None, signals: 
 
 
 def _may_save(coordinator: Coordinator, attempt: AgentAttempt) -> bool:
-    """True if the ranks here can save without the coordinator.
+    """True if the ranks here can save a checkpoint without the coordinator.
 
-    Ranks that may wait for another coordinator cannot save: they take no step without the ranks of host 0, which end
-        with it. Ranks behind a cut network cannot save either. After SIGTERM they would only wait for the others.
+    Ranks that may wait for a new coordinator cannot save: they take no step without the ranks of host 0, which have
+    ended. Ranks behind a cut network cannot save either, because after SIGTERM they would only wait for the others.
     """
     waits = attempt.recovers_alone and coordinator.succession is not None
     return not waits and not coordinator.silent
@@ -358,7 +358,7 @@ class AgentAttempt:
                 key_fd=self._key_fd,
                 store_fd=None,
                 inherited_fds=(),
-                # the others continue without it: after SIGTERM it would ask them to stop
+                # the other hosts continue without this one, but after SIGTERM its ranks would ask them to stop
                 grace_s=0 if self.begin.spares_hosts else told.grace_s,
             )
             rank = self.starter.start(environment, None)

@@ -551,11 +551,11 @@ class RemoteRanks:
                 link.lose(f"nothing has come from it for {silent_s:.0f} s")
 
     def cut_off(self) -> str | None:
-        """Error text if this host has no quorum; None if it has one.
+        """Return an error text if this host has no quorum, otherwise None.
 
-        Hosts whose process has ended no longer count. This host and the hosts that it reaches need a quorum of the
-        rest: silent hosts may be alive and continue on their own. If both sides have half of the hosts, the
-        coordinator's side continues.
+        Hosts whose process has ended do not count. Silent hosts may be alive and continue on their own, so this host
+        and the hosts that it reaches must be at least half of the remaining hosts. If both sides have half of the
+        hosts, the coordinator's side continues.
         """
         silent = [link for link in self.links if link.silent]
         reached = 1 + sum(link.lost is None and not link.silent for link in self.links)

@@ -63,9 +63,9 @@ _FIRST_EVENT_BYTES = 4096
 
 
 def tell_successors(hosts: Hosts, run: str | Path) -> None:
-    """Send the other hosts what they need to continue a run.
+    """Send the other hosts the data with which they can continue a run.
 
-    If the run has a directory, its events file must already have a line.
+    If the run has a local directory, its events file must already have its first line.
     """
     own, *others = hosts.cluster.hosts
     port = hosts.meeting.address[1] if hosts.meeting else 0

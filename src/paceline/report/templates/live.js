@@ -155,8 +155,8 @@
 
     members(members) {
       figure(this.cards.members.querySelector(".value"), `${members.in} of ${members.of}`);
-      say(this.cards.members.querySelector(".small"), members.generation ? `membership ${members.generation + 1}` : "");
-      say(this.fields.members, `${members.in} of ${members.of} ranks take part${members.generation ? `; they have met anew ${members.generation === 1 ? "once" : members.generation + " times"}` : ""}.`);
+      say(this.cards.members.querySelector(".small"), members.generation ? `generation ${members.generation + 1}` : "");
+      say(this.fields.members, `${members.in} of ${members.of} ranks take part${members.generation ? `; they have met again ${members.generation === 1 ? "once" : members.generation + " times"}` : ""}.`);
       const away = [];
       sized(this.node.querySelector(".hosts"), "div", members.hosts.length).forEach((row, number) => {
         const [host, ranks] = members.hosts[number];

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]  # one value for each compared item
 
 WARM_UP = 5  # skipped steps at the start, because allocators and caches are slow
 BLOCK, BLOCK_S = 5, 0.5  # minimum steps and seconds of work in a block
-APART_S = 0.01  # seconds of work between two examined steps, so that short steps have no overhead
+APART_S = 0.01  # minimum seconds of work between two examined steps, which limits the overhead for short steps
 BLOCKS = 3  # number of consecutive blocks in each of which a change must be worthwhile
 
 SETTLE = 2  # skipped steps after each change

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 
 Say = Callable[[str], None]
-# duration of a calibration in seconds; a long run can afford it from its measuring time
+# duration of a calibration in seconds, which only a long run can afford
 CALIBRATION_S = 20.0
-# minimum number of steps of a run, for its step time to be compared with the prediction
+# minimum number of steps in a run whose step time is compared with the prediction
 _LEAST_STEPS = 30
 
 

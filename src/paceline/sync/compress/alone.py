@@ -1,4 +1,4 @@
-"""Coded messages of a single rank, without collective operations."""
+"""Compression of messages from a single rank, without collective operations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _RANDOM = "random"
 
 
 class MessageCodec:
-    """Codes flat tensors of one length, without error feedback.
+    """Codec for flat tensors of one length, without error feedback.
 
     Args:
-        text: as in a plan's `compress=`: `int8`, `topk:0.01+bf16`.
-        numel: numbers of a tensor.
-        generator: decides how numbers are rounded.
+        text: codec as in a plan's `compress=`: `int8`, `topk:0.01+bf16`.
+        numel: number of values in a tensor.
+        generator: random generator for rounding.
 
     Attributes:
-        nbytes: bytes of a coded tensor.
+        nbytes: size of an encoded tensor in bytes.
 
     Raises:
-        PlanError: an unknown codec, or one that codes sums over ranks.
+        PlanError: the codec is unknown, or encodes only sums over ranks.
     """
 
     def __init__(self, text: str, numel: int, generator: torch.Generator) -> None:
@@ -46,7 +46,7 @@ class MessageCodec:
         self.nbytes = made.nbytes(self._padded)
 
     def encode(self, flat: Tensor) -> Tensor:
-        """A tensor (numel,) as bytes, uint8."""
+        """Encode a tensor of shape (numel,) as a uint8 tensor of shape (nbytes,)."""
         rows = torch.zeros(1, self._padded)
         rows[0, : self.numel] = flat
         coded = torch.zeros(1, self.nbytes, dtype=torch.uint8)
@@ -54,20 +54,20 @@ class MessageCodec:
         return coded[0]
 
     def decode(self, coded: Tensor) -> Tensor:
-        """The tensor that `encode` kept, fp32 (numel,)."""
+        """Decode the result of `encode` to an fp32 tensor of shape (numel,)."""
         rows = torch.empty(1, self._padded)
         self._codec.decode(coded.unsqueeze(0), rows)
         return rows[0, : self.numel]
 
 
 class Feedback:
-    """Codes tensors by name, with error feedback.
+    """Encoder of named tensors, with error feedback.
 
-    The compression error is added to the next tensor of the name.
+    The compression error is added to the next tensor of the same name.
 
     Args:
-        seed: of the random rounding.
-        traffic: where the codes' errors are counted; None: nowhere.
+        seed: seed of the random rounding.
+        traffic: counters of the compression error; None counts nothing.
     """
 
     def __init__(self, text: str, *, seed: int = 0, traffic: Traffic | None = None) -> None:
@@ -77,10 +77,10 @@ class Feedback:
         self._errors: dict[str, Tensor] = {}
 
     def encode(self, name: str, flat: Tensor) -> Tensor | None:
-        """Bytes of a tensor (numel,); None where these are not fewer, or numbers are not finite.
+        """Encode a flat tensor; return None if that saves no bytes or if a value is not finite.
 
         Raises:
-            CheckpointError: what a checkpoint kept under the name has another length.
+            CheckpointError: the error restored from a checkpoint for this name has another length.
         """
         codec = self._codecs.get(flat.numel())
         if codec is None:
@@ -111,7 +111,7 @@ class Feedback:
         return coded
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Numbers that the codes left out, and the random state."""
+        """Return the compression errors by name, and the random state."""
         return {name: error.clone() for name, error in self._errors.items()} | {_RANDOM: self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -122,9 +122,9 @@ class Feedback:
 
 
 def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
-    """Reader of a codec's messages: bytes and the count of numbers to fp32 numbers.
+    """Make a function that decodes a codec's messages.
 
-    It raises ServerRefused for invalid bytes.
+    The function converts bytes and a number of values to an fp32 tensor. It raises ServerRefused for invalid bytes.
     """
     codecs: dict[int, MessageCodec] = {}
 

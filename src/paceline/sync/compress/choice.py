@@ -1,13 +1,14 @@
-"""`compress=auto`: gradients are compressed only where that shortens the step.
+"""`compress=auto`: compress gradients only if that shortens the step.
 
-Exact and coded sums are timed alone first; then whole steps, with the codecs whose sums save enough.
+First, exact and compressed sums are timed alone. Then whole steps are timed with the codecs that save enough.
 
-Most clusters do not gain: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed Training
-Systems" (arXiv:2103.00543). Therefore no step uses a codec without an expected gain, and without a codec every step is
-exact.
+Most clusters do not gain from compression: Agarwal et al., 2022, "On the Utility of Gradient Compression in Distributed
+Training Systems" (arXiv:2103.00543). Therefore a step uses a codec only if a gain is expected. Steps without a codec
+are exact.
 
-It is no candidate of `--plan auto`, whose trial has the launcher's machine only and keeps every step's result: a codec
-pays on the network of the run, which its ranks alone reach, also under torchrun and in a loop of one's own.
+`--plan auto` does not try compression. Its trials run only on the launcher's machine, and they keep the result of every
+step. Whether a codec pays depends on the network of the run, which only the ranks of the run can measure. This also
+holds under torchrun and in custom training loops.
 """
 
 from __future__ import annotations
@@ -31,31 +32,30 @@ from paceline.sync.rule import Traffic
 from paceline.units import percent, seconds
 
 Buckets = Sequence[tuple[Tensor, Sequence[Tensor]]]
-MARGIN = 0.05  # a step must become shorter by this share, or a codec that loses more by this share faster
-TRIALS = 2  # codecs that are tried
-_WARM_UP, _MEASURED = 2, 3  # steps without a codec and with each
-# numbers of the model whose sums are timed; the time is taken to grow with their count
+MARGIN = 0.05  # minimum gain: of a codec over no codec, and of a codec over a less lossy one
+TRIALS = 2  # number of codecs to try
+_WARM_UP, _MEASURED = 2, 3  # steps without a codec, and with each candidate
+# number of the model's values whose sums are timed; the time is assumed to be proportional to this number
 _SAMPLE = 2**20
-# rounds of sums, or one that takes this many seconds
+# maximum number of timed rounds; a round that takes this many seconds is the last
 _ROUNDS, _LONG_S = 3, 0.5
 
 
 class CodecChooser:
-    """Chooses the codec of every step from a few steps without one and with candidates.
+    """Choice of the codec, from a few timed steps without a codec and with candidates.
 
-    Every rank makes one and calls `step_done` after each step; all ranks come to the same answers, from the slowest
-    one's times.
+    Every rank makes a chooser and calls `step_done` after each step. All ranks make the same choice, based on the times
+    of the slowest rank.
 
     Args:
-        algorithm: the all-reduce of tensors that are not compressed.
-        buckets: the tensors that are to be summed in a step, with the parameters' views of them, as for
-            `Compressor.sum`.
+        algorithm: all-reduce for uncompressed tensors.
+        buckets: tensors that are summed in a step, with the parameters' views of them, as for `Compressor.sum`.
 
     Attributes:
-        codec: the codec of the coming step; "none" at first.
+        codec: codec of the next step; "none" at first.
         decided: True once the codec is final.
-        message: the reasons, once it is decided.
-        clock: returns the time in seconds.
+        message: reasons for the final codec.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, group: Group, algorithm: Algorithm, buckets: Buckets) -> None:
@@ -72,7 +72,7 @@ class CodecChooser:
     def step_done(self) -> str:
         """Choose the codec for the next step.
 
-        Call it once per step, after the sums: the time between two calls is the step time.
+        Call it once per step, after the sums, because the time between two calls is taken as the step time.
         """
         if self.decided:
             return self.codec
@@ -89,10 +89,7 @@ class CodecChooser:
         return self.codec
 
     def decide(self, codec: str, reason: str) -> None:
-        """End the search with a codec.
-
-        A resumed run continues with the earlier decision.
-        """
+        """End the search with a codec, for example with the earlier decision of a resumed run."""
         left_out = f". Left out: {'; '.join(self._left_out)}" if self._left_out else ""
         self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
 
@@ -117,7 +114,7 @@ class CodecChooser:
     def _best(self) -> str:
         """Choose the least lossy codec that is about as fast as the fastest.
 
-        "none" if that is not faster than no codec by the margin.
+        The choice is "none" if the fastest codec does not shorten the step by `MARGIN`.
         """
         fastest_s = min(self._measured_s.values())
         if fastest_s > (1 - MARGIN) * self._measured_s["none"]:
@@ -137,9 +134,10 @@ class CodecChooser:
 
 
 def _candidates(group: Group) -> tuple[list[str], list[str]]:
-    """Codecs to try, equal on every rank, and reasons why others are skipped.
+    """Return the codecs to try, which are the same on every rank, and reasons why others are skipped.
 
-    A package that is broken on one rank must not stop a run that did not name its codec. Every rank calls it.
+    A broken package on one rank must not stop a run that does not name the package's codec. Every rank must call this
+    function.
     """
     texts, problems = auto_candidates()
     own = []
@@ -160,12 +158,12 @@ def _candidates(group: Group) -> tuple[list[str], list[str]]:
 def measure_sums(
     group: Group, algorithm: Algorithm, buckets: Buckets, candidates: Sequence[str]
 ) -> tuple[float, dict[str, float]]:
-    """Seconds per step of the exact sums, and of each candidate codec's.
+    """Measure the seconds per step of exact sums, and of sums with each candidate codec.
 
-    Random numbers are summed over the ranks in the shapes of the first gradients. Codecs that do not take them are left
-    out. Every rank calls it, and all get the slowest rank's times.
+    The sums are of random tensors with the shapes of the first gradients. Codecs that do not support them are left out.
+    Every rank must call this function, and all ranks get the times of the slowest rank.
     """
-    generator = torch.Generator(group.device).manual_seed(0)  # not the one that training uses
+    generator = torch.Generator(group.device).manual_seed(0)  # leaves the random state of training unchanged
     sample = []
     for flat, shapes in _first(buckets):
         sizes = [shape.numel() for shape in shapes]
@@ -191,7 +189,7 @@ def measure_sums(
     for codec in candidates:
         try:
             coded_s[codec] = time_s(Compressor(codec, group, Traffic()).sum)
-        except PlanError:  # it does not take the dtype
+        except PlanError:  # the codec does not support the dtype
             continue
     for own, *_ in sample:
         algorithm.release(own)
@@ -199,7 +197,7 @@ def measure_sums(
 
 
 def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
-    """Each bucket's tensor and the shapes of its first gradients; about `_SAMPLE` numbers in all."""
+    """Return each bucket's tensor and the shapes of its first gradients, with about `_SAMPLE` values in all."""
     found, left = [], _SAMPLE
     for flat, views in buckets:
         shapes = []
