@@ -1,4 +1,4 @@
-"""Typical step of a run, a cost model corrected by it, and suggestions for faster plans."""
+"""Typical step of a run, a cost model corrected by it, and suggestions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Measured:
 
     @property
     def devices(self) -> int:
-        """Number of devices that the run used: accelerators, or the CPU cores of the ranks' threads."""
+        """Number of devices in use: accelerators, or the CPU cores of the ranks' threads."""
         plan, cluster = self.plan, self.run.cluster
         if cluster.has_accelerators:
             return plan.ranks
@@ -99,7 +99,10 @@ class Measured:
 
     @property
     def one_compute_s(self) -> float:
-        """Compute seconds of a whole step if the ranks computed one after another: an upper bound for one device."""
+        """Compute seconds of a whole step if the ranks computed one after another.
+
+        This is an upper bound for one device.
+        """
         each = max(len(self.ranks), 1)
         if not self._alike:
             return sum(parts["compute"] for parts in self.ranks.values()) * self.plan.ranks / each
@@ -272,7 +275,7 @@ def model_of(run: Measured) -> Model:
 
 
 def one_device_plan(run: Measured) -> Plan:
-    """Reduce the run's plan to one device: the work is not divided, and a CPU device is one core."""
+    """Reduce the run's plan to one device, which on CPUs is one core."""
     return on_devices(_plain(undivided(run.plan)), 1, run.run.cluster)
 
 
@@ -282,7 +285,7 @@ def is_one_device(run: Measured) -> bool:
 
 
 def undivided(plan: Plan) -> Plan:
-    """Reset the keys of a plan that divide the work, so that it describes one rank."""
+    """Reset the keys of a plan that divide the work, for a single rank."""
     whole: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _DIVIDES}
     return replace(plan, **whole)
 
@@ -312,7 +315,7 @@ def _plain(plan: Plan) -> Plan:
 
 
 def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[str, float] | str:
-    """Predict the parts of a step under a plan, or return the reason why that is impossible."""
+    """Predict the parts of a step, or return the reason why that is impossible."""
     run = model.run.run
     if reasons := plan_errors(job or run.job, plan, cluster=run.cluster):
         return reasons[0].text

@@ -249,7 +249,10 @@ def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> d
 
 
 def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep], *, whole: bool) -> Iterator[Piece]:
-    """Yield a rank's parts from one exchange to the next, or to the end of the last step if `whole`."""
+    """Yield a rank's parts from one exchange to the next.
+
+    If `whole`, the parts continue to the end of the last step.
+    """
     if prior is not None:
         yield from _parts(prior, prior.after_sync_s)
     for before, step in pairwise([prior, *steps]):
@@ -284,7 +287,7 @@ def _parts(step: RankStep, names: Mapping[str, float] | Sequence[str]) -> Iterat
 
 
 def _reason(arrivals: Sequence[Arrival]) -> str:
-    """Explain a late arrival by the part in which the last rank exceeds the others most."""
+    """Explain a late arrival by the part that exceeds the other ranks' most."""
     more: defaultdict[str, float] = defaultdict(float)
     for arrival in arrivals:
         others = [parts for rank, parts in arrival.busy_s.items() if rank != arrival.last]

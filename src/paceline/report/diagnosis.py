@@ -1,4 +1,4 @@
-"""Diagnosis of a run: its speed relative to one device, where time is lost, and what to try."""
+"""Diagnosis of a run: speed relative to one device, lost time, and what to try."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ Lines = list[dict[str, Any]]  # lines of a rank's steps file
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a reading in MiB over the steps: its key in `use`, title and definition."""
+    """Curve of a reading in MiB: its key in `use`, title and definition."""
 
     key: str
     title: str
@@ -387,7 +387,7 @@ def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
 
 
 def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
-    """Compute the positions of the bars and headings from the top, and the number of rows."""
+    """Compute the positions of bars and headings from the top, and the number of rows."""
     places, headings, place = [], [], 0.0
     for number, bar in enumerate(bars):
         if number == 0 or bar.group != bars[number - 1].group:

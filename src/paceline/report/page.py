@@ -52,7 +52,13 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Card:
-    """Large figure at the top of a page: the key of its definition, a value or words, and a note."""
+    """Large figure at the top of a page.
+
+    Attributes:
+        term: key of its definition.
+        cell: value or words.
+        note: text under the value.
+    """
 
     term: str
     cell: Cell

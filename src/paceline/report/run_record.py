@@ -83,7 +83,10 @@ class RunRecord:
 
     @cached_property
     def clock_s(self) -> list[float]:
-        """Training time in seconds at the end of each step of rank 0, without the time between attempts."""
+        """Training time in seconds at the end of each step of rank 0.
+
+        The time between attempts does not count.
+        """
         steps = self.ranks[0]
         attempts = [e["time"] for e in self.events if e["event"] in ("start", "resume")]
         clock = [steps[0]["step_s"]]
@@ -128,7 +131,7 @@ def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps:
             else:
                 broken += bool(line.strip())
         if (folder / name).stat().st_size > FILE_LIMIT:
-            gaps.append(f"{name} is larger than {FILE_LIMIT:,} bytes: the rest is left out.")
+            gaps.append(f"{name} is larger than {FILE_LIMIT:,} bytes: its end is left out.")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -315,7 +315,7 @@ class Lane:
 
 
 def _bucketize(replica: Replica, memories: Sequence[Algorithm], limit_bytes: int | None) -> list[Bucket]:
-    """Assign the parameters to buckets in reverse order, which is roughly the order of their gradients.
+    """Assign parameters to buckets in reverse order, roughly the order of their gradients.
 
     The last bucket also holds the scalars.
     """

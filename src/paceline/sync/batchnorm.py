@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, so statistics do not depend on the number of replicas."""
+"""Batch normalisation over the global batch, independent of the number of replicas."""
 
 from __future__ import annotations
 

@@ -41,7 +41,10 @@ class LocalRule(SyncRule):
         return algorithm_for(group, "auto")[0]
 
     def agrees_in(self, step: int) -> bool:
-        """True if the replicas communicate in a step and also sum losses and votes; at least once per period."""
+        """True if the replicas communicate in a step, at least once per period.
+
+        In these steps, losses and votes are summed as well.
+        """
         raise NotImplementedError
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
@@ -143,9 +146,9 @@ def by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def cut(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
-    """Divide parameters into at most `count` groups of neighbours, with the largest as small as possible.
+    """Divide parameters into at most `count` groups of neighbours.
 
-    A parameter is never divided, so a layer mostly stays in one group.
+    The largest group is as small as possible. A parameter is never divided, so a layer mostly stays in one group.
     """
     if not parameters:
         return []

@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of embedding tables, which are summed on each rank and over the replicas.
+"""Sparse gradients: rows of embedding tables, summed on each rank and over replicas.
 
 A batch looks up few rows of a large table. The other rows have no gradient: they are neither sent nor updated.
 """
@@ -69,7 +69,7 @@ class _Kind:
     starts: list[int]
 
     def added_up(self) -> Tensor:
-        """Sum the rows of this rank's gradients into one sparse tensor that has each row once."""
+        """Sum this rank's rows into one sparse tensor that has each row once."""
         found = [(t.grad, start) for t, start in zip(self.tables, self.starts, strict=False) if t.grad is not None]
         sparse = [g if _is_of_rows(g) else g.to_dense().to_sparse(1) for g, _ in found]
         like = self.tables[0]
@@ -86,7 +86,7 @@ class _Kind:
         return sum_of_rows(group.gather_rows(rows_to_send(own), counts), own) if any(counts) else own
 
     def hand_out(self, rows: Tensor) -> Tensor:
-        """Set each table's gradient to its rows; return the tensor that holds the values of all tables."""
+        """Set each table's gradient; return the tensor that holds the values of all tables."""
         numbers, values = rows._indices()[0], rows._values()
         cuts = torch.searchsorted(numbers, torch.tensor(self.starts)).tolist()
         counts = [last - first for first, last in pairwise(cuts)]

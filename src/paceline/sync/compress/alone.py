@@ -77,7 +77,9 @@ class Feedback:
         self._errors: dict[str, Tensor] = {}
 
     def encode(self, name: str, flat: Tensor) -> Tensor | None:
-        """Encode a flat tensor; return None if that saves no bytes or if a value is not finite.
+        """Encode a flat tensor.
+
+        The result is None if encoding saves no bytes, or if a value is not finite.
 
         Raises:
             CheckpointError: the error restored from a checkpoint for this name has another length.

@@ -89,7 +89,7 @@ class CodecChooser:
         return self.codec
 
     def decide(self, codec: str, reason: str) -> None:
-        """End the search with a codec, for example with the earlier decision of a resumed run."""
+        """End the search with a codec. A resumed run passes its earlier decision."""
         left_out = f". Left out: {'; '.join(self._left_out)}" if self._left_out else ""
         self.codec, self.decided, self.message = codec, True, f"compress=auto: {codec}. {reason}{left_out}"
 
@@ -134,7 +134,7 @@ class CodecChooser:
 
 
 def _candidates(group: Group) -> tuple[list[str], list[str]]:
-    """Return the codecs to try, which are the same on every rank, and reasons why others are skipped.
+    """Return the codecs to try, identical on every rank, and reasons for skipping others.
 
     A broken package on one rank must not stop a run that does not name the package's codec. Every rank must call this
     function.
@@ -197,7 +197,10 @@ def measure_sums(
 
 
 def _first(buckets: Buckets) -> list[tuple[Tensor, list[torch.Size]]]:
-    """Return each bucket's tensor and the shapes of its first gradients, with about `_SAMPLE` values in all."""
+    """Return each bucket's tensor and the shapes of its first gradients.
+
+    Together the shapes have about `_SAMPLE` values.
+    """
     found, left = [], _SAMPLE
     for flat, views in buckets:
         shapes = []
