@@ -148,7 +148,7 @@ class Rounds:
             reason = self._one()
         interrupted = reason in ("SIGINT", "SIGTERM")
         if not interrupted and self._measured_at != self.round:
-            self._measure()
+            self._measure(counts=False)  # it is not due, so a longer run makes none here
         self._save()
         stop = self.simulation.stop
         details = {"reason": reason, "step": self.round, "elapsed_s": round(stop.elapsed_s, 3)}
@@ -184,7 +184,7 @@ class Rounds:
 
     # Evaluation and checkpoints
 
-    def _measure(self) -> str | None:
+    def _measure(self, *, counts: bool = True) -> str | None:
         """Evaluate weights and clients; return a stop reason if a target is reached."""
         simulation, self._measured_at = self.simulation, self.round
         self._fairness()
@@ -194,7 +194,7 @@ class Rounds:
         self.record.events.event("evaluation", {"step": self.round, "epoch": self.round, "metrics": metrics})
         told = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         simulation.say(f"round {self.round}: validation {told}")
-        return simulation.stop.after_evaluation(metrics, self.round)
+        return simulation.stop.after_evaluation(metrics, self.round, counts=counts)
 
     def _fairness(self) -> None:
         simulation, own, measure = self.simulation, self.simulation.own, self.simulation.measure

@@ -126,6 +126,18 @@ def test_patience_ends_after_so_many_evaluations_without_a_better_one(metric: st
     assert str(watch.ended(4)).startswith("patience: "), "a run that is resumed after its end would go on"
 
 
+def test_an_evaluation_that_is_not_due_can_only_be_the_best() -> None:
+    spec = StopSpec.model_validate({"metric_below": {"loss": 0.5}, "patience": {"metric": "loss", "evaluations": 1}})
+    watch = StopRule(spec, 10, keep=BestSpec(metric="loss"))
+    assert watch.after_evaluation({"loss": 1.0}, 10) is None
+    before = watch.state_dict()["patience"]
+    assert watch.after_evaluation({"loss": 0.1}, 15, counts=False) is None
+    assert watch.ended(15) is None
+    assert watch.state_dict()["patience"] == before
+    assert watch.best is not None
+    assert watch.best.step == 15
+
+
 def test_patience_and_the_best_evaluation_survive_a_resume_and_a_repeated_evaluation() -> None:
     spec = StopSpec.model_validate({"steps": 100, "patience": {"metric": "loss", "evaluations": 2}})
     watch = StopRule(spec, 10, keep=BestSpec(metric="loss"))
