@@ -59,8 +59,8 @@ def accelerator_type() -> str | None:
         there = "no accelerator" if found is None else f"`{found.type}`"
         raise ClusterError(
             "device.not_found",
-            "{variable}={wanted}, but torch {version} finds {there} here. Unset it to use what there is, or set "
-            "{variable}={cpu}.",
+            "{variable}={wanted}, but torch {version} finds {there} on this machine. Unset it to use the available "
+            "devices, or set {variable}={cpu}.",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
             version=torch.__version__,
@@ -91,8 +91,8 @@ def use(local_rank: int) -> torch.device:
     if local_rank >= count():
         raise ClusterError(
             "device.rank_without",
-            "local rank {local_rank} has no accelerator: this host has {count} of type {kind}. Start at most one rank "
-            "per accelerator, or set {variable}={cpu} to train on the CPU.",
+            "no accelerator is left for local rank {local_rank}: this host has {count} of type {kind}. Start at "
+            "most one rank per accelerator, or set {variable}={cpu} to train on the CPU.",
             local_rank=local_rank,
             count=count(),
             kind=kind,

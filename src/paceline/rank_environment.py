@@ -154,7 +154,7 @@ class RankEnvironment:
         if absent:
             raise LaunchError(
                 "launch.environment_incomplete",
-                "RANK is set but {absent} not. Start the script with torchrun or `paceline train`.",
+                "RANK is set, but {absent} not. Start the script with torchrun or `paceline train`.",
                 absent=list(absent),
             )
         threads = environ.get("OMP_NUM_THREADS", "")

@@ -122,7 +122,10 @@ def _read_text(file: Path, kind: FileKind) -> str:
         raise kind.error("file.absent", "{file}: no such file", file=file) from None
     except IsADirectoryError:
         raise kind.error(
-            "file.is_a_folder", "{file} is a folder. Name the {kind}'s YAML file in it.", file=file, kind=kind.name
+            "file.is_a_folder",
+            "{file} is a folder. Name the YAML file of the {kind} in this folder.",
+            file=file,
+            kind=kind.name,
         ) from None
     except UnicodeDecodeError as error:
         raise kind.error(
@@ -143,8 +146,8 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         if file.suffix == ".py":
             raise kind.error(
                 "file.python",
-                "{file} is a Python file, but this command reads a {kind} in YAML, such as {example}. Run a script by "
-                "`python {file}`. A {kind} names its functions as {name}:NAME.",
+                "{file} is a Python file, but this command reads a {kind} in YAML, such as {example}. Run a script "
+                "by `python {file}`. A {kind} refers to its functions as {name}:NAME.",
                 file=file,
                 kind=kind.name,
                 example=kind.example,
@@ -165,7 +168,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
             wanted = f"a {kind.name} is a group of keys with values, such as {kind.example}"
             raise kind.error(
                 "file.not_a_mapping",
-                "{file}, line {line}: {wanted}, not {found}",
+                "{file}, line {line}: expected {wanted}, found {found}",
                 file=file,
                 line=_line(root),
                 wanted=wanted,
@@ -174,7 +177,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         if repeated := [
             Problem(
                 "file.key_repeated",
-                '{file}, line {line}: the key "{key}" is there already, in line {first}',
+                '{file}, line {line}: the key "{key}" is already set in line {first}',
                 file=file,
                 line=_line(key),
                 key=key.value,
@@ -298,7 +301,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         return Problem(
             "file.choice_unknown",
-            "{key} should be one of {choices}, got {value!r}{hint}",
+            "{key} must be one of {choices}, not {value!r}{hint}",
             key=key,
             choices=choices,
             value=value,
@@ -308,7 +311,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
         bound = _BOUNDS[kind].format(**context)
         return Problem(
             "file.value_out_of_range",
-            "{key} should be {bound}, got {value}",
+            "{key} must be {bound}, not {value}",
             key=key,
             bound=bound,
             value=_shown(value),
@@ -319,7 +322,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
 
 def _wrong_type(key: str, wanted: str, value: Any) -> Problem:
     return Problem(
-        "file.wrong_type", "{key} should be {wanted}, got {value}", key=key, wanted=wanted, value=_shown(value)
+        "file.wrong_type", "{key} must be {wanted}, not {value}", key=key, wanted=wanted, value=_shown(value)
     )
 
 

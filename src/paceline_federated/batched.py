@@ -504,7 +504,8 @@ class Samples:
         if not all(isinstance(part, Tensor) for part in held):
             raise DataError(
                 "federate.samples_not_tensors",
-                "samples of simulated clients are tensors, in a tuple or a dict. Let collate make them.",
+                "samples of simulated clients must be tensors, in a tuple or a dict. Change collate so that it "
+                "returns them.",
             )
         return [part.to(self.dtype) if self.dtype and part.is_floating_point() else part for part in held]
 

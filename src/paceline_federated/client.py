@@ -174,8 +174,8 @@ def rule_of(job: Job) -> FederatedRule:
     if rule.plain_sgd and (name != "sgd" or job.optimizer.momentum or job.clip_norm is not None):
         raise JobError(
             "federate.rule_needs_sgd",
-            "federate.rule {rule} derives the clients' mean gradient from how far they moved, so it needs optimizer: "
-            "{{name: sgd}} without momentum, and no clip_norm",
+            "federate.rule {rule} computes the clients' mean gradient from the change of their weights, so it "
+            "needs optimizer: {{name: sgd}} without momentum, and no clip_norm",
             rule=spec.rule,
         )
     return rule
@@ -196,7 +196,8 @@ def federated(job: Job) -> FederateSpec:
     if job.data.test is not None:
         raise JobError(
             "federate.test_set",
-            "data.test: a federated run measures no test set: leave it out, and use paceline evaluate RUN --data FILE",
+            "data.test: a federated run does not evaluate a test set: leave it out, and use paceline evaluate RUN "
+            "--data FILE",
         )
     if job.checkpoint.best is not None:
         raise JobError(
@@ -206,13 +207,14 @@ def federated(job: Job) -> FederateSpec:
     if job.nonfinite != "stop" or job.spike.policy != "off":
         raise JobError(
             "federate.nonfinite",
-            "nonfinite and spike concern steps of one run. A federated run always refuses updates with NaN or Inf.",
+            "nonfinite and spike apply to steps of a single run. A federated run always refuses updates with NaN "
+            "or Inf.",
         )
     if keys := job.beyond_plain_steps:
         raise JobError(
             "federate.optimizer_unsupported",
             "{keys}: federated clients do not support this. Use sgd, adam, adamw, lars or lamb for all parameters, "
-            "and a schedule of constant, linear, cosine or step.",
+            "and a constant, linear, cosine or step schedule.",
             keys=list(keys),
         )
     if job.trackers:
@@ -267,7 +269,7 @@ class Layout:
         if not shared:
             raise JobError(
                 "federate.all_personal",
-                "federate.personal keeps every trainable parameter at the clients. Leave some to share.",
+                "federate.personal keeps every trainable parameter on the clients. Share at least one parameter.",
             )
         buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
         tensors: dict[str, Tensor] = {**shared, **buffers}

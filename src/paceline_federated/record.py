@@ -139,9 +139,9 @@ class FederatedRecord:
         if self.failures >= server.spec.max_failures:
             raise JobError(
                 "federate.too_few_updates",
-                "round {round}: of {clients} fewer than {least} sent a usable update, in {rounds} in a row "
-                "(federate.max_failures). Choose more clients with federate.per_round, or find out why they drop out: "
-                "events.jsonl records why updates are refused.",
+                "round {round}: fewer than {least} of {clients} sent a usable update, for {rounds} in a row "
+                "(federate.max_failures). Choose more clients with federate.per_round, or find out why they drop "
+                "out: events.jsonl contains the reason for each refused update.",
                 round=round,
                 clients=count(chosen, "client"),
                 least=server.spec.least,
@@ -250,7 +250,7 @@ def directory_of(job: Job, run: str | Path | None, *, resume: bool) -> Path:
     if newest is None:
         raise RunError(
             "federate.nothing_to_resume",
-            "there is no run of job {job} in {runs} to continue. Leave --resume out.",
+            "{runs} contains no run of job {job} to continue. Leave --resume out.",
             job=job.name,
             runs=RUNS,
         )

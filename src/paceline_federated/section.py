@@ -43,7 +43,7 @@ class ClientsSpec(Spec):
             if key in self.model_fields_set and self.kind != kind and getattr(self, key) != _default(ClientsSpec, key):
                 raise InvalidValue(
                     "federate.partition_key",
-                    "{key} belongs to kind: {kind}, but the kind is {own}",
+                    "{key} belongs to kind: {kind}, but the kind of this section is {own}",
                     key=key,
                     kind=kind,
                     own=self.kind,
@@ -130,7 +130,7 @@ class FederateSpec(Spec):
         if self.local_epochs is not None and self.local_steps is not None:
             raise InvalidValue(
                 "federate.local_work_twice",
-                "give either local_epochs or local_steps; one of them ends a client's work",
+                "give either local_epochs or local_steps, because only one of them can end a client's work",
             )
         if self.per_round is not None and self.partition.kind != "user" and self.per_round > self.clients:
             raise InvalidValue(
@@ -142,19 +142,19 @@ class FederateSpec(Spec):
         if self.least > (self.per_round or self.clients):
             raise InvalidValue(
                 "federate.least",
-                "least is {least}, but a round has {per_round} clients",
+                "least is {least}, but a round has only {per_round} clients",
                 least=self.least,
                 per_round=self.per_round or self.clients,
             )
         if self.privacy is not None and self.aggregate != "mean":
             raise InvalidValue(
                 "federate.privacy_of_aggregate",
-                "privacy needs aggregate: mean. How much {aggregate} reveals of one client is not known.",
+                "privacy needs aggregate: mean. It is not known how much {aggregate} reveals about a client.",
                 aggregate=self.aggregate,
             )
         if self.privacy is not None and self.norm_bound is not None:
             raise InvalidValue(
-                "federate.clip_and_bound", "privacy.clip already bounds the norm of updates. Leave norm_bound out."
+                "federate.clip_and_bound", "privacy.clip already limits the norm of updates. Leave norm_bound out."
             )
         self._can_be_secure()
         return self
@@ -167,14 +167,14 @@ class FederateSpec(Spec):
             key = "norm_bound" if self.norm_bound is not None else f"aggregate: {self.aggregate}"
             raise InvalidValue(
                 "federate.secure_hides_updates",
-                "{key} needs single updates, which secure aggregation hides from the server. Leave {key} out: "
-                "secure.clipping_range bounds each number of an update at the client",
+                "{key} needs individual updates, but secure aggregation hides them from the server. Leave {key} "
+                "out: secure.clipping_range limits each number of an update on the client",
                 key=key,
             )
         if self.compress != "none":
             raise InvalidValue(
                 "federate.secure_compress",
-                "compress: {compress} does not keep the masks of secure aggregation. Leave it out.",
+                "compress: {compress} cannot be combined with the masks of secure aggregation. Leave it out.",
                 compress=self.compress,
             )
 
@@ -198,7 +198,7 @@ def trimmed_share(text: str) -> float | None:
     if found is None or not 0 < float(found[1]) < 0.5:
         raise InvalidValue(
             "federate.aggregate_invalid",
-            "should be mean, median or trimmed:SHARE with a share below 0.5, got {text!r}",
+            "must be mean, median or trimmed:SHARE with a share below 0.5, not {text!r}",
             text=text,
         )
     return float(found[1])
@@ -322,7 +322,7 @@ class FederatedRuleSpec:
         except (TypeError, ValueError) as error:
             raise JobError(
                 "federate.rule_not_made",
-                "federate.rule {name}: {rule} cannot be made: {error}",
+                "federate.rule {name}: {rule} cannot be created: {error}",
                 name=self.name,
                 rule=self.info.rule,
                 error=error,

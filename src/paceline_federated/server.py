@@ -53,8 +53,8 @@ class Server:
         if self.privacy is not None and (self.rule.buffer is not None or self.rule.client_keeps):
             raise JobError(
                 "federate.privacy_of_rule",
-                "federate.privacy does not work with rule {rule}: its accountant counts sums of rounds in which each "
-                "client sends one clipped update. Use fedavg, fedprox, fedadam or fedyogi.",
+                "federate.privacy does not work with rule {rule}: its accountant supports only rules in which each "
+                "client sends one clipped update per round. Use fedavg, fedprox, fedadam or fedyogi.",
                 rule=self.spec.rule,
             )
         self._adds_noise = adds_noise
@@ -115,8 +115,8 @@ class Server:
         if not bool(self.weights.norm().isfinite()):
             raise NonFiniteError(
                 "federate.weights_diverged",
-                "the server's weights are not finite after step {step} of rule {rule}. Lower its lr or the clients' "
-                "learning rate, or set federate.norm_bound.",
+                "the server's weights are not finite after step {step} of rule {rule}. Lower its lr or the "
+                "clients' learning rate, or set federate.norm_bound.",
                 step=self.version + 1,
                 rule=self.spec.rule,
             )
@@ -444,7 +444,7 @@ class PrivacySpent:
         except ImportError as error:
             raise JobError(
                 "federate.opacus_missing",
-                "federate.privacy needs opacus, whose accountant reports the spent privacy: pip install "
+                "federate.privacy needs opacus, whose accountant computes the spent privacy budget: pip install "
                 "'paceline[federate]', or leave privacy out",
             ) from error
         self.spec, self.rate, self.rounds = spec, rate, 0

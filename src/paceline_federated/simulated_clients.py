@@ -79,8 +79,8 @@ def deal(dataset: Dataset[Any], spec: ClientsSpec, clients: int, seed: int) -> D
     if clients > samples:
         raise DataError(
             "federate.too_many_clients",
-            "{clients} clients for {samples} training samples: some would have none. Name at most {samples} clients, "
-            "or give more data.",
+            "{clients} clients for {samples} training samples: some clients would have no samples. Set at most "
+            "{samples} clients, or provide more data.",
             clients=clients,
             samples=samples,
         )
@@ -111,7 +111,8 @@ def _shards(labels: Ints, shards: int, clients: int, random: np.random.Generator
     if clients * shards > len(labels):
         raise DataError(
             "federate.too_many_shards",
-            "{clients} clients with {shards} shards each need at least {needed} samples, but there are {samples}",
+            "{clients} clients with {shards} shards each need at least {needed} samples, but the training set has "
+            "{samples}",
             clients=clients,
             shards=shards,
             needed=clients * shards,
@@ -127,8 +128,8 @@ def _users(dataset: Dataset[Any]) -> list[Ints]:
     if users is None:
         raise DataError(
             "federate.no_users",
-            "federate.partition user: the data set names no users. Give it an attribute `users` with one value per "
-            "sample, or use iid, dirichlet or shards.",
+            "federate.partition user: the data set does not assign samples to users. Add an attribute `users` with "
+            "one value per sample, or use iid, dirichlet or shards.",
         )
     names, owner = np.unique(users, return_inverse=True)
     return _by_owner(owner.astype(np.int64), len(names))
@@ -148,7 +149,7 @@ def users_of(dataset: Any) -> NDArray[Any] | None:
     if len(users) != len(dataset):
         raise DataError(
             "federate.users_differ",
-            "the data set has {samples} samples but {users} users. Give one per sample.",
+            "the data set has {samples} samples but {users} users. Give one user per sample.",
             samples=len(dataset),
             users=len(users),
         )
@@ -160,7 +161,7 @@ def _labels(dataset: Dataset[Any], kind: str) -> Ints:
     if labels is None:
         raise DataError(
             "federate.no_labels",
-            "federate.partition {kind} divides by class, but the data set has no classes. Give it an attribute "
+            "federate.partition {kind} divides by class, but the data set has no classes. Add an attribute "
             "`labels` with one whole number per sample, or use iid or user.",
             kind=kind,
         )
@@ -253,7 +254,7 @@ class Kept:
         except (OSError, RuntimeError) as error:
             raise RunError(
                 "federate.state_folder",
-                "{path}, which holds the state of clients, cannot be made: {error}",
+                "{path}, the folder for the state of clients, cannot be created: {error}",
                 path=self.path,
                 error=error,
             ) from error

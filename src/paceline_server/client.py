@@ -102,7 +102,7 @@ class Client(Closing):
             if isinstance(answer, Refused):
                 raise ChannelError(
                     "remote.calls_refused",
-                    "{peer} accepts no calls of this client: {reason}",
+                    "{peer} does not accept calls from this client: {reason}",
                     peer=self.peer,
                     reason=printable(answer.reason),
                 )
@@ -220,7 +220,8 @@ class Client(Closing):
         if packed.nbytes > self._attached_bytes:
             raise RemoteError(
                 "remote.arguments_too_large",
-                "{function}: the arguments have {nbytes:,} bytes of tensors; {peer} accepts {limit:,} a call",
+                "{function}: the arguments have {nbytes:,} bytes of tensors, but {peer} accepts at most {limit:,} "
+                "bytes per call",
                 function=function,
                 nbytes=packed.nbytes,
                 peer=self.peer,
@@ -250,7 +251,7 @@ class Client(Closing):
             if not self.wait(lambda: len(self._pending) < self._calls_at_once or self.error is not None, until):
                 raise DeadlineError(
                     "remote.too_many_calls",
-                    "{function}: {peer} has answered none of {limit} calls, the most that it accepts at once",
+                    "{function}: {peer} has not answered any of {limit} calls, and accepts no more at once",
                     function=pending.function,
                     peer=self.peer,
                     limit=self._calls_at_once,
@@ -279,7 +280,7 @@ class Client(Closing):
         if not isinstance(message, Answer | End | Raised):
             raise ChannelError(
                 "remote.unexpected_answer",
-                "{peer} sent a {class_name} where answers are expected",
+                "{peer} sent a {class_name} instead of an answer",
                 peer=self.peer,
                 class_name=type(message).__name__,
             )

@@ -260,7 +260,7 @@ class _Served:
         else:
             raise ChannelError(
                 "remote.unexpected_call",
-                "{peer} sent a {class_name} where calls are expected",
+                "{peer} sent a {class_name} instead of a call",
                 peer=self.caller.peer,
                 class_name=type(message).__name__,
             )
@@ -290,11 +290,11 @@ class _Served:
         with self._changed:
             while not self._ended and self._tasks and not self._has_room(task):
                 if self._talk.connection.wait(0, time.monotonic()) or self._talk.connection.lost:
-                    raise ChannelError("remote.client_gone", "{peer} is gone", peer=self.caller.peer)
+                    raise ChannelError("remote.client_gone", "{peer} is no longer available", peer=self.caller.peer)
                 self._changed.wait(1.0)
             if task.call.number in self._tasks:
                 raise ChannelError(
-                    "remote.call_number_reused", "{peer} used the number of a call twice", peer=self.caller.peer
+                    "remote.call_number_reused", "{peer} used the same call number twice", peer=self.caller.peer
                 )
             self._tasks[task.call.number] = task
             self._attached += task.nbytes
@@ -341,7 +341,7 @@ class _Served:
             task.arguments = unpack(task.call.arguments, task.block)
             task.block = task.call.arguments = None
         if not isinstance(task.arguments, list):
-            raise RemoteError("remote.arguments_not_a_list", "the arguments of a call are a list")
+            raise RemoteError("remote.arguments_not_a_list", "the arguments of a call must be a list")
         return task.arguments
 
     def _tried(self, task: _Task) -> Any:
@@ -358,7 +358,7 @@ class _Served:
         result = task.function(self.caller, *arguments)
         if inspect.isgenerator(result) and not task.call.stream:
             result.close()
-            raise RemoteError("remote.is_a_stream", "this function yields results one by one. Call it by `stream`.")
+            raise RemoteError("remote.is_a_stream", "this function yields results one by one. Call it with `stream`.")
         return result
 
     def _run_stream(self, task: _Task) -> None:

@@ -103,7 +103,7 @@ class Talk:
                 self.connection.end()
                 raise DeadlineError(
                     "shared.send_deadline",
-                    "{peer} accepted no message for {deadline_s:g} s, so the connection was closed",
+                    "{peer} did not accept a message for {deadline_s:g} s, so the connection was closed",
                     peer=self.connection.peer,
                     deadline_s=deadline_s,
                 )
@@ -179,7 +179,7 @@ class Talk:
         descriptor = self.connection.take_descriptor()
         if attached is not None:
             os.close(descriptor)
-            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that has none")
+            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that announces none")
         with self._lock:
             self._peers.add(message.number, message.nbytes, descriptor)
 
@@ -187,18 +187,18 @@ class Talk:
         """Return a message's attached memory, and process the message's returned memory."""
         block = message.block if type(message) is Call or type(message) is Answer else None
         if block is None and attached is not None and not isinstance(message, Call | Answer):
-            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that has none")
+            raise ChannelError("shared.bytes_unexpected", "bytes came beside a message that announces none")
         if returned := getattr(message, "returned", None):
             with self._lock:
                 if self._own is None:
-                    raise ChannelError("shared.return_unexpected", "shared memory was returned, but there is none")
+                    raise ChannelError("shared.return_unexpected", "shared memory was returned, but none was sent")
                 self._own.returned(returned)
         if block is None:
             return attached
         if attached is not None or block.nbytes > self._limit_bytes:
             raise ChannelError(
                 "shared.bytes_impossible",
-                "{nbytes:,} bytes came beside a message, which is not possible",
+                "{nbytes:,} bytes came beside a message, which is more than is possible",
                 nbytes=block.nbytes,
             )
         with self._lock:
@@ -396,7 +396,7 @@ class OwnMemory:
             if number not in self._segments or number in self._free:
                 raise ChannelError(
                     "shared.return_unknown",
-                    "the peer returned shared memory {number}, which it did not have",
+                    "the peer returned shared memory {number}, which it was never sent",
                     number=number,
                 )
             self._free.add(number)
@@ -446,7 +446,7 @@ class PeersMemory:
             if not 0 <= number < MOST_BLOCKS or number in self._lent or not 0 < nbytes <= _MOST_BYTES:
                 raise ChannelError(
                     "shared.size_impossible",
-                    "the peer sent shared memory {number} of {nbytes:,} bytes, which is not possible",
+                    "the peer sent shared memory {number} of {nbytes:,} bytes, which is not valid",
                     number=number,
                     nbytes=nbytes,
                 )
@@ -456,11 +456,11 @@ class PeersMemory:
                     "shared.too_much", "the peer sent more than {limit:,} bytes of shared memory", limit=_MOST_BYTES
                 )
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ChannelError("shared.shrinkable", "the peer sent shared memory that it can still shrink")
+                raise ChannelError("shared.shrinkable", "the peer sent shared memory that can still shrink")
             if os.fstat(descriptor).st_size != nbytes + TOKEN_BYTES:
                 raise ChannelError(
                     "shared.size_differs",
-                    "the peer sent shared memory of another size than the announced {nbytes:,} bytes",
+                    "the size of the shared memory from the peer differs from the announced {nbytes:,} bytes",
                     nbytes=nbytes,
                 )
             self._segments[number] = Segment(descriptor, nbytes)
@@ -481,7 +481,7 @@ class PeersMemory:
         if segment is None or number in self._lent or not 0 < nbytes <= segment.size:
             raise ChannelError(
                 "shared.range_impossible",
-                "the peer sent {nbytes:,} bytes in shared memory {number}, at an impossible place",
+                "the peer sent {nbytes:,} bytes in shared memory {number}, at an invalid position",
                 nbytes=nbytes,
                 number=number,
             )

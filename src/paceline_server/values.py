@@ -121,7 +121,7 @@ class _Packer:
             if not -(2**63) <= value < 2**64:
                 raise RemoteError(
                     "remote.int_too_large",
-                    "an int of {bits} bits cannot be sent; at most 64 bits can, or a str",
+                    "an int of {bits} bits cannot be sent; send at most 64 bits, or a str",
                     bits=value.bit_length(),
                 )
             return value
@@ -146,7 +146,7 @@ class _Packer:
             if type(key) is not str and not (type(key) is int and -(2**63) <= key < 2**64):
                 raise RemoteError(
                     "remote.dict_key",
-                    "a dict with the key {key!r:.80} cannot be sent; keys are str, or int of 64 bits",
+                    "a dict with the key {key!r:.80} cannot be sent; keys must be str, or int of at most 64 bits",
                     key=key,
                 )
             yield key, self.pack(item, depth + 1)
@@ -200,7 +200,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     if type(tensor) is not Tensor and type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer):
         raise RemoteError(
             "remote.tensor_class",
-            "a {class_name} cannot be sent; a plain tensor of its values can",
+            "a {class_name} cannot be sent; send a plain tensor with its values",
             class_name=type(tensor).__qualname__,
         )
     if tensor.dtype in _OF_NUMPY and tensor.is_cpu and not tensor.requires_grad:
@@ -217,7 +217,8 @@ def _bytes_of_any(tensor: Tensor) -> memoryview:
     if not known or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise RemoteError(
             "remote.tensor_unsupported",
-            "a tensor of dtype {dtype}, layout {layout} on {type} cannot be sent; dense tensors with values can",
+            "a tensor of dtype {dtype} and layout {layout} on {type} cannot be sent; only dense tensors with "
+            "values can be sent",
             dtype=tensor.dtype,
             layout=tensor.layout,
             type=tensor.device.type,
@@ -243,7 +244,7 @@ def _read_header(header: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     count = math.prod(shape)
     strides = math.prod(max(size, 1) for size in shape)  # the sizes of an empty tensor must also fit into 64 bits
     if number >= len(_DTYPES) or any(header[2:_HEADER_BYTES]) or max(strides, *shape, 0) >= 2**48:
-        raise RemoteError("remote.tensor_impossible", "the peer sent a tensor of an impossible dtype or shape")
+        raise RemoteError("remote.tensor_impossible", "the peer sent a tensor with an invalid dtype or shape")
     return _DTYPES[number], shape, count
 
 
@@ -289,7 +290,7 @@ class _Unpacker:
         if not isinstance(plain, list) or len(plain) != len(fields):
             raise RemoteError(
                 "remote.fields_differ",
-                "a {class_name} has the fields {fields}; the fields of the peer's differ",
+                "a {class_name} has the fields {fields} here, but other fields on the peer",
                 class_name=kind.__qualname__,
                 fields=list(fields),
             )
@@ -319,7 +320,7 @@ class _Unpacker:
                 )
             return _tensor_of(bytearray(data), dtype, shape, count, begin)
         if len(data) != begin:
-            raise RemoteError("remote.header_too_long", "the peer sent bytes behind the header of a tensor")
+            raise RemoteError("remote.header_too_long", "the peer sent extra bytes after the header of a tensor")
         return _tensor_of(self._block, dtype, shape, count, self._part(nbytes)[0])
 
     def _part(self, nbytes: int) -> tuple[int, int]:

@@ -275,7 +275,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         engine = place.engine if place else "torchrun"
         raise LaunchError(
             "hosts.started_already",
-            "{engine} has started this command on every host already: leave out --hosts.",
+            "{engine} has already started this command on every host: leave out --hosts.",
             engine=engine,
         )
     from paceline.elastic.ssh import run_on_hosts
@@ -354,8 +354,8 @@ def to_run_on(text: str | None) -> Cluster | None:
     if hosts:
         raise ClusterError(
             "cluster.given_twice",
-            "--cluster {text}: the command was started on {hosts} hosts, which are the cluster. Leave the option out, "
-            "or start the command once.",
+            "--cluster {text}: the command was started on {hosts} hosts, and these are the cluster. Leave the "
+            "option out, or start the command on one host only.",
             text=text,
             hosts=len(hosts.cluster.hosts),
         )

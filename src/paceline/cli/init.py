@@ -83,7 +83,7 @@ def command(
         if file.exists() or file.is_symlink():
             raise JobError(
                 "init.exists",
-                "{file} is there already and is not overwritten. Name another place with --out.",
+                "{file} exists already and is not overwritten. Name another file with --out.",
                 file=file,
             )
     texts = [_text(f"{kind}{file.suffix if file is not job else '.yaml'}") for file in written]
@@ -96,7 +96,7 @@ def command(
     except OSError as error:
         raise JobError(
             "init.cannot_write",
-            "{file} cannot be written: {reason}. Name a place with --out.",
+            "{file} cannot be written: {reason}. Name another file with --out.",
             file=error.filename or job,
             reason=error.strerror,
         ) from error
@@ -161,7 +161,7 @@ def _table(data: Path | None, model: Path | None, folder: Path) -> Values:
             table = Rows(str(data), target)
         except ImportError as error:
             raise DataError(
-                "init.no_pyarrow", "a table is read by pyarrow: pip install 'paceline[data]' ({error})", error=error
+                "init.no_pyarrow", "reading a table needs pyarrow: pip install 'paceline[data]' ({error})", error=error
             ) from error
         except Exception as error:
             raise DataError(

@@ -152,7 +152,7 @@ def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bo
     if wrong:
         raise SyncError(
             "links.wrong_numbers",
-            "{wrong}\nDo not train over this transport. Please report this with the environment.",
+            "{wrong}\nDo not train over this transport. Please report this problem with the output of paceline doctor.",
             wrong="\n".join(wrong),
         )
     if found.failures:

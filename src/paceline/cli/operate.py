@@ -95,7 +95,7 @@ def request_from(
     if limit is not None and not where.limits_time:
         raise LaunchError(
             "submit.no_time_limit",
-            "--time {limit}: {scheduler} has no time limit. Leave --time out.",
+            "--time {limit}: {scheduler} does not support a time limit. Leave --time out.",
             limit=limit,
             scheduler=where.name,
         )
@@ -155,7 +155,7 @@ def scale(
     if is_url(run):
         raise RunError(
             "run.no_directory_named",
-            "{run}: name the run's working directory. The first lines that the run prints name it.",
+            "{run} is a URL: name the run's working directory. The run prints its name at the start.",
             run=run,
         )
     holder = _holder(Path(run))
@@ -200,13 +200,13 @@ def _holder(run: Path) -> str:
     if content is None:
         raise RunError(
             "run.not_scalable",
-            "{run} is not a run directory. `paceline scale` takes the directory that `train` names first.",
+            "{run} is not a run directory. `paceline scale` needs the directory that `train` prints first.",
             run=run,
         )
     holder = Holder.parse(content)
     if holder is None or holder.is_gone:
         raise RunError(
-            "run.not_training", "{run} is not being trained. Continue it with --resume, and any --plan.", run=run
+            "run.not_training", "{run} is not being trained. Continue it with --resume and any --plan.", run=run
         )
     return str(holder)
 

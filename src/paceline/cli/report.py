@@ -34,8 +34,8 @@ def _page(directory: Path) -> Path:
     if not directory.is_dir():
         raise RunError(
             "report.no_directory",
-            "{directory}: no such directory. Name a directory of `paceline train` or `paceline bench`, for example "
-            "runs/digits-…",
+            "{directory}: this directory does not exist. Name a directory of `paceline train` or `paceline bench`, "
+            "for example runs/digits-…",
             directory=directory,
         )
     for page in PAGES.all().values():
@@ -43,7 +43,7 @@ def _page(directory: Path) -> Path:
             return page.write(directory)
     raise RunError(
         "report.unknown_directory",
-        "{directory} is not a run directory (it has no job.yaml), and not a benchmark's directory (it has no "
+        "{directory} is neither a run directory (it has no job.yaml) nor a benchmark's directory (it has no "
         "report.json)",
         directory=directory,
     )

@@ -187,7 +187,7 @@ def logs(
     else:
         raise RunError(
             "run.log_elsewhere",
-            "{run} cannot be read from here. Leave out --no-follow to have {scheduler} show the log.",
+            "{run} cannot be read from this machine. Leave out --no-follow to see the log through {scheduler}.",
             run=submission.run,
             scheduler=submission.engine,
         )
@@ -200,7 +200,7 @@ def _unknown(name: str) -> RunError:
 
     known = [*(path.name for path in run_directories(RUNS)), *(one.name for one in submissions())]
     hint = nearest(name, known) if known else f"There are no runs in {RUNS}/, and nothing was submitted from here."
-    return RunError("run.unknown_name", 'there is no run "{name}". {hint}', name=name[:80], hint=hint)
+    return RunError("run.unknown_name", 'no run is named "{name}". {hint}', name=name[:80], hint=hint)
 
 
 def follow_submitted(where: Scheduler, submission: Submission) -> None:

@@ -72,7 +72,7 @@ def _operations(where: str, wanted: StepRange, out: Path | None) -> None:
     if count > _MOST_OPERATIONS:
         raise RunError(
             "trace.too_many_steps",
-            "{steps:,} steps have too many operations for one trace. Name at most {most}.",
+            "{steps:,} steps have too many operations for a single trace. Use at most {most} steps.",
             steps=count,
             most=_MOST_OPERATIONS,
         )

@@ -75,7 +75,9 @@ def _run(where: str) -> Run:
 
     if is_url(where):
         raise RunError(
-            "watch.url", "{url}: only directories can be watched. `paceline report` takes the URL of a run.", url=where
+            "watch.url",
+            "{url}: only directories can be watched. For the URL of a run, use `paceline report`.",
+            url=where,
         )
     return Run(where)
 
@@ -201,9 +203,9 @@ def port_of(listen: str | None) -> int:
     if host not in ("127.0.0.1", "localhost"):
         raise RunError(
             "watch.address_not_local",
-            "--listen {address}: the page is not encrypted, so it is served on 127.0.0.1 only. To see it on another "
-            "machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST) and open the printed "
-            "address.",
+            "--listen {address}: the page is not encrypted, so it is served on 127.0.0.1 only. To see it on "
+            "another machine, forward the port from there (ssh -L {port}:127.0.0.1:{port} THIS-HOST) and open the "
+            "printed address.",
             address=listen,
             port=port,
         )

@@ -106,7 +106,7 @@ class Accelerator:
             return self.peak_flops[precision]
         raise ClusterError(
             "cluster.precision_unsupported",
-            "{device} does not compute in {precision}; it has {precisions}",
+            "{device} does not support {precision}; it supports {precisions}",
             device=self.name,
             precision=precision,
             precisions=list(self.peak_flops),
@@ -236,7 +236,7 @@ def at_power(device: Accelerator, watts: float) -> Accelerator:
     if not watts > 0:
         raise ClusterError(
             "cluster.power_not_positive",
-            "{device} at {watts:g} W computes nothing. A power is a number of watts above 0.",
+            "{device} cannot run at {watts:g} W. The power must be a number of watts above 0.",
             device=device.name,
             watts=watts,
         )

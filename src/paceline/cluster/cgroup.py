@@ -52,9 +52,9 @@ def place_of_group(name: str, root: Path = Path("/")) -> Path:
             return folder / name
     raise ClusterError(
         "cluster.no_cpu_control_group",
-        "the cores of emulated hosts cannot be limited: no control group for CPU time can be made under "
-        "/sys/fs/cgroup. In a container, start it with --privileged --cgroupns=host. Under systemd, use a scope with "
-        "Delegate=yes. Or leave `cpu` out of `emulate`.",
+        "the cores of emulated hosts cannot be limited: no control group for CPU time can be created under "
+        "/sys/fs/cgroup. In a container, start it with --privileged --cgroupns=host. Under systemd, use a scope "
+        "with Delegate=yes. Or leave `cpu` out of `emulate`.",
     )
 
 

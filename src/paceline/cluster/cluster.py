@@ -55,7 +55,7 @@ class Cluster(Part):
         if self.hosts or self.emulate:
             raise InvalidValue(
                 "cluster.catalogue_with_hosts",
-                "a cluster from the catalogue takes its hosts from there. Leave `hosts` and `emulate` out.",
+                "the hosts of a cluster from the catalogue come from its name. Leave `hosts` and `emulate` out.",
             )
         named = read_name(self.catalogue)
         object.__setattr__(self, "hosts", hosts_of(named))
@@ -72,25 +72,25 @@ class Cluster(Part):
         if not self.hosts:
             raise InvalidValue(
                 "cluster.no_hosts",
-                "a cluster has at least one host. List `hosts`, or emulate some with emulate: {{hosts: 2}}, or name "
+                "a cluster needs at least one host. List `hosts`, emulate some with emulate: {{hosts: 2}}, or name "
                 "them with catalogue: 2x8xH100-SXM, 400gbit.",
             )
         if self.emulate and self.emulate.hosts != len(self.hosts):
             raise InvalidValue(
                 "cluster.emulated_hosts_differ",
-                "emulate stands for {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
+                "emulate describes {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
                 emulated=self.emulate.hosts,
                 listed=len(self.hosts),
             )
         twice = [name for name, count in Counter(host.name for host in self.hosts).items() if count > 1]
         if twice:
             raise InvalidValue(
-                "cluster.host_twice", "two hosts are named {name!r}. Give each its own name.", name=twice[0]
+                "cluster.host_twice", "two hosts are named {name!r}. Give each host a different name.", name=twice[0]
             )
         if len(kinds := sorted({host.kind for host in self.hosts_in_use})) > 1:
             raise InvalidValue(
                 "cluster.several_kinds",
-                "the hosts have GPUs of several kinds ({kinds}), but a run uses one kind",
+                "the hosts have GPUs of several kinds ({kinds}), but a run can use only one kind",
                 kinds=list(kinds),
             )
         return self

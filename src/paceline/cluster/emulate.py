@@ -150,9 +150,9 @@ def _must_be_possible() -> None:
     if os.geteuid() != 0:
         raise ClusterError(
             "emulate.needs_root",
-            "emulated hosts need root or a user namespace. The command `paceline` makes a user namespace itself. "
-            "Start a script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this machine "
-            "as it is.",
+            "emulated hosts need root or a user namespace. The command `paceline` creates a user namespace itself. "
+            "Start a script with sudo or `unshare --user --map-root-user`, or leave `emulate` out to use this "
+            "machine as it is.",
         )
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:

@@ -81,19 +81,20 @@ class Host(Part):
         if not all(self.affinity):
             raise InvalidValue(
                 "cluster.affinity_empty",
-                "the affinity of host {name} has an empty list. Each list holds the cores of one physical core.",
+                "the affinity of host {name} has an empty list. Each list must contain the cores of one physical core.",
                 name=self.name,
             )
         if any(gpu.kind == CPU for gpu in self.gpus):
             raise InvalidValue(
                 "cluster.cpu_among_gpus",
-                "host {name} has a device of kind cpu among its GPUs. Its cores are devices by themselves.",
+                "host {name} lists a device of kind cpu among its GPUs. Remove it: the cores of a host are always "
+                "devices.",
                 name=self.name,
             )
         if len(kinds := sorted({gpu.kind for gpu in self.gpus})) > 1:
             raise InvalidValue(
                 "cluster.host_of_several_kinds",
-                "host {name} has GPUs of several kinds ({kinds}), but torch uses one of them",
+                "host {name} has GPUs of several kinds ({kinds}), but torch can use only one kind",
                 name=self.name,
                 kinds=list(kinds),
             )
@@ -152,7 +153,7 @@ class Emulate(Part):
             if isinstance(one, bool) or not isinstance(one, int | float) or not 0.05 <= one < math.inf:
                 raise InvalidValue(
                     "cluster.busy_cores_invalid",
-                    "{value!r} is not a number of cores. A host may keep busy, e.g., 2 or 0.5 cores, and at least "
+                    "{value!r} is not a valid number of cores. A host can use, e.g., 2 or 0.5 cores, and at least "
                     "0.05.",
                     value=one,
                 )
@@ -164,7 +165,8 @@ class Emulate(Part):
             if isinstance(value, tuple) and len(value) != self.hosts:
                 raise InvalidValue(
                     "cluster.values_per_host",
-                    "{key} lists {values} values, but there are {hosts} hosts. Give one for each, or one for all.",
+                    "{key} lists {values} values, but the cluster has {hosts} hosts. Give one value for each host, "
+                    "or a single value for all.",
                     key=key,
                     values=len(value),
                     hosts=self.hosts,
@@ -199,8 +201,8 @@ def bits_per_s(rate: str) -> int:
     if not _LEAST <= speed <= _MOST:
         raise InvalidValue(
             "cluster.rate_invalid",
-            "{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a second, 10kbit to "
-            "400gbit)",
+            "{rate!r} is not a rate such as 25mbit or 1gbit (kbit, mbit, gbit: 10³, 10⁶, 10⁹ bits a second, 10kbit "
+            "to 400gbit)",
             rate=rate,
         )
     return speed

@@ -102,7 +102,7 @@ def number_from(name: str, advice: str, text: str | None = None) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= MOST_HOSTS):
         raise LaunchError(
             "launcher.number_invalid",
-            '{variable} is "{text}", not a number from 0 to {most}. {advice}',
+            '{variable} is "{text}", but it must be a number from 0 to {most}. {advice}',
             variable=name,
             text=text[:40],
             most=MOST_HOSTS,
@@ -127,7 +127,7 @@ def place_from(
     if number >= count:
         raise LaunchError(
             "launcher.number_out_of_range",
-            "{number_name} is {number}, but {count_name} is {count}: hosts are numbered from 0 to count - 1. {advice}",
+            "{number_name} is {number}, but {count_name} is {count}: host numbers range from 0 to count - 1. {advice}",
             number_name=number_name,
             number=number,
             count_name=count_name,
@@ -150,7 +150,8 @@ def _least_and_count(name: str, advice: str) -> tuple[int, int]:
     if not 1 <= least <= count:
         raise LaunchError(
             "launcher.range_invalid",
-            '{variable} is "{text}". The first number is the fewest hosts that the run starts with, as in 2..8.',
+            '{variable} is "{text}". The first number must be the smallest number of hosts that the run can start '
+            "with, as in 2..8.",
             variable=name,
             text=text,
         )
@@ -178,7 +179,7 @@ def address_from(coordinator: str, port: int) -> tuple[str, int]:
     if not (after.isascii() and after.isdecimal() and 0 < int(after[:9]) < 65_536):
         raise LaunchError(
             "launcher.port_invalid",
-            'The port of host 0 is "{port}" (in "{text}"), not a number from 1 to 65535.',
+            'The port of host 0 is "{port}" (in "{text}"), but it must be a number from 1 to 65535.',
             port=after[:40],
             text=text[:80],
         )
@@ -431,10 +432,11 @@ def _first_pod() -> str:
         if of_replica and int(of_replica[1]):
             raise LaunchError(
                 "launcher.job_set_replicas",
-                "this pod belongs to job {of_replica} of {replicated} in the JobSet {job_set}, and the pods of each "
-                "job are numbered from 0 ({index}), so two pods would be host 0. Give {replicated} replicas: 1, and "
-                "the number of hosts as completions. Or give every job one pod, with {host_number} from the "
-                "annotation jobset.sigs.k8s.io/job-global-index and {coordinator} naming the first pod.",
+                "this pod belongs to job {of_replica} of {replicated} in the JobSet {job_set}, and each job "
+                "numbers its pods from 0 ({index}), so two pods would be host 0. Set replicas: 1 for {replicated}, "
+                "and use the number of hosts as completions. Or give every job one pod, set {host_number} from the "
+                "annotation jobset.sigs.k8s.io/job-global-index, and set {coordinator} to the name of the first "
+                "pod.",
                 of_replica=of_replica[1],
                 replicated=replicated,
                 job_set=job_set,
@@ -555,8 +557,8 @@ def _refuse_contradiction(found: list[str]) -> None:
         if own and other and (own.number, own.count) != (other.number, other.count):
             raise LaunchError(
                 "launcher.ambiguous",
-                "This process is host {number} of {count} by the environment of {first}, and host {other_number} of "
-                "{other_count} by the environment of {name}. Unset the variables of the launcher that did not start "
+                "The environment of {first} says that this process is host {number} of {count}, but that of {name} "
+                "says host {other_number} of {other_count}. Unset the variables of the launcher that did not start "
                 "it ({variables}; {variables_2}).",
                 number=own.number,
                 count=own.count,

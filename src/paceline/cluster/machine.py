@@ -191,7 +191,7 @@ def find_gpus() -> Gpus:
         there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
         raise ClusterError(
             "device.not_there",
-            "{variable}={wanted}, but the accelerators here are {there}. Unset it to use these, or set "
+            "{variable}={wanted}, but this machine has accelerators of type {there}. Unset it to use them, or set "
             "{variable}={cpu}",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
@@ -412,7 +412,7 @@ def _asked(environment: frozenset[tuple[str, str]]) -> list[dict[str, Any]]:
         said = ": ".join(dict.fromkeys(reversed(errors))) or f"exit code {answer.returncode}"
         raise ClusterError(
             "device.unknown_to_torch",
-            "{hint}, but torch cannot say which devices it has: {reason}. {advice}",
+            "{hint}, but torch cannot list its devices: {reason}. {advice}",
             hint=hint(),
             reason=said,
             advice=without,

@@ -97,7 +97,7 @@ def _in_usual_hosts(name: str) -> str:
         nearest = f"{max(count // each, 1) * each}x{device.name} or {-(-count // each) * each}x{device.name}"
         raise ClusterError(
             "cluster.hosts_not_filled",
-            'cluster "{name}": {count:,} devices do not fill hosts of {each}; name {choices}',
+            'cluster "{name}": {count:,} devices cannot be divided into hosts of {each}; use {choices}',
             name=name,
             count=count,
             each=each,
@@ -116,15 +116,15 @@ def read_name(text: str) -> NamedCluster:
         if not matches:
             raise ClusterError(
                 "cluster.word_unknown",
-                'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h, or '
-                "an oversubscription such as oversubscribed 3:1",
+                'cluster "{text}": "{word}" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h, '
+                "or an oversubscription such as oversubscribed 3:1 beyond 32",
                 text=text,
                 word=word,
             )
         if twice := next(iter(matches.keys() & found.keys()), None):
             raise ClusterError(
                 "cluster.word_twice",
-                'cluster "{text}" names two values for its {what}. Leave one out.',
+                'cluster "{text}" gives two values for its {what}. Leave one out.',
                 text=text,
                 what=twice,
             )
@@ -141,7 +141,7 @@ def read_name(text: str) -> NamedCluster:
     if rate_gbps == 0:
         raise ClusterError(
             "cluster.link_rate_zero",
-            'cluster "{text}": a link of 0 bit/s carries nothing. Leave the rate out for the usual rate.',
+            'cluster "{text}": a link needs a rate above 0 bit/s. Leave the rate out to use the usual rate.',
             text=text,
         )
     usual = device.network.bandwidth * 8 / 1e9 * per_host
@@ -153,8 +153,8 @@ def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
     if times < 1 or beyond < 1:
         raise ClusterError(
             "cluster.oversubscription_invalid",
-            'cluster "{text}": oversubscription is at least 1:1 and begins beyond at least 1 host, e.g. '
-            "oversubscribed 3:1 beyond 32",
+            'cluster "{text}": the ratio of an oversubscription must be at least 1:1 and the number of hosts at '
+            "least 1, e.g. oversubscribed 3:1 beyond 32",
             text=text,
         )
     return times, beyond
@@ -165,7 +165,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if match is None:
         raise ClusterError(
             "cluster.name_malformed",
-            'cluster "{text}": write hosts x devices of each x device, e.g. {examples}',
+            'cluster "{text}": write HOSTSxDEVICESxDEVICE, e.g. {examples}',
             text=text,
             examples=_EXAMPLES,
         )
@@ -178,7 +178,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if hosts == 0 or per_host == 0:
         raise ClusterError(
             "cluster.name_without_devices",
-            'cluster "{text}" has no devices: both numbers are at least 1, e.g. {hosts}x{per_host}x{device}',
+            'cluster "{text}" has no devices: both numbers must be at least 1, e.g. {hosts}x{per_host}x{device}',
             text=text,
             hosts=max(hosts, 1),
             per_host=per_host or 8,
@@ -187,7 +187,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
     if hosts * per_host > _MOST_DEVICES:
         raise ClusterError(
             "cluster.too_large",
-            'cluster "{text}" has {devices:,} devices. Plans can be made for at most {most:,}.',
+            'cluster "{text}" has {devices:,} devices. Plans support at most {most:,} devices.',
             text=text,
             devices=hosts * per_host,
             most=_MOST_DEVICES,
@@ -197,7 +197,7 @@ def _shape(shape: str, text: str) -> tuple[int, int, Accelerator]:
         fitting = f"{each + (rest > 0)}x{device.per_host}x{device.name}"
         raise ClusterError(
             "cluster.host_too_large",
-            'cluster "{text}" is one host with {per_host} devices; a usual one has {usual}: {fitting}',
+            'cluster "{text}" is one host with {per_host} devices, but such hosts usually have {usual}: {fitting}',
             text=text,
             per_host=per_host,
             usual=device.per_host,

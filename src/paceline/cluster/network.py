@@ -191,7 +191,7 @@ def new_namespace() -> Iterator[int]:
     except OSError as error:
         raise ClusterError(
             "emulate.no_namespace",
-            "a network namespace cannot be made: {reason}. {advice}",
+            "a network namespace cannot be created: {reason}. {advice}",
             reason=error.strerror,
             advice=ADVICE,
         ) from error
@@ -221,8 +221,8 @@ def enter(path: str) -> None:
     except OSError as error:
         raise ClusterError(
             "emulate.namespace_not_entered",
-            "the network namespace {path} cannot be entered: {reason}. This needs root, and a launcher that still "
-            "runs.",
+            "the network namespace {path} cannot be entered: {reason}. This needs root, and a launcher that is "
+            "still running.",
             path=path,
             reason=error.strerror,
         ) from error

@@ -131,7 +131,7 @@ class Probe:
         late = f" (was it more than {self.deadline_s:g} s?)" if is_late else ""
         raise ClusterError(
             "cluster.probe_failed",
-            "the process that should {task} ended with exit code {code}{late}{last}",
+            "the process for this task ({task}) ended with exit code {code}{late}{last}",
             task=task,
             code=code,
             late=late,

@@ -50,7 +50,7 @@ def algorithm_for(group: Group, name: str) -> tuple[Algorithm, str]:
     if name not in (*ALGORITHMS, "auto"):
         raise PlanError(
             "plan.allreduce_unknown",
-            "there is no all-reduce algorithm named {name!r}; there are {algorithms}, auto",
+            "unknown all-reduce algorithm {name!r}; known are {algorithms}, auto",
             name=name,
             algorithms=list(ALGORITHMS),
         )
@@ -187,9 +187,9 @@ class HierarchicalAllReduce(OwnAllReduce):
         if most[2] != least[2]:
             raise SyncError(
                 "ranks.sizes_differ",
-                "the ranks of a host gave tensors of {least} to {most} bytes to one all-reduce (this rank: {own}). "
-                "Every rank of a group must make the same calls in the same order, with tensors of the same type and "
-                "size.",
+                "the ranks of a host passed tensors of {least} to {most} bytes to the same all-reduce (this rank: "
+                "{own}). Every rank of a group must make the same calls in the same order, with tensors of the "
+                "same type and size.",
                 least=least[2],
                 most=most[2],
                 own=flat.nbytes,

@@ -126,8 +126,8 @@ class Group:
         if ranks != sorted(set(ranks)) or not set(ranks) <= set(range(self.size)) or self.rank not in ranks:
             raise SyncError(
                 "ranks.group_invalid",
-                "rank {rank} of {size} cannot make a group of ranks {ranks}. Give ascending ranks that include its "
-                "own.",
+                "rank {rank} of {size} cannot create a group of ranks {ranks}. Give the ranks in ascending order, "
+                "including its own rank.",
                 rank=self.rank,
                 size=self.size,
                 ranks=ranks,
@@ -367,7 +367,7 @@ class Group:
         if "DataLoader worker" in str(error):  # torch raises it from a SIGCHLD handler, anywhere in the main thread
             raise LoaderProcessError(
                 "loader.worker_ended_in_wait",
-                "rank {rank}, in a wait for other ranks ({what}): {error}",
+                "rank {rank} failed while it waited for other ranks ({what}): {error}",
                 rank=self.rank,
                 what=what,
                 error=str(error).strip(),
@@ -391,8 +391,8 @@ class Group:
         said = str(error).splitlines()[0].partition(". This is typically")[0] if str(error) else type(error).__name__
         raise SyncError(
             "ranks.deadline",
-            "rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the first "
-            "error of those ranks. If they are only slow, raise deadline_s. Transport: {transport}",
+            "rank {rank} waited {waited_s:.1f} s in {what} and {who} (deadline {deadline_s:g} s). Look for the "
+            "first error of those ranks. If they are only slow, raise deadline_s. Transport: {transport}",
             rank=self.rank,
             waited_s=waited_s,
             what=what,
@@ -457,8 +457,8 @@ def _message(tensor: Tensor, what: str, rank: int) -> Tensor:
     if not tensor.is_contiguous():
         raise SyncError(
             "ranks.tensor_not_contiguous",
-            "cannot {what} rank {rank} a tensor of shape {shape} and strides {stride}, because it is not contiguous. "
-            "Send a copy made with .contiguous(), and receive into a contiguous tensor.",
+            "cannot {what} rank {rank} a tensor of shape {shape} and strides {stride}, because it is not "
+            "contiguous. Send a copy made with .contiguous(), and receive into a contiguous tensor.",
             what=what,
             rank=rank,
             shape=tuple(tensor.shape),

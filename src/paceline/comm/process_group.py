@@ -401,8 +401,8 @@ def different_calls(first: str, other: str) -> SyncError:
     """Error of two ranks that make different calls; it names each call with its rank."""
     return SyncError(
         "ranks.calls_differ",
-        "the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the same "
-        "order, with tensors of the same type and size.",
+        "the ranks made different calls: {first}, {other}. Every rank of a group must make the same calls in the "
+        "same order, with tensors of the same type and size.",
         first=first,
         other=other,
     )

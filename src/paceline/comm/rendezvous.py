@@ -48,10 +48,13 @@ def rendezvous_store(environment: RankEnvironment, deadline_s: float, number: in
     except ChannelError as error:
         if generation_is_over():
             raise GenerationOver(
-                "rendezvous.over", "rank {rank} no longer meets these ranks", rank=environment.rank
+                "rendezvous.over", "rank {rank} no longer communicates with these ranks", rank=environment.rank
             ) from error
         raise LaunchError(
-            "rendezvous.refused", "rank {rank} cannot meet the others at {error}", rank=environment.rank, error=error
+            "rendezvous.refused",
+            "rank {rank} cannot reach the other ranks at {error}",
+            rank=environment.rank,
+            error=error,
         ) from error
     return _scoped(store, environment, number)
 
@@ -138,8 +141,9 @@ def _torchs(environment: RankEnvironment, deadline_s: float) -> Store:
     except (RuntimeError, OSError) as error:  # includes torch's DistNetworkError and DistStoreError
         raise LaunchError(
             "rendezvous.unreachable",
-            "rank {rank} cannot meet the others at {address}:{port}: {error}. The port may be in use by another run, "
-            "or rank 0 was not started. Choose another MASTER_PORT (torchrun --master-port), the same on every host.",
+            "rank {rank} cannot reach the other ranks at {address}:{port}: {error}. The port may be in use by "
+            "another run, or rank 0 was not started. Choose another MASTER_PORT (torchrun --master-port), and the "
+            "same one on every host.",
             rank=rank,
             address=address,
             port=port,

@@ -47,7 +47,7 @@ def choose(store: Store, rank: int, size: int, wanted: str, timeout_s: float) ->
         if obstacle is not None and (reason := load_object(obstacle)(store, rank, size, timeout_s)):
             raise ClusterError(
                 "ranks.transport_unavailable",
-                "transport={wanted} is not available: {reason}. With transport=auto the ranks use TCP.",
+                "transport={wanted} is not available: {reason}. With transport=auto, the ranks use TCP.",
                 wanted=wanted,
                 reason=reason,
             )

@@ -130,16 +130,16 @@ def check(loader: DataLoader[Any], world: Group) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise DataError(
-            "data.not_a_loader", "setup needs a torch DataLoader, got {class_name}", class_name=type(loader).__name__
+            "data.not_a_loader", "setup needs a torch DataLoader, not a {class_name}", class_name=type(loader).__name__
         )
     kind = type(loader)
     for name in ("__iter__", "_get_iterator"):
         if getattr(kind, name) not in [getattr(known, name) for known in _READ_BY_TORCH]:
             raise DataError(
                 "data.loader_overridden",
-                "{module}.{class_name} defines its own {name}, which paceline does not call when it divides the "
-                "samples over the ranks. Move this code into the data set, the sampler or collate_fn, and give setup "
-                "a torch DataLoader.",
+                "{module}.{class_name} defines its own {name}, but paceline does not call it when it divides the "
+                "samples over the ranks. Move this code into the data set, the sampler or collate_fn, and give "
+                "setup a torch DataLoader.",
                 module=kind.__module__,
                 class_name=kind.__qualname__,
                 name=name,
@@ -165,8 +165,8 @@ def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) 
     )
     raise DataError(
         "data.sampler_distributed",
-        "{sampler} draws one rank's part of {parts}. paceline divides the batches itself, so give it the loader that "
-        "one process would use. Write {written}: batch_size counts the samples of all ranks together{size}",
+        "{sampler} draws one rank's part of {parts}. paceline divides the batches itself, so pass a loader as for "
+        "one process. Write {written}: batch_size counts the samples of all ranks together{size}",
         sampler=name_of(sampler),
         parts=parts,
         written=written,

@@ -136,8 +136,8 @@ class Loader:
         if not isinstance(self.partition, Partition):
             raise DataError(
                 "data.two_iterators",
-                "an iteration of {name} began while another one was running, and both would read the same stream. Let "
-                "the first one end, or give the second one its own DataLoader: engine.deal(loader)",
+                "a second iteration of {name} began before the first had ended, and both would read the same "
+                "stream. End the first iteration, or give the second one its own DataLoader: engine.deal(loader)",
                 name=self.partition.name,
             )
         reader = copy.copy(self)
@@ -259,10 +259,10 @@ class Loader:
         index = in_users_data(self._samples.dataset, self.left_out)[1][0]
         raise DataError(
             "data.sample_none",
-            "sample {index} of {samples} is None, and collate_fn leaves it out. The batches of the ranks then have "
+            "sample {index} of {samples} is None, and collate_fn leaves it out. The ranks then have batches of "
             "unknown sizes, so their losses cannot be weighted. Remove such samples from the data set with "
-            "torch.utils.data.Subset(dataset, indices). In your own loop you can instead give the number of samples: "
-            "engine.backward(loss, items=len(x))",
+            "torch.utils.data.Subset(dataset, indices). In your own loop you can instead give the number of "
+            "samples: engine.backward(loss, items=len(x))",
             index=index,
             samples=self._samples.name,
         )
@@ -333,8 +333,8 @@ class Loader:
         if ("stream" in state, "flow" in state) != own:
             raise DataError(
                 "data.position_of_other_loader",
-                "the saved position belongs to another kind of DataLoader (sampler or data set). Resume with the "
-                "loader that it was saved with.",
+                "the saved position belongs to a different kind of DataLoader (sampler or data set). Resume with "
+                "the loader that it was saved with.",
             )
         if isinstance(self.partition, Partition):
             self._check_order(state)
@@ -407,8 +407,9 @@ class Loader:
         differs = "; ".join(f"{name} was {saved[name]} and is {now[name]}" for name in now if saved[name] != now[name])
         raise DataError(
             "data.position_differs",
-            "the saved position is step {step} of an epoch that was divided differently: {differs}. Samples would be "
-            "trained twice or not at all. Resume with the same values, or change them at the end of an epoch.",
+            "the saved position is step {step} of an epoch that was divided differently: {differs}. Some samples "
+            "would be used twice, and others not at all. Resume with the same values, or change them at the end of "
+            "an epoch.",
             step=state["step"],
             differs=differs,
         )

@@ -180,8 +180,8 @@ def failed(
         )
     return LoaderProcessError(
         "loader.workers_failed",
-        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Killed workers often lacked memory; "
-        "try a smaller num_workers.",
+        "{where}: the {workers} DataLoader worker processes failed: {reasons}. Killed workers often lacked memory, "
+        "so try a smaller num_workers.",
         where=where,
         workers=workers.count,
         reasons=said,

@@ -93,8 +93,8 @@ class RequestedSamples(Dataset[Any]):
         if length != expected:
             raise DataError(
                 "data.length_changed",
-                "replica {replica}: {dataset} has {length} samples at the start of epoch {epoch}, but the run was set "
-                "up for {expected}. A training set must keep its length while it is used.",
+                "replica {replica}: {dataset} has {length} samples at the start of epoch {epoch}, but the run was "
+                "set up for {expected}. A training set must keep its length while it is used.",
                 replica=self.replica,
                 dataset=self.name,
                 length=length,
@@ -182,8 +182,9 @@ class RequestedSamples(Dataset[Any]):
             listed = _listed(in_users_data(self.dataset, indices)[1])
             raise DataError(
                 "data.not_collated",
-                "replica {replica}: samples {samples} of {name} do not make one batch: {kind}: {error}. Samples of a "
-                "batch need the same structure, shapes and types, or a collate_fn.",
+                "replica {replica}: samples {samples} of {name} cannot be collated into a batch: {kind}: {error}. "
+                "All samples of a batch must have the same structure, shapes and types, or the loader needs a "
+                "collate_fn.",
                 replica=self.replica,
                 samples=listed,
                 name=self.name,
@@ -228,7 +229,7 @@ class RequestedSamples(Dataset[Any]):
         which = f"sample {indices[0]}" if len(indices) == 1 else f"the batch of samples {_listed(indices)}"
         explained = DataError(
             "data.sample_raised",
-            "replica {replica}: {which} of {name} raised {kind}: {error}. Read it alone to see why "
+            "replica {replica}: {which} of {name} raised {kind}: {error}. Read this sample alone to find the cause "
             "(dataset[{index}]), then repair it or leave it out.",
             replica=self.replica,
             which=which,
@@ -296,8 +297,8 @@ def _joined(parts: list[Any]) -> Any:
         return [sample for part in parts for sample in part]
     raise DataError(
         "data.random_batch",
-        "the data set draws random numbers while it reads a batch, and batches of type {class_name} cannot be built "
-        "from single samples. Return a list of samples, or tensors in a tuple or dict.",
+        "the data set draws random numbers while it reads a batch, and batches of type {class_name} cannot be "
+        "built from single samples. Return a list of samples, or tensors in a tuple or dict.",
         class_name=type(first).__name__,
     )
 

@@ -116,7 +116,7 @@ class SamplerStream:
         except TypeError:
             raise DataError(
                 "data.sampler_without_length",
-                "{name} has no length. Give it a __len__, or count steps.",
+                "{name} has no length. Define __len__ for it, or count steps.",
                 name=self.name,
             ) from None
 
@@ -132,7 +132,7 @@ class SamplerStream:
         if known is None:
             raise DataError(
                 "data.batch_size_unknown",
-                "the size of batch {step} is known only after {name} has drawn it",
+                "the size of batch {step} is not known before {name} has drawn it",
                 step=step,
                 name=self.name,
             )
@@ -202,9 +202,9 @@ class SamplerStream:
             if digest is not None and self._epoch.digests.get(known) != digest:
                 raise DataError(
                     "data.sampler_not_repeatable",
-                    "{name} draws differently the second time: its epoch {epoch} differs within the first {batches} "
-                    "batches, so training cannot continue where it stopped. Give the sampler state_dict and "
-                    "load_state_dict, or its own generator.",
+                    "{name} draws different samples the second time: its epoch {epoch} differs within the first "
+                    "{batches} batches, so training cannot continue at the saved position. Give the sampler "
+                    "state_dict and load_state_dict, or its own generator.",
                     name=self.name,
                     epoch=epoch,
                     batches=known,
@@ -316,8 +316,9 @@ class SamplerStream:
         if problems:
             raise DataError(
                 "data.samplers_differ",
-                "{problem}. Give the DataLoader a sampler that draws the whole global batch as one process would, "
-                "equally on every rank, from a generator with a seed. paceline divides its batches over the ranks.",
+                "{problem}. Give the DataLoader a sampler that draws the whole global batch as in one process, "
+                "with the same result on every rank, from a generator with a seed. paceline divides its batches "
+                "over the ranks.",
                 problem=problems[0],
             )
         self._compared = True
@@ -363,7 +364,7 @@ class SamplerStream:
         if not isinstance(batch, Iterable):
             raise DataError(
                 "data.batch_sampler_invalid",
-                "{name} yields a {class_name}. A batch sampler yields a list of indices for each batch.",
+                "{name} yields a {class_name}. A batch sampler must yield a list of indices for each batch.",
                 name=self.name,
                 class_name=type(batch).__name__,
             )
@@ -486,7 +487,7 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
         holds, held = (", ".join(map(str, kinds)) or "no generator" for kinds in (now, then))
         raise DataError(
             "data.sampler_differs",
-            "{sampler} is not the sampler of the saved position: it holds {here}, and the saved one held {saved}. "
+            "{sampler} is not the sampler of the saved position: it has {here}, and the saved sampler had {saved}. "
             "Resume with the loader that the run was started with.",
             sampler=name_of(root),
             here=holds,
@@ -577,7 +578,7 @@ def _saved(part: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise DataError(
             "data.sampler_state_invalid",
-            "the state_dict of sampler {sampler} holds more than plain values (numbers, text, lists): {error}",
+            "the state_dict of sampler {sampler} contains more than plain values (numbers, text, lists): {error}",
             sampler=name_of(part),
             error=error,
         ) from error

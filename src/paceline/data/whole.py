@@ -70,7 +70,8 @@ class Items(RequestedSamples):
         if samples is None:
             raise DataError(
                 "data.rows_unknown",
-                "an item of {name} has no rows that can be counted, which a plan that divides the model needs",
+                "an item of {name} has no rows that can be counted, but a plan that divides the model needs their "
+                "number",
                 name=self.name,
             )
         return self._collated(cut(item, [0] * count), f"an item of {self.name}")
@@ -80,9 +81,10 @@ class Items(RequestedSamples):
         if samples is None and self.replicas > 1:
             raise DataError(
                 "data.batch_uncuttable",
-                "replica {replica}: {where} is a batch of type {class_name}. Its number of samples is not known, so "
-                "it cannot be divided over {replicas} ranks. Let the data set return single samples and give the "
-                "DataLoader a batch_size; or return tensors (in tuples, lists or dicts) with one row for each sample.",
+                "replica {replica}: {where} is a batch of type {class_name}. Its number of samples is not known, "
+                "so it cannot be divided over {replicas} ranks. Let the data set return single samples and give "
+                "the DataLoader a batch_size; or return tensors (in tuples, lists or dicts) with one row for each "
+                "sample.",
                 replica=self.replica,
                 where=where,
                 class_name=type(item).__name__,
@@ -169,8 +171,8 @@ class Iterated(Items):
             if id(stream) == id(self.dataset):
                 raise DataError(
                     "data.own_iterator",
-                    "{name} is its own iterator, so reading its first sample would lose it. Let __iter__ make a new "
-                    "iterator.",
+                    "{name} is its own iterator, so reading its first sample would consume it. Change __iter__ so "
+                    "that it returns a new iterator.",
                     name=self.name,
                 )
             first = next(stream, None)
@@ -262,7 +264,7 @@ class Flow:
         if self.length is None:
             raise DataError(
                 "data.stream_without_length",
-                "{name} is an IterableDataset without a length. Give it a __len__, or count steps.",
+                "{name} is an IterableDataset without a length. Define __len__ for it, or count steps.",
                 name=self.name,
             )
         return self.length
@@ -273,7 +275,7 @@ class Flow:
         if found is None:
             raise DataError(
                 "data.samples_unknown",
-                "the samples of batch {step} of {name} are known only after it was read",
+                "the samples of batch {step} of {name} are not known before the batch is read",
                 step=step,
                 name=self.name,
             )
@@ -337,8 +339,8 @@ class Flow:
             if shard.varied and shard.digest in self._digests.values():
                 raise DataError(
                     "data.workers_repeat",
-                    "every loader process reads the whole of {name}: two of the {workers} began with the same batch, "
-                    "so each sample would be trained several times. Divide the stream by "
+                    "every loader process reads the whole of {name}: two of the {workers} processes began with the "
+                    "same batch, so each sample would be used several times. Divide the stream by "
                     "torch.utils.data.get_worker_info(), or set num_workers=1.",
                     name=self.name,
                     workers=self.workers,
@@ -358,7 +360,7 @@ class Flow:
             raise DataError(
                 "data.stream_not_repeatable",
                 "{name} returns different data the second time: batch {batch} differs, so training cannot continue "
-                "there. Let iter() begin the same stream anew in each process, and draw random numbers from a "
+                "there. iter() must return the same stream in each process, so draw random numbers from a "
                 "generator with a seed.",
                 name=self.name,
                 batch=turn,
@@ -375,10 +377,10 @@ class Flow:
         if highest != -lowest:
             raise DataError(
                 "data.streams_differ",
-                "the ranks read different streams from {name}: batch {batch} is not the same on all of them. paceline "
-                "divides the batches, so every rank must read the whole stream in one order. Leave out any split by "
-                "rank (split_dataset_by_node, split_by_node, RANK), and draw random numbers from a generator with a "
-                "seed.",
+                "the ranks read different streams from {name}: batch {batch} differs between them. paceline "
+                "divides the batches, so every rank must read the whole stream in the same order. Leave out any "
+                "split by rank (split_dataset_by_node, split_by_node, RANK), and draw random numbers from a "
+                "generator with a seed.",
                 name=self.name,
                 batch=turn,
             )

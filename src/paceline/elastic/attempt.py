@@ -216,8 +216,8 @@ def _on_these_hosts(hosts: Hosts, cluster: Cluster, ranks: int) -> list[RankPlac
     if not per_host[0]:
         raise LaunchError(
             "launch.host_0_without_accelerator",
-            "host 0 ({host}) has no accelerator, but other hosts have one, and rank 0 runs on host 0. Start the hosts "
-            "in another order, or leave that host out.",
+            "host 0 ({host}) has no accelerator, but other hosts have one, and rank 0 runs on host 0. Start the "
+            "hosts in a different order, or leave host 0 out.",
             host=cluster.hosts[0].name,
         )
     return [

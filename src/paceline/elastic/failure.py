@@ -242,8 +242,8 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
         )
     return LaunchError(
         "launch.rank_left",
-        "{who} ended with exit code {code} in {where} and reported no error. Does the job's code call os._exit()? "
-        "{then}.",
+        "{who} ended with exit code {code} in {where} without an error message. Check whether the job's code calls "
+        "os._exit(). {then}.",
         who=_who(end),
         code=end.code,
         where=_where(end.status),

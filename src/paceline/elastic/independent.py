@@ -139,8 +139,8 @@ class Independent(Losses):
                 self._must_not_be_awaited()
                 raise LaunchError(
                     "scale.left_out",
-                    "the host of {workers} was lost too often and is left out. To use it again, end the run (Ctrl-C "
-                    "saves) and continue with --resume.",
+                    "the host of {workers} was lost too often and is left out. To use it again, end the run "
+                    "(Ctrl-C saves) and continue with --resume.",
                     workers=named(ended),
                 )
             raise all_take_part(self.workers, "workers")
@@ -164,7 +164,7 @@ class Independent(Losses):
             if not self._can_go(numbers):
                 raise LaunchError(
                     "hosts.first_worker_missing",
-                    "this run cannot begin without {missing}, which has its first worker or all processes of a "
+                    "this run cannot begin without {missing}, which has the first worker or all processes of a "
                     "server. Start more hosts.",
                     missing=link.who,
                 )

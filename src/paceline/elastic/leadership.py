@@ -240,8 +240,8 @@ class Leadership(ABC):
                 return
             self.lost = RunError(
                 "run.taken_over",
-                "{place} was taken over by {holder}, because this process showed no sign of life for a while. This "
-                "process ends. Its saved checkpoints stay.",
+                "{place} was taken over by {holder}, because this process showed no sign of life for some time. "
+                "This process ends. Its saved checkpoints stay.",
                 place=self.place,
                 holder=holder or "another process",
             )
@@ -296,7 +296,7 @@ class RunLock(Leadership):
         except OSError as error:
             raise RunError(
                 "run.directory_unwritable",
-                "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
+                "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
                 run=self.run,
                 reason=error.strerror,
             ) from error
@@ -386,7 +386,7 @@ class RunLock(Leadership):
         except OSError as error:
             raise RunError(
                 "run.disk_full",
-                "{path} cannot be written: {reason}. Make room, then try again.",
+                "{path} cannot be written: {reason}. Free some space, then try again.",
                 path=self.path,
                 reason=error.strerror,
             ) from error

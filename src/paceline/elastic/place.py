@@ -211,7 +211,7 @@ def recovery_is_on() -> bool:
     wanted = os.environ.get(RECOVERY, "on")
     if wanted not in ("on", "off"):
         raise LaunchError(
-            "launch.recovery_invalid", "{variable}={wanted} is neither on nor off", variable=RECOVERY, wanted=wanted
+            "launch.recovery_invalid", "{variable} must be on or off, not {wanted}", variable=RECOVERY, wanted=wanted
         )
     return wanted == "on"
 

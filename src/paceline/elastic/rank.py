@@ -154,7 +154,7 @@ def _pin(environment: RankEnvironment) -> None:
         wanted, allowed = (", ".join(map(str, sorted(cores))) for cores in (environment.cores, os.sched_getaffinity(0)))
         who = f"rank {environment.rank} cannot be pinned to cores {wanted}"
         raise ClusterError(
-            "launch.cores_unavailable", "{who}: this process may use cores {cores}", who=who, cores=allowed
+            "launch.cores_unavailable", "{who}: this process can use only the cores {cores}", who=who, cores=allowed
         ) from error
 
 

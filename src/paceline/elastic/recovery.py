@@ -83,8 +83,8 @@ class Losses:
         """
         raise LaunchError(
             "scale.not_elastic",
-            "the plan of this run does not recover in place (which needs {needs}), so its ranks stay. End the run "
-            "(Ctrl-C saves) and continue with --resume and another --plan.",
+            "the plan of this run does not recover in place (which needs {needs}), so its ranks cannot change. End "
+            "the run (Ctrl-C saves) and continue with --resume and another --plan.",
             needs=NEEDS,
         )
 
@@ -134,7 +134,7 @@ class Losses:
         if hosts := ", ".join(str(number) for number, ranks in sorted(self._away.items()) if ranks):
             raise LaunchError(
                 "scale.host_may_come",
-                "host number {host} may join at any time. Start the same command there.",
+                "host number {host} can join at any time. Start the same command on it.",
                 host=hosts,
             )
 
@@ -400,8 +400,8 @@ class Recovery(Losses):
         if any(membership.replica_of(rank) - chosen for rank in chosen):
             raise LaunchError(
                 "scale.replicas_over_hosts",
-                "replicas of this plan span several hosts, so none can leave alone. End the run (Ctrl-C saves) and "
-                "continue with --resume and a smaller --plan.",
+                "replicas of this plan span several hosts, so a single host cannot leave. End the run (Ctrl-C "
+                "saves) and continue with --resume and a smaller --plan.",
             )
         self._leaving, self._leaving_host = chosen, host
         membership.release(chosen)
@@ -454,7 +454,8 @@ def most_losses() -> int:
     if not wanted.isdecimal() or int(wanted) < 1:
         raise LaunchError(
             "launch.losses_invalid",
-            "{variable}={wanted} is not a number of losses after which a rank is left out. It is at least 1.",
+            "{variable}={wanted} is not a valid number of losses after which a rank is left out. It must be at "
+            "least 1.",
             variable=LOSSES,
             wanted=wanted,
         )
@@ -518,7 +519,7 @@ def answer_requests(run: Path, losses: Losses) -> None:
 
 def _done(request: Request, losses: Losses) -> str:
     if request.by not in (1, -1):
-        raise LaunchError("scale.by_one", "a run grows or shrinks by 1 at a time, not by {by}", by=request.by)
+        raise LaunchError("scale.by_one", "a run can grow or shrink only by 1 at a time, not by {by}", by=request.by)
     if losses.ending:
         raise LaunchError("scale.run_ending", "this run is about to end")
     return losses.grow() if request.by > 0 else losses.shrink()
@@ -533,8 +534,8 @@ def all_take_part(number: int, what: str) -> LaunchError:
     """Error of a run that cannot grow."""
     return LaunchError(
         "scale.all_take_part",
-        "all {number} {what} of this run's plan take part or are about to join. For more, end the run (Ctrl-C saves) "
-        "and continue with --resume and a larger --plan.",
+        "all {number} {what} of this run's plan already take part or are about to join. To use more, end the run "
+        "(Ctrl-C saves) and continue with --resume and a larger --plan.",
         number=number,
         what=what,
     )
@@ -544,7 +545,7 @@ def cannot_shrink(what: str) -> LaunchError:
     """Error of a run that has only one part left."""
     return LaunchError(
         "scale.cannot_shrink",
-        "only one {what} takes part, and a run cannot be smaller. Ctrl-C or `paceline cancel` saves and ends the run.",
+        "only one {what} takes part, so the run cannot be smaller. Ctrl-C or `paceline cancel` saves and ends the run.",
         what=what,
     )
 

@@ -211,7 +211,7 @@ def _result(folder: Path, rank: int, kind: TypeAdapter[R]) -> R:
     if not file.exists():
         raise LaunchError(
             "launch.rank_without_result",
-            "rank {rank} ended with exit code 0 before it had a result. Does its code call exit()?",
+            "rank {rank} ended with exit code 0 before it returned a result. Check whether its code calls exit().",
             rank=rank,
         )
     return _decoded(kind, file.read_text())

@@ -344,7 +344,7 @@ def _lines(path: Path) -> list[str]:
     if not (hosts := [line for line in lines if line]):
         raise LaunchError(
             "ssh.no_hosts",
-            "{path} names no host. Write one host on each line, as in b or b:2 (two of its devices).",
+            "{path} contains no host. Write one host on each line, as in b or b:2 (two of its devices).",
             path=path,
         )
     return hosts
@@ -356,7 +356,7 @@ def _host(entry: str, where: str) -> NamedHost:
     if found is None or devices == 0 or (devices or 0) > MOST_HOSTS:
         raise LaunchError(
             "ssh.host_invalid",
-            '{where}: "{entry}" is not a host. Write NAME, USER@NAME or [ADDRESS], followed by :N for N of its '
+            '{where}: "{entry}" is not a host. Write NAME, USER@NAME or [ADDRESS], followed by :N to use N of its '
             "devices, as in a,b:2.",
             where=where,
             entry=entry[:80],
@@ -412,20 +412,23 @@ def _read_order() -> tuple[Order, bytes]:
         if not select.select([0], [], [], max(0.0, until - time.monotonic()))[0]:
             raise LaunchError(
                 "ssh.order_timeout",
-                "no order came on standard input within {deadline_s:.0f} s. This program is started by `--hosts`.",
+                "no instructions arrived on standard input within {deadline_s:.0f} s. This program is started by "
+                "`--hosts`.",
                 deadline_s=_ORDER_S,
             )
         part = os.read(0, 2**16)
         data += part
         if not part or len(data) > _ORDER_LIMIT:
-            raise LaunchError("ssh.no_order", "standard input has no order. This program is started by `--hosts`.")
+            raise LaunchError(
+                "ssh.no_order", "standard input contains no instructions. This program is started by `--hosts`."
+            )
     line, _, rest = data.partition(b"\n")
     try:
         return msgspec.json.decode(line, type=Order), rest
     except msgspec.MsgspecError as error:
         raise LaunchError(
             "ssh.other_version",
-            "the order comes from another version of paceline: {error}. Install the same version here.",
+            "the instructions come from another version of paceline: {error}. Install the same version on this host.",
             error=error,
         ) from None
 
@@ -448,7 +451,7 @@ def _start(order: Order, key: int) -> subprocess.Popen[bytes]:
         raise LaunchError(
             "ssh.directory_unusable",
             "the command cannot be started in {directory}: {reason}. Every host needs the directory in which the "
-            "command is started.",
+            "command was started.",
             directory=order.directory,
             reason=error.strerror,
         ) from error
@@ -540,8 +543,8 @@ def coordinator_of(hosts: Sequence[NamedHost]) -> str:
     except OSError as error:
         raise LaunchError(
             "ssh.own_address_unknown",
-            "this machine is host 0, but its address for {host} ({other}) cannot be determined: {reason}. Name it "
-            "with {variable}=ADDRESS.",
+            "this machine is host 0, but its address for {host} ({other}) cannot be determined: {reason}. Set "
+            "{variable}=ADDRESS.",
             host=hosts[1].name,
             other=other,
             reason=error.strerror or error,
@@ -559,7 +562,7 @@ def host_name(name: str) -> str:
         raise no_ssh(error) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
-            "ssh.address_unknown", "ssh did not give the address of host {name}: {error}", name=name, error=error
+            "ssh.address_unknown", "ssh did not return the address of host {name}: {error}", name=name, error=error
         ) from error
     for line in done.stdout.splitlines():
         key, _, value = line.partition(" ")

@@ -62,7 +62,7 @@ def prepared(
         if widest_float(data_group.device) != torch.float64:
             raise PlanError(
                 "plan.no_float64",
-                "precision=fp64: devices of type {type} have no float64. Choose another precision, or set "
+                "precision=fp64: devices of type {type} do not support float64. Choose another precision, or set "
                 "{variable}={cpu} to compute on the CPU.",
                 type=data_group.device.type,
                 variable=DEVICE_VARIABLE,
@@ -99,8 +99,8 @@ def _refuse_frequencies(model: nn.Module, data_group: Group) -> None:
         if module.scale_grad_by_freq and data_group.size > 1:
             raise PlanError(
                 "plan.scale_grad_by_freq",
-                '"{name}" has scale_grad_by_freq, which divides by how often a rank sees a row, not by the counts of '
-                "the global batch: dp=1, or scale_grad_by_freq=False.",
+                '"{name}" has scale_grad_by_freq, which divides by how often a rank uses a row, not by the counts '
+                "of the global batch. Use dp=1, or scale_grad_by_freq=False.",
                 name=name,
             )
 
@@ -132,7 +132,7 @@ def use_onednn(on: bool) -> None:
     if not has_onednn():
         raise PlanError(
             "plan.no_onednn",
-            "onednn=on: this build of torch ({version}) has no oneDNN: onednn=off.",
+            "onednn=on: this build of torch ({version}) does not include oneDNN. Use onednn=off.",
             version=torch.__version__,
         )
     _library = torch.library.Library("aten", "IMPL")
@@ -225,9 +225,10 @@ def refuse_sparse_adam(engine: RankEngine, plan: Plan) -> None:
         if isinstance(optimizer, SparseAdam) and not held <= engine.rows:
             raise JobError(
                 "optimizer.no_sparse_gradients",
-                "SparseAdam needs sparse gradients. Embeddings with sparse=True make them, and only on CPUs under "
-                "plans that neither divide nor compile the model. Under plan {plan}, {parameters} of its parameters "
-                "have dense gradients. Use Adagrad or SGD, which do not change rows without a gradient, or Adam.",
+                "SparseAdam needs sparse gradients. They come only from embeddings with sparse=True, on CPUs, "
+                "under plans that neither divide nor compile the model. Under plan {plan}, {parameters} of its "
+                "parameters have dense gradients. Use Adagrad or SGD, which do not change rows without a gradient, "
+                "or Adam.",
                 plan=plan,
                 parameters=len(held - engine.rows),
             )

@@ -431,8 +431,8 @@ class RankEngine:
         if info.local_steps and (getattr(self.loss, "whole_batch", False) or self.settings.batch_norm == "sync"):
             raise PlanError(
                 "plan.joint_batch_under_local_rule",
-                "sync={sync} lets replicas train independently, but a loss over the whole batch, or batch_norm: sync, "
-                "joins them in every step. Use sync=allreduce.",
+                "sync={sync} lets replicas train independently, but a loss over the whole batch, or batch_norm: "
+                "sync, connects them in every step. Use sync=allreduce.",
                 sync=self.plan.sync,
             )
 
@@ -463,8 +463,8 @@ class RankEngine:
         if self.split is not None:
             raise PlanError(
                 "plan.trainable_changed",
-                "plan {plan} divides the parameters that were trainable at the start, but some were frozen, unfrozen "
-                "or added to the optimizer since. Call paceline.setup again, or use dp={size}.",
+                "plan {plan} divides the parameters that were trainable at the start, but some were frozen, "
+                "unfrozen or added to the optimizer later. Call paceline.setup again, or use dp={size}.",
                 plan=self.plan,
                 size=self.group.size,
             )
@@ -473,8 +473,8 @@ class RankEngine:
         if added and forward_is_done and self.group.size > 1:
             raise JobError(
                 "loop.parameters_added",
-                "{count} parameters were added to the optimizer since setup, and the ranks may hold different values "
-                "of them. Call engine.agree() after add_param_group, before the forward pass.",
+                "{count} parameters were added to the optimizer since setup, and the ranks may hold different "
+                "values of them. Call engine.agree() after add_param_group, before the forward pass.",
                 count=len(added),
             )
         if self.local_steps and forward_is_done:
@@ -519,9 +519,9 @@ class RankEngine:
         if position is None or rows(batch) != position.local:
             raise DataError(
                 "loop.other_batch",
-                "step takes the batches of engine.loader: the newest has {expected} samples on rank {rank}, but this "
-                "batch has {rows}. You may transform a batch, but keep its samples, since losses are weighted by the "
-                "samples that every replica received.",
+                "step needs the batches of engine.loader: the newest batch has {expected} samples on rank {rank}, "
+                "but this batch has {rows}. You may transform a batch, but keep its samples, because losses are "
+                "weighted by the number of samples on each replica.",
                 expected=position.local if position else 0,
                 rank=self.group.rank,
                 rows=rows(batch),

@@ -192,8 +192,8 @@ def add_up(sums: list[_Sums], group: Group | None) -> None:
         if any(of_rank[i] not in (None, shape) for of_rank in found):
             raise DataError(
                 "metric.totals_differ",
-                "the totals of metric {metric} differ in shape between ranks. Let its call return the same shape for "
-                "every batch.",
+                "the totals of metric {metric} differ in shape between ranks. The call of the metric must return "
+                "the same shape for every batch.",
                 metric=kept.metric.name,
             )
         if kept.total is None:
@@ -245,8 +245,8 @@ class _Rows:
             shown = ", ".join(str(list(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in pair)
             raise JobError(
                 "metric.gathers_invalid",
-                "metric {metric} gathers, so its call must return two tensors (predictions, targets) with one row per "
-                "sample; it returned {found}",
+                "metric {metric} gathers, so its call must return two tensors (predictions, targets) with one row "
+                "per sample; it returned {found}",
                 metric=self.name,
                 found=shown,
             )
@@ -286,8 +286,8 @@ def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
         shown = ", ".join(sorted({f"{one[0]} {one[2:]}" for one in filled}))
         raise DataError(
             "metric.rows_differ",
-            "the rows of metric {metric} differ in type or shape between ranks: {found}. Let its call return the same "
-            "type and shape for every batch.",
+            "the rows of metric {metric} differ in type or shape between ranks: {found}. The call of the metric "
+            "must return the same type and shape for every batch.",
             metric=name,
             found=shown,
         )
@@ -306,8 +306,8 @@ def gathered(own: Tensor | None, group: Group, name: str) -> Tensor | None:
 def _too_large(name: str) -> DataError:
     return DataError(
         "metric.too_large",
-        "the predictions and targets of metric {metric} exceed {limit_gib:g} GiB. Let its call return less for each "
-        "sample (such as the predicted class), or hold out fewer samples.",
+        "the predictions and targets of metric {metric} exceed {limit_gib:g} GiB. Change its call so that it "
+        "returns less for each sample (such as the predicted class), or hold out fewer samples.",
         metric=name,
         limit_gib=LIMIT_BYTES / 2**30,
     )

@@ -131,7 +131,7 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
     return NonFiniteError(
         "nonfinite.stopped",
         "{problem}. {kept} Clean the data, lower the learning rate or set clip_norm. To continue instead, set "
-        "`nonfinite: skip` (leave such updates out) or `nonfinite: rewind` (return to the last good state, without "
+        "`nonfinite: skip` (skips such updates) or `nonfinite: rewind` (returns to the last good state, without "
         "that batch).",
         problem=problem,
         kept=kept,
@@ -142,7 +142,7 @@ def gave_up(problem: str, skipped: int) -> NonFiniteError:
     """Return the error for the case that skipping updates does not help."""
     return NonFiniteError(
         "nonfinite.not_recovering",
-        "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "
+        "{problem}, and {skipped} updates in a row were skipped: the model does not recover. Lower the learning "
         "rate, set clip_norm, or resume from an earlier checkpoint.",
         problem=problem,
         skipped=skipped,

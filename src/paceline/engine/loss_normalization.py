@@ -151,16 +151,16 @@ class LossNormalization:
         if loss.numel() != 1:
             raise JobError(
                 "loss.not_a_number",
-                "the loss {loss} returned {shape!s} numbers for a batch, but training needs one. Return their mean "
-                "(torch's losses: reduction='mean').",
+                "the loss {loss} returned {shape!s} numbers for a batch, but training needs a single number. "
+                "Return the mean of these numbers (for losses of torch: reduction='mean').",
                 loss=self._name,
                 shape=list(loss.shape),
             )
         if trains and not loss.requires_grad:
             raise JobError(
                 "loss.no_gradient",
-                "the loss {loss} has no gradient. Compute it from the model's output without detach() or no_grad(), "
-                "and let at least one parameter of the model require a gradient.",
+                "the loss {loss} has no gradient. Compute it from the model's output without detach() or "
+                "no_grad(), and let at least one parameter of the model require a gradient.",
                 loss=self._name,
             )
         return loss.reshape(())
@@ -181,7 +181,7 @@ class LossNormalization:
             shown = f" with an output {described(output)}" if isinstance(output, Tensor) else ""
             explained = DataError(
                 "loss.target_unusable",
-                "the loss {loss} cannot compare a target {target}{values}: {reason}",
+                "the loss {loss} cannot be computed for a target {target}{values}: {reason}",
                 loss=self._name,
                 target=described(target),
                 values=shown,

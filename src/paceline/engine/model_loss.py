@@ -75,8 +75,8 @@ def examine(compute: Compute) -> list[str]:
     if difference > _REFUSED:
         raise PlanError(
             "plan.loss_of_parts",
-            "{found}, and plan {plan} computes a batch in {parts} parts, so it would train something else. Use one "
-            "replica and one microbatch; or compute the loss from the model's outputs by your own function with "
+            "{found}, but plan {plan} computes a batch in {parts} parts, so the result would be different. Use one "
+            "replica and one microbatch, or compute the loss from the model's outputs in your own function with "
             "`whole_batch = True` (docs/reference/job.md)",
             found=found,
             plan=compute.plan,

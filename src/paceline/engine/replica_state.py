@@ -163,8 +163,8 @@ class ReplicaState:
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
             "ranks.state_differs",
-            "step {step}: {what} {name!r} differs between rank {others} and rank {holders}{more}. Nothing was "
-            "updated. {advice}",
+            "step {step}: {what} {name!r} differs between rank {others} and rank {holders}{more}. The parameters "
+            "were not updated. {advice}",
             step=self.engine.step_count + 1,
             what=what,
             name=name,
@@ -377,9 +377,9 @@ class Corruption:
         if times > MOST:
             raise SyncError(
                 "ranks.state_corrupted",
-                "step {step}: rank {rank} (host {host}) holds other values of {name!r} than most ranks, for the "
-                "{times}rd time. Nothing was updated. Check the memory of that host, or train without it. Or look for "
-                "code that writes into parameters or buffers on one rank only.",
+                "step {step}: the values of {name!r} on rank {rank} (host {host}) differ from those on most ranks, "
+                "for the {times}rd time. The parameters were not updated. Check the memory of that host, or train "
+                "without it. Or look for code that changes parameters or buffers on one rank only.",
                 step=step,
                 rank=rank,
                 host=host,

@@ -68,7 +68,8 @@ def without_memory(
     if limited := next((n for n, m in recorded.model.named_modules() if has_max_norm(m)), None):
         raise PlanError(
             "plan.max_norm_divided",
-            'plan {plan} divides the model, but "{name}" has max_norm, which rewrites rows that it looks up: dp alone.',
+            'plan {plan} divides the model, but "{name}" has max_norm, which changes the rows that it looks up. '
+            "Use only dp.",
             plan=plan,
             name=limited,
         )
@@ -83,8 +84,8 @@ def without_memory(
     if made.pipeline is not None and made.pipeline.by_export and is_synchronised(recorded.model):
         raise PlanError(
             "plan.sync_batch_norm_traced",
-            "plan {plan}: torch.export traces the stages of this model without the communication between replicas, so "
-            "batch_norm: sync would not use the global batch: pp=1, or batch_norm: local",
+            "plan {plan}: torch.export traces the stages of this model without the communication between replicas, "
+            "so batch_norm: sync would not use the global batch. Use pp=1, or batch_norm: local",
             plan=plan,
         )
     return made
@@ -332,7 +333,7 @@ class ShardReads(TorchFunctionMode):
         whole = replace(plan, zero=2) if only_fsdp else f"dp={ranks} or fsdp={ranks} zero=2"
         return PlanError(
             "plan.parameter_read_outside",
-            "plan {plan}: the loss reads {name} outside of the model's forward pass. There this rank holds only a "
+            "plan {plan}: the loss reads {name} outside of the model's forward pass. There, this rank holds only a "
             "part, so the loss or its gradient would be wrong. Use {whole}{within}. For an L2 penalty you can also "
             "set the optimizer's weight_decay.",
             plan=plan,

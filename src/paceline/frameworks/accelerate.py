@@ -34,19 +34,19 @@ def code_gradients(owner: Any, codec: str) -> None:
     if not isinstance(accelerator, Accelerator):
         raise LaunchError(
             "frameworks.not_an_accelerator",
-            "code_gradients takes an Accelerator or a Trainer, not a {class_name}",
+            "code_gradients needs an Accelerator or a Trainer, not a {class_name}",
             class_name=type(owner).__name__,
         )
     if accelerator._models:
         raise LaunchError(
             "frameworks.prepared_already",
-            "a model is already prepared. Call code_gradients before accelerator.prepare or trainer.train.",
+            "a model was prepared before this call. Call code_gradients before accelerator.prepare or trainer.train.",
         )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:
         raise PlanError(
             "frameworks.two_hooks",
-            "a DDP model has one hook. Use the codec {codec} or comm_hook={comm_hook}, not both.",
+            "a DDP model can have only one hook. Use the codec {codec} or comm_hook={comm_hook}, not both.",
             codec=codec,
             comm_hook=before.comm_hook,
         )

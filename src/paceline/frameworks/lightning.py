@@ -81,7 +81,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         if self._steps is not None and len(self.optimizers) > 1:
             raise PlanError(
                 "frameworks.several_optimizers",
-                "sync={sync} trains one optimizer, but there are {optimizers}",
+                "sync={sync} supports one optimizer, but the model has {optimizers}",
                 sync=self.sync,
                 optimizers=len(self.optimizers),
             )

@@ -69,8 +69,8 @@ def init_process_group(**options: Any) -> None:
     if dist.is_initialized():
         raise LaunchError(
             "frameworks.process_group_exists",
-            "a process group over {backend} already exists. Call init_process_group before the framework makes its "
-            "own, e.g. before Accelerator() or TrainingArguments().",
+            "a process group over {backend} already exists. Call init_process_group before the framework creates "
+            "its own, e.g. before Accelerator() or TrainingArguments().",
             backend=dist.get_backend(),
         )
     if accelerator_type() is not None:
@@ -103,7 +103,7 @@ class CodecState:
         if codec in ("none", "auto"):
             raise PlanError(
                 "frameworks.hook_without_codec",
-                'the hook needs a codec, not "{codec}". Use one of {names}, or no hook.',
+                'the hook needs a codec, but "{codec}" is none. Use one of {names}, or no hook.',
                 codec=codec,
                 names=list(CODECS.names),
             )
@@ -212,14 +212,14 @@ class LocalSteps:
         if sync == "allreduce":
             raise PlanError(
                 "frameworks.rule_of_gradients",
-                "sync={sync} reduces gradients. Wrap the model in DistributedDataParallel instead.",
+                "sync={sync} works on gradients. Wrap the model in DistributedDataParallel instead.",
                 sync=sync,
             )
         if has_batch_norm(model):
             raise PlanError(
                 "frameworks.batch_norm_local",
-                "sync={sync}: the model has batch norm, and each rank would keep its own statistics. Use group norm, "
-                "or paceline.setup, which averages the statistics when a model is evaluated.",
+                "sync={sync}: the model has batch norm, and each rank would keep its own statistics. Use group "
+                "norm, or use paceline.setup, which averages the statistics for evaluations.",
                 sync=sync,
             )
         group = group_of(None, device or torch.device("cpu"))
@@ -273,9 +273,7 @@ def check_sync(sync: str, codec: str | None) -> None:
     """
     spec = SyncSpec.parse(sync)
     if codec in ("none", "auto"):
-        raise PlanError(
-            "frameworks.codec_unknown", 'codec="{codec}" is not a codec. Name one, or leave it out.', codec=codec
-        )
+        raise PlanError("frameworks.codec_unknown", '"{codec}" is not a codec. Name one, or leave it out.', codec=codec)
     if codec is not None:
         CompressSpec.parse(codec)
     if sync == "allreduce":
@@ -283,14 +281,15 @@ def check_sync(sync: str, codec: str | None) -> None:
     if spec.name not in _RULES:
         raise PlanError(
             "frameworks.rule_unsupported",
-            "sync={sync} needs paceline's own engine. Use paceline.setup or paceline.train; or use allreduce, local:8 "
-            "or diloco:30 here.",
+            "sync={sync} needs paceline's own engine. Use paceline.setup or paceline.train; or use allreduce, "
+            "local:8 or diloco:30 here.",
             sync=sync,
         )
     if codec is not None and not spec.info.compresses:
         raise PlanError(
             "frameworks.codec_of_parameters",
-            "sync={sync} sends parameters, which codecs do not compress. Leave codec={codec} out, or use diloco:30.",
+            "sync={sync} sends parameters, but codecs compress only gradients. Leave codec={codec} out, or use "
+            "diloco:30.",
             sync=sync,
             codec=codec,
         )

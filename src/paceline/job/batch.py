@@ -24,8 +24,9 @@ def rows(batch: Batch | None) -> int:
         inside = f" that ends with a {type(last).__name__}" if whole else ""
         raise DataError(
             "data.batch_form",
-            'a batch is (inputs …, target) or a dict with "labels", of tensors; this one is a {class_name}{inside}. '
-            "Let the dataset return such samples, or the collate_fn such batches.",
+            'a batch must be (inputs …, target) or a dict with "labels", of tensors, but this batch is a '
+            "{class_name}{inside}. Change the dataset so that it returns such samples, or the collate_fn so that "
+            "it returns such batches.",
             class_name=type(batch).__name__,
             inside=inside,
         )
@@ -53,15 +54,15 @@ def target_of(batch: Batch) -> Any:
         if "labels" not in batch:
             raise DataError(
                 "data.dict_without_labels",
-                'a dict sample needs its target under "labels"; this one has {keys}',
+                'a dict sample needs its target under "labels", but this sample has {keys}',
                 keys=list(batch),
             )
         return batch["labels"]
     if len(batch) < 2:
         raise DataError(
             "data.sample_without_target",
-            "a sample is (input, target) or (input, …, target), but this one has a single part. If there is no "
-            "target, repeat the input.",
+            "a sample must be (input, target) or (input, …, target), but this one has a single part. If there is "
+            "no target, repeat the input.",
         )
     return batch[-1]
 

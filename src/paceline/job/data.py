@@ -42,7 +42,7 @@ def _path_or_url(value: Any, to_path: ValidatorFunctionWrapHandler) -> Any:
 
 def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     if not paths:
-        raise InvalidValue("data.no_path", "name at least one file or folder")
+        raise InvalidValue("data.no_path", "at least one file or folder is needed")
     return paths
 
 
@@ -88,7 +88,7 @@ class _Data(Spec):
         if isinstance(value, (float, int)) and not 0 < value < 1:
             raise InvalidValue(
                 "data.test_share",
-                "the test set is a share between 0 and 1, a path or an import path, not {value}",
+                "the test set must be a share between 0 and 1, a path or an import path, not {value}",
                 value=value,
             )
         return cls.resolved(value, info.context) if isinstance(value, str) else value

@@ -161,7 +161,7 @@ class Job(Spec):
         if self.freeze and self.model.transformer is not None:
             raise InvalidValue(
                 "job.freeze_without_code",
-                "freeze names parameters in a model's code, but model.transformer gives only dimensions",
+                "freeze names parameters of a model, but model.transformer gives only dimensions",
             )
         object.__setattr__(self, "model", self.model.freezing(self.freeze))
         return self
@@ -169,7 +169,10 @@ class Job(Spec):
     @model_validator(mode="after")
     def _clip_once(self) -> Job:
         if self.clip_norm is not None and self.clip_value is not None:
-            raise InvalidValue("job.two_clips", "clip_norm and clip_value both limit the gradient. Choose one.")
+            raise InvalidValue(
+                "job.two_clips",
+                "clip_norm and clip_value both limit the gradient. Set only one of them.",
+            )
         return self
 
     @model_validator(mode="after")
@@ -186,7 +189,7 @@ class Job(Spec):
         if metric not in (None, "loss", *names) and not any(":" in name for name in names):
             raise InvalidValue(
                 "schedule.metric_unmeasured",
-                "schedule.metric is {metric}, which metrics does not list, so it would never be measured",
+                "schedule.metric is {metric}, which is not in metrics, so it would never be measured",
                 metric=metric,
             )
         return self
@@ -200,7 +203,7 @@ class Job(Spec):
         if nothing_held_out and watched:
             raise InvalidValue(
                 "job.metric_without_held_out",
-                "{key} waits for a validation metric, but data.held_out is 0, so nothing is measured. Hold out a "
+                "{key} uses a validation metric, but data.held_out is 0, so no metric is measured. Hold out a "
                 "share, e.g. held_out: 0.1, or stop by epochs, steps or loss_below.",
                 key=next(iter(watched.values())),
             )
@@ -208,8 +211,8 @@ class Job(Spec):
             named = ", ".join(metric.name for metric in self.metrics)
             raise InvalidValue(
                 "job.metrics_without_held_out",
-                "metrics names {names}, but data.held_out is 0, so there are no samples to measure them on. Hold out "
-                "a share, e.g. held_out: 0.1, or leave metrics out.",
+                "metrics lists {names}, but data.held_out is 0, so no validation samples exist. Hold out a share, "
+                "e.g. held_out: 0.1, or leave metrics out.",
                 names=named,
             )
         unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}
@@ -218,7 +221,7 @@ class Job(Spec):
             name = min(unmeasured)
             raise InvalidValue(
                 "job.metric_unmeasured",
-                "{key} waits for {metric}, which metrics does not list, so it would never be measured",
+                "{key} uses {metric}, which is not in metrics, so it would never be measured",
                 key=watched[name],
                 metric=name,
             )

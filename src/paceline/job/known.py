@@ -81,7 +81,7 @@ def must_find_model(name: str) -> KnownModel:
         return found
     raise InvalidValue(
         "model.dimensions_unknown",
-        'no dimensions of a model "{name}" are known. {hint}',
+        'the dimensions of a model "{name}" are not known. {hint}',
         name=name,
         hint=nearest(name, [m.name for m in models()]),
     )

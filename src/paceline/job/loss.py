@@ -128,7 +128,8 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise JobError(
             "metric.twice",
-            "two metrics of the job are named {name}. Leave one out, or name one by your own class.",
+            "two metrics of the job have the name {name}. Leave one of them out, or name your own class for one of "
+            "them.",
             name=twice,
         )
     return [*([LossMetric(loss)] if loss else []), *built]

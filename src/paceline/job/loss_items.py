@@ -384,15 +384,14 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if target.is_floating_point():
         raise DataError(
             "loss.labels_not_integers",
-            "labels should be whole numbers, got {target}. If the targets are not classes, use the loss mse, mae or "
-            "bce.",
+            "labels must be whole numbers, not {target}. If the targets are not classes, use the loss mse, mae or bce.",
             target=described(target),
         )
     if logits.dim() == 3:
         if target.shape != logits.shape[:2]:
             raise DataError(
                 "loss.tokens_differ",
-                "the model returned logits {logits} for labels {labels}; there should be one label per token",
+                "the model returned logits {logits} for labels {labels}, but one label per token is needed",
                 logits=described(logits),
                 labels=described(target),
             )
@@ -413,8 +412,8 @@ def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         if values.shape != (*target.shape, 1) and target.shape != (*values.shape, 1):
             raise DataError(
                 "loss.shapes_differ",
-                "{name} needs an output and a target of the same shape; the model returned {output}, but the target "
-                "is {target}",
+                "{name} needs an output and a target of the same shape; the model returned {output}, but the "
+                "target is {target}",
                 name=name,
                 output=described(values),
                 target=described(target),

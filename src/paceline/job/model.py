@@ -84,15 +84,16 @@ class ModelSpec(Spec):
     @model_validator(mode="after")
     def _exactly_one_source(self) -> ModelSpec:
         if sum(x is not None for x in (self.zoo, self.factory, self.hf, self.transformer)) != 1:
-            raise InvalidValue("model.source_ambiguous", "name exactly one of zoo, factory, hf, transformer")
+            raise InvalidValue("model.source_ambiguous", "exactly one of zoo, factory, hf and transformer is needed")
         if (self.hf is None) != (self.task is None):
             raise InvalidValue(
-                "model.task_missing", "hf needs a task (and only hf has one), e.g. {{hf: config.json, task: causal_lm}}"
+                "model.task_missing",
+                "hf needs a task, and only hf can have one, e.g. {{hf: config.json, task: causal_lm}}",
             )
         if self.transformer is not None and (self.weights is not None or self.args):
             raise InvalidValue(
                 "model.transformer_with_weights",
-                "transformer takes neither weights nor args, since only its dimensions are known",
+                "transformer cannot have weights or args, because only the dimensions of its model are known",
             )
         return self
 
@@ -275,7 +276,7 @@ class Dimensions(Spec):
             fitting = self.heads * max(1, round(self.hidden / self.heads))
             raise InvalidValue(
                 "model.hidden_not_divisible",
-                "hidden: {hidden} does not divide into {heads} heads. Use {fitting}, or give head_dim.",
+                "hidden {hidden} is not a multiple of heads {heads}. Use {fitting}, or give head_dim.",
                 hidden=self.hidden,
                 heads=self.heads,
                 fitting=fitting,
@@ -283,7 +284,7 @@ class Dimensions(Spec):
         if self.heads % self.key_value_heads:
             raise InvalidValue(
                 "model.kv_heads",
-                "heads: {heads} heads do not divide into {key_value_heads} kv_heads",
+                "heads ({heads}) is not a multiple of kv_heads ({key_value_heads})",
                 heads=self.heads,
                 key_value_heads=self.key_value_heads,
             )
@@ -294,25 +295,26 @@ class Dimensions(Spec):
         if self.experts and self.top_k > self.experts:
             raise InvalidValue(
                 "model.experts_top_k",
-                "top_k: {top_k} of {experts} experts. It is at most the number of experts.",
+                "top_k is {top_k}, but the model has {experts} experts. It must be at most the number of experts.",
                 top_k=self.top_k,
                 experts=self.experts,
             )
         defaults = {name: Dimensions.model_fields[name].default for name in _OF_EXPERTS}
         if not self.experts and (alone := [name for name in _OF_EXPERTS if getattr(self, name) != defaults[name]]):
-            raise InvalidValue(
-                "model.no_experts", "{key}: there are no experts. Give their number with experts.", key=alone[0]
-            )
+            raise InvalidValue("model.no_experts", "{key} needs experts. Set their number with experts.", key=alone[0])
         if self.mla and (self.kv_heads or self.head_dim):
-            raise InvalidValue("model.mla_alone", "mla: its own nope, rope and value replace kv_heads and head_dim")
+            raise InvalidValue(
+                "model.mla_alone", "mla uses its own nope, rope and value instead of kv_heads and head_dim"
+            )
         if self.full_every and not self.window:
             raise InvalidValue(
                 "model.full_every_alone",
-                "full_every: all layers see all tokens. Say how many tokens the others see with window.",
+                "full_every has no effect, because all layers see all tokens. Set window to the number of tokens "
+                "that the other layers see.",
             )
         if self.source_seq and not self.encoder_layers:
             raise InvalidValue(
-                "model.no_encoder", "source_seq: there is no encoder. Give its number of layers with encoder_layers."
+                "model.no_encoder", "source_seq needs an encoder. Set its number of layers with encoder_layers."
             )
         return self
 
@@ -323,7 +325,7 @@ class Dimensions(Spec):
                 if getattr(self, key):
                     raise InvalidValue(
                         "model.pattern_missing",
-                        '{key}: name its layers with pattern, such as "{letter}-{letter}-*-"',
+                        '{key}: mark its layers in pattern, such as "{letter}-{letter}-*-"',
                         key=key,
                         letter=letter,
                     )
@@ -331,21 +333,21 @@ class Dimensions(Spec):
         if len(self.pattern) != self.layers:
             raise InvalidValue(
                 "model.pattern_length",
-                "pattern: {letters} letters for {layers} layers. It has one letter for each layer.",
+                "pattern has {letters} letters, but the model has {layers} layers. It needs one letter for each layer.",
                 letters=len(self.pattern),
                 layers=self.layers,
             )
         if strange := set(self.pattern) - {STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE}:
             raise InvalidValue(
                 "model.pattern_letter",
-                'pattern: unknown letter "{letter}". It has only M (mamba), D (delta), *, - and E.',
+                'pattern contains an unknown letter "{letter}". It can contain only M (mamba), D (delta), *, - and E.',
                 letter=min(strange),
             )
         for letter, key in ((STATE_SPACE, "mamba"), (DELTA, "delta"), (MIXTURE, "experts")):
             if letter in self.pattern and not getattr(self, key):
                 raise InvalidValue(
                     "model.pattern_without_key",
-                    'pattern: "{letter}" without {key}. Give {key}, too.',
+                    'pattern contains "{letter}", but {key} is not set. Set {key}, too.',
                     letter=letter,
                     key=key,
                 )

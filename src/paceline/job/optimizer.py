@@ -45,7 +45,7 @@ class GroupSpec(Spec):
         if not self.settings:
             raise InvalidValue(
                 "optimizer.empty_group",
-                "the group sets nothing. Give it a key of the optimizer, e.g. lr or weight_decay.",
+                "the group has no settings. Give it a key of the optimizer, e.g. lr or weight_decay.",
             )
         return self
 
@@ -134,13 +134,13 @@ class OptimizerSpec(Spec):
             if twice := [key for key in self.args if key in kind.options]:
                 raise InvalidValue(
                     "optimizer.key_in_args",
-                    "{key} is a key of {name}. Write it beside args.",
+                    "{key} is a key of {name}. Set it outside of args.",
                     key=twice[0],
                     name=self.name,
                 )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidValue(
-                "optimizer.betas", "betas should be at least 0 and less than 1, got {betas}", betas=self.betas
+                "optimizer.betas", "betas must be at least 0 and less than 1, not {betas}", betas=self.betas
             )
         return self
 
@@ -219,7 +219,9 @@ class OptimizerSpec(Spec):
         named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if not trained and (names is None or names.keys() <= named.keys()):  # of the whole model
-            raise JobError("model.no_parameters", "the model has no parameters to train: none has requires_grad")
+            raise JobError(
+                "model.no_parameters", "the model has no trainable parameters: requires_grad is False for all of them"
+            )
         kind, options = self._class(), self._options()
         if self.has_fused_step:
             from paceline.device import has_fused_optimizers
@@ -248,8 +250,8 @@ class OptimizerSpec(Spec):
                     both = f"{_written(self.groups[owner[name] - 1].match)} and {_written(group.match)}"
                     raise JobError(
                         "optimizer.groups_overlap",
-                        "optimizer.groups: two groups, {groups}, match {name}. Make the patterns of one of them "
-                        "narrower.",
+                        "optimizer.groups: two groups, {groups}, match {name}. Change the patterns so that only "
+                        "one of them matches.",
                         groups=both,
                         name=name,
                     )
@@ -274,7 +276,7 @@ class OptimizerSpec(Spec):
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise JobError(
                 "optimizer.not_an_optimizer",
-                "{name} is not a class of optimizers. A job names a torch.optim.Optimizer.",
+                "{name} is not an optimizer class. A job needs a torch.optim.Optimizer.",
                 name=self.name,
             )
         check_step(self.name, found)
@@ -386,7 +388,7 @@ def refuse_unused(spec: Spec, name: str, keys: tuple[str, ...]) -> None:
     if unused:
         raise InvalidValue(
             "optimizer.argument_unknown",
-            "{name} has no {unused}; it takes {keys}",
+            "{name} does not support {unused}; it supports {keys}",
             name=name,
             unused=" or ".join(unused),
             keys=list(keys),

@@ -76,7 +76,7 @@ def override(
             if undone := [other for own, other in labels.items() if own[: len(path)] == path]:
                 raise JobError(
                     "set.replaces_other",
-                    "{label}: this replaces {other}. Leave one out.",
+                    "{label}: this overrides {other}. Leave one out.",
                     label=label,
                     other=list(undone),
                 )
@@ -104,7 +104,7 @@ def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
     if not text.strip():
         raise JobError(
             "set.value_missing",
-            '--set {key}: there is no value after "=". Write null for none, or "" for an empty text.',
+            '--set {key}: there is no value after "=". Write null for no value, or "" for an empty text.',
             key=key,
         )
     try:
@@ -141,7 +141,7 @@ def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) 
     if not part:
         raise JobError(
             "set.empty_key",
-            "{label}: a key has no empty part; keys are joined by single dots, e.g. optimizer.lr",
+            "{label}: parts of a key cannot be empty; they are joined by single dots, e.g. optimizer.lr",
             label=label,
         )
     if isinstance(container, dict):
@@ -154,14 +154,15 @@ def _place_in(container: Any, part: str, path: Sequence[str | int], label: str) 
     if not (part.isascii() and part.isdecimal()):
         raise JobError(
             "set.list_without_number",
-            "{label}: {where} is a list. Name an entry by its number, e.g. {where}.0",
+            "{label}: {where} is a list. Use the number of an entry, e.g. {where}.0",
             label=label,
             where=where,
         )
     if int(part) >= len(container):
         raise JobError(
             "set.entry_missing",
-            "{label}: {where} has no entry {entry}; it has {entries}, counted from 0. To add one, set the whole list",
+            "{label}: {where} has no entry {entry}; it has {entries}, counted from 0. To add an entry, set the "
+            "whole list",
             label=label,
             where=where,
             entry=part,

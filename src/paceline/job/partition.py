@@ -42,8 +42,7 @@ class PartitionSpec(Spec):
         if self.kind == "stratified" and not self.shuffle:
             raise InvalidValue(
                 "partition.stratified_shuffles",
-                "stratified shuffles the classes anew in each epoch. shuffle: false works with uniform and "
-                "hierarchical.",
+                "stratified shuffles the classes in each epoch. Use shuffle: false only with uniform and hierarchical.",
             )
         return self
 
@@ -52,7 +51,7 @@ class PartitionSpec(Spec):
         if self.host_files and self.kind != "hierarchical":
             raise InvalidValue(
                 "partition.host_files",
-                "host_files needs kind: hierarchical; with {kind} every host reads the whole set",
+                "host_files works only with kind: hierarchical; with {kind}, every host reads the whole set",
                 kind=self.kind,
             )
         return self
@@ -286,16 +285,16 @@ def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
     if global_batch < replicas:
         raise PlanError(
             "plan.batch_smaller_than_replicas",
-            "global_batch {global_batch} cannot be divided over {replicas} replicas, since each needs at least one "
-            "sample of a step: global_batch {replicas} or more, or dp={global_batch} or less",
+            "global_batch {global_batch} cannot be divided over {replicas} replicas, because each replica needs at "
+            "least one sample per step. Use global_batch {replicas} or more, or dp={global_batch} or less",
             global_batch=global_batch,
             replicas=replicas,
         )
     if samples < global_batch:
         raise DataError(
             "data.smaller_than_batch",
-            "the training set has {samples} samples, fewer than one global batch of {global_batch}. Set global_batch "
-            "to {samples} or less, or give more data.",
+            "the training set has {samples} samples, fewer than one global batch of {global_batch}. Set "
+            "global_batch to {samples} or less, or provide more data.",
             samples=samples,
             global_batch=global_batch,
         )
@@ -306,8 +305,8 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
     if len(weights) != replicas:
         raise PlanError(
             "plan.weights_not_per_replica",
-            "partition: {weights} weights for {replicas} replicas. Give {replicas}, one for each, or none for equal "
-            "shares.",
+            "partition has {weights} weights for {replicas} replicas. Give {replicas} weights, one for each "
+            "replica, or none for equal shares.",
             weights=len(weights),
             replicas=replicas,
         )
@@ -326,8 +325,8 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
     if labels.shape != (samples,) or labels.dtype.kind not in "iub":
         raise DataError(
             "data.labels_invalid",
-            "partition: stratified needs `labels` of shape ({samples},) and an integer type; those of the dataset "
-            "have shape {shape} and type {dtype}",
+            "partition: stratified needs `labels` of shape ({samples},) and an integer type, but those of the "
+            "dataset have shape {shape} and type {dtype}",
             samples=samples,
             shape=labels.shape,
             dtype=labels.dtype,
@@ -341,8 +340,8 @@ def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
             "plan.hosts_of_replicas",
-            "partition: hosts {owners!s} do not place {replicas} replicas. Give each replica its host, numbered from "
-            "0 without gaps.",
+            "partition: the hosts {owners!s} are not valid for {replicas} replicas. Give the host of each replica, "
+            "numbered from 0 without gaps.",
             owners=owners.tolist(),
             replicas=replicas,
         )
@@ -364,7 +363,7 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
     if 0 in held:
         raise DataError(
             "data.host_without_files",
-            "partition: host {host} holds no training files. Give it some, or leave it out of the run.",
+            "partition: host {host} has no training files. Add files on this host, or leave the host out of the run.",
             host=held.index(0),
         )
     return np.asarray(held, np.int64)

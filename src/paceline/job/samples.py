@@ -110,7 +110,7 @@ class Selection(_Wrapped):
         if now != self._dataset_length:
             raise DataError(
                 "data.dataset_length_changed",
-                "{class_name} had {before} samples when the job began and has {now} now. Keep its length fixed.",
+                "{class_name} had {before} samples when the job began and has {now} now. Keep its length constant.",
                 class_name=type(self.dataset).__name__,
                 before=self._dataset_length,
                 now=now,
@@ -254,8 +254,8 @@ def shares(samples: int, spec: SplitSpec, *, has_held_out: bool = False) -> tupl
     if kept + tested >= samples:
         raise DataError(
             "data.nothing_left_to_train",
-            "data.{keys} of {samples} leaves none to train on; give more samples, a smaller share, or held_out: 0 for "
-            "no validation set",
+            "data.{keys} of {samples} leaves no samples for training; provide more samples, a smaller share, or "
+            "held_out: 0 for no validation set",
             keys=[f"{key}={share:g}" for key, share in (("held_out", held_out), ("test", test)) if share],
             samples=count(samples, "sample"),
         )

@@ -66,7 +66,7 @@ class ScheduleSpec(Spec):
         if not self.by_class or found.keys() - {"name", "args"}:
             raise InvalidValue(
                 "schedule.inner",
-                "schedulers takes classes of torch.optim.lr_scheduler, each with a name and args, not {entry}",
+                "schedulers must contain classes of torch.optim.lr_scheduler, each with a name and args, not {entry}",
                 entry=found,
             )
         return found
@@ -77,24 +77,25 @@ class ScheduleSpec(Spec):
             refuse_unused(self, self.name, ("args", "every", "metric"))
             if self.metric is not None and not self.follows_metric:
                 raise InvalidValue(
-                    "schedule.no_metric", "{name} follows no metric; only ReduceLROnPlateau does", name=self.name
+                    "schedule.no_metric", "{name} does not use a metric; only ReduceLROnPlateau does", name=self.name
                 )
             if self.follows_metric and self.period != "evaluation":
                 raise InvalidValue(
                     "schedule.every_with_metric",
-                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations. Leave every out.",
+                    "ReduceLROnPlateau follows a validation metric, so it steps at evaluations. Leave `every` out.",
                 )
             return self
         if (self.name == "step") != bool(self.milestones):
             raise InvalidValue(
                 "schedule.milestones",
-                "the step schedule (and no other) needs milestones, e.g. {{name: step, milestones: [300, 600]}}",
+                "the step schedule needs milestones, and no other schedule has them, e.g. {{name: step, "
+                "milestones: [300, 600]}}",
             )
         refuse_unused(self, self.name, _SCHEDULE_KEYS[self.name])
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InvalidValue(
                 "schedule.decay_before_warmup",
-                "the decay should end after the warm-up of {warmup_steps} steps, but decay_steps is {decay_steps}",
+                "the decay must end after the warm-up of {warmup_steps} steps, but decay_steps is {decay_steps}",
                 warmup_steps=self.warmup_steps,
                 decay_steps=self.decay_steps,
             )
@@ -160,8 +161,9 @@ class ScheduleSpec(Spec):
         if self.name == "OneCycleLR" and length and total is not None and total > length:
             raise JobError(
                 "schedule.cycle_too_short",
-                "schedule OneCycleLR has a cycle of {length} steps, but the stop rule allows {total}, and there is no "
-                "rate after the cycle. Leave total_steps and epochs out to make the cycle as long as the run.",
+                "schedule OneCycleLR has a cycle of {length} steps, but the stop rule allows {total}, and no "
+                "learning rate is defined after the cycle. Leave total_steps and epochs out, so that the cycle is "
+                "as long as the run.",
                 length=length,
                 total=total,
             )
@@ -189,8 +191,8 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
         if total is None:
             raise JobError(
                 "schedule.cycle_end_unknown",
-                "schedule OneCycleLR needs to know where the cycle ends. Give total_steps in its args, or stop.steps "
-                "or stop.epochs.",
+                "schedule OneCycleLR needs to know where the cycle ends. Give total_steps in its args, or "
+                "stop.steps or stop.epochs.",
             )
         called["total_steps"] = total
     if name == "ChainedScheduler":

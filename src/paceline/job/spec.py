@@ -101,8 +101,8 @@ def load_object(path: str) -> Any:
     if module_name == "__main__":
         raise JobError(
             "job.object_of_script",
-            "{path}: ranks cannot import an object of a notebook, a prompt or the running script. Put {name} into a "
-            "file and name it as file.py:{name}",
+            "{path}: ranks cannot import an object that is defined in a notebook, a prompt or the running script. "
+            "Put {name} into a file and name it as file.py:{name}",
             path=path,
             name=name,
         )
@@ -165,13 +165,13 @@ def import_path_of(function_or_class: Any) -> str:
     if name is None or module is None:
         raise InvalidValue(
             "job.not_importable",
-            "{function_or_class!r} is neither a function nor a class. Give a function or class that makes it.",
+            "{function_or_class!r} is neither a function nor a class. Give a function or class that creates it.",
             function_or_class=function_or_class,
         )
     if "<" in name:
         raise InvalidValue(
             "job.local_object",
-            "{name} cannot be imported by other ranks. Define it under its own name at the top of a module.",
+            "other ranks cannot import {name}. Define it under its own name at module level.",
             name=name,
         )
     if module != "__main__":
@@ -269,7 +269,7 @@ def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: A
     except TypeError as error:
         raise JobError(
             "job.args_do_not_fit",
-            "{path}{signature} does not fit the job's args ({args}): {error}",
+            "{path}{signature} does not accept the job's args ({args}): {error}",
             path=path,
             signature=signature,
             args=", ".join(args) or "none",

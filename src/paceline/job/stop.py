@@ -75,7 +75,7 @@ class StopSpec(Spec):
         if not self.model_dump(exclude_defaults=True):
             raise InvalidValue(
                 "job.no_stop_rule",
-                "name at least one of {keys}; otherwise the run never ends",
+                "at least one of {keys} is needed, because otherwise the run never ends",
                 keys=list(type(self).model_fields),
             )
         return self
@@ -108,7 +108,7 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     if metric not in names:
         raise JobError(
             "job.metric_never_measured",
-            "{key} waits for {metric}, which is never measured. {hint}",
+            "{key} uses {metric}, which is never measured. {hint}",
             key=key,
             metric=metric,
             hint=nearest(metric, names),
@@ -119,7 +119,7 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     if (known := HIGHER_IS_BETTER.get(metric) if own is None else own) is None:
         raise JobError(
             "job.metric_mode_missing",
-            "{key}: say whether a larger {metric} is better: mode: max, or mode: min",
+            "{key}: state whether a larger {metric} is better: mode: max, or mode: min",
             key=key,
             metric=metric,
         )

@@ -30,7 +30,7 @@ def job_of(job: AnyJob) -> Job:
         return job
     if isinstance(job, str | Path):
         return Job.load(job)
-    raise JobError("api.not_a_job", "the job is a paceline.Job, a file or a URL, not {kind}.", kind=_kind(job))
+    raise JobError("api.not_a_job", "the job must be a paceline.Job, a file or a URL, not {kind}.", kind=_kind(job))
 
 
 def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
@@ -47,13 +47,13 @@ def plan_of(plan: AnyPlan, job: Job | None = None) -> Plan:
     if plan == "auto":
         raise PlanError(
             "api.auto_plan",
-            '"auto" is a choice among plans, but one plan is needed here. paceline.plan(job) returns one.',
+            '"auto" lets paceline choose among plans, but one plan is needed here. paceline.plan(job) returns one.',
         )
     if isinstance(plan, str):
         parsed = Plan.parse(plan)
         return parsed if job is None or "microbatches=" in plan else parsed.for_job(job)
     raise PlanError(
-        "api.not_a_plan", "the plan is a paceline.Plan or its text, such as dp=2, not {kind}.", kind=_kind(plan)
+        "api.not_a_plan", "the plan must be a paceline.Plan or its text, such as dp=2, not {kind}.", kind=_kind(plan)
     )
 
 
@@ -75,7 +75,9 @@ def cluster_of(cluster: AnyCluster | None) -> Cluster:
     if isinstance(cluster, str | Path):
         return cluster_from(cluster)
     raise ClusterError(
-        "api.not_a_cluster", "the cluster is a paceline.Cluster, a file or a name, not {kind}.", kind=_kind(cluster)
+        "api.not_a_cluster",
+        "the cluster must be a paceline.Cluster, a file or a name, not {kind}.",
+        kind=_kind(cluster),
     )
 
 
@@ -100,8 +102,8 @@ def cluster_to_run_on(cluster: AnyCluster | None) -> Cluster:
     if found.only_planned:
         raise ClusterError(
             "cluster.catalogue_only",
-            "{cluster} is a name from the catalogue of hardware. You can plan for it (paceline plan), but nothing can "
-            "run on it. Leave the cluster out to use this machine, or name a cluster file.",
+            "{cluster} is a name from the catalogue of hardware. You can plan for it (paceline plan), but nothing "
+            "can run on it. Leave the cluster out to use this machine, or name a cluster file.",
             cluster=found.name,
         )
     return found

@@ -26,7 +26,7 @@ def no_attention(cp: int) -> PlanProblem:
     """Return the reason against context parallelism of a model without attention."""
     return PlanProblem(
         "plan.no_attention",
-        "plan {plan} divides the tokens of a sequence, but the model has no attention over tokens: cp=1.",
+        "plan {plan} divides the tokens of a sequence, but the model has no attention over tokens. Use cp=1.",
         plan=f"cp={cp}",
     )
 
@@ -35,8 +35,8 @@ def no_blocks_to_recompute(remat: str) -> PlanProblem:
     """Return the reason against recomputing activations of a model without repeated blocks."""
     return PlanProblem(
         "plan.no_blocks_to_recompute",
-        "plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks: "
-        "remat=none.",
+        "plan {plan} recomputes blocks instead of keeping their activations, but the model has no repeated blocks. "
+        "Use remat=none.",
         plan=f"remat={remat}",
     )
 
@@ -100,8 +100,8 @@ def undivided_experts(experts: Sequence[int], ep: int, where: str = "") -> PlanP
     if not experts:
         return PlanProblem(
             "plan.no_experts",
-            "plan {plan} divides experts, but the model has no mixture of experts in one tensor: ep=1 (fsdp={ep} "
-            "shards any model).",
+            "plan {plan} divides experts, but the model has no mixture of experts in one tensor. Use ep=1 "
+            "(fsdp={ep} shards any model).",
             plan=f"ep={ep}",
             ep=ep,
         )
@@ -136,8 +136,8 @@ def undivided_tokens(tokens: int, key: str, degree: int, others: int = 1) -> Pla
     lengths = [n for n in (tokens // step * step, -(-tokens // step) * step) if n]
     return PlanProblem(
         "plan.tokens_not_divisible",
-        "plan {plan} divides sequences of {tokens:,} tokens among {parts} ranks: {works}, or sequences of {fitting} "
-        "tokens in the job's data.",
+        "plan {plan} divides sequences of {tokens:,} tokens among {parts} ranks: {works}, or sequences of "
+        "{fitting} tokens in the job's data.",
         plan=f"{key}={degree}",
         key=key,
         degree=degree,
@@ -238,7 +238,7 @@ def unfit_microbatches(schedule: str, pp: int, microbatches: int) -> PlanProblem
     rules = {"1f1b": "at least one for each", "dualpipe": "at least two for each"}
     return PlanProblem(
         "plan.microbatches_do_not_fit",
-        "plan {plan} has {has} for {pp} pipeline ranks; {schedule} needs {rule}: {works}.",
+        "plan {plan} has {has} for {pp} pipeline ranks, but {schedule} needs {rule}: {works}.",
         plan=f"pp={pp} microbatches={microbatches} schedule={schedule}",
         pp=pp,
         microbatches=microbatches,
@@ -265,7 +265,7 @@ def sharded_twice(weight: str, schedule: str) -> PlanProblem:
     """
     return PlanProblem(
         "plan.sharded_twice",
-        "plan {plan} would shard {weight} twice, which two stages of a rank share: {works}, or fsdp=1.",
+        "plan {plan} would shard {weight} twice, because two stages of a rank share it: {works}, or fsdp=1.",
         plan=f"schedule={schedule}",
         weight=weight,
         works="schedule=1f1b, gpipe or interleaved" if schedule in V_SCHEDULES else "schedule=1f1b or gpipe",
@@ -276,7 +276,7 @@ def no_graphs(where: str) -> PlanProblem:
     """Return the reason against `compile=reduce-overhead` on devices that cannot replay graphs."""
     return PlanProblem(
         "plan.no_graphs",
-        "plan {plan} replays graphs of kernels, and {where} has no GPU that can: compile=on.",
+        "plan {plan} replays graphs of kernels, but {where} has no GPU that supports this. Use compile=on.",
         plan="compile=reduce-overhead",
         where=where,
     )
@@ -286,8 +286,8 @@ def whole_batch_in_parts(loss: str, microbatches: int) -> PlanProblem:
     """Return the reason against microbatches with a loss that compares a batch's samples."""
     return PlanProblem(
         "plan.whole_batch_in_parts",
-        "plan {plan} computes a share in {microbatches} parts, but {loss} compares all samples of a batch with each "
-        "other: microbatches=1.",
+        "plan {plan} computes a share in {microbatches} parts, but {loss} compares all samples of a batch with "
+        "each other. Use microbatches=1.",
         plan=f"microbatches={microbatches}",
         microbatches=microbatches,
         loss=loss,
@@ -303,20 +303,21 @@ def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
     if plan.dp == 1:
         return PlanProblem(
             "plan.balance_needs_replicas",
-            "plan {plan} moves samples from slow replicas to fast ones, and there is only one: dp=2 or more, or "
-            "balance=auto.",
+            "plan {plan} moves samples from slow replicas to fast ones, but there is only one replica. Use dp=2 or "
+            "more, or balance=auto.",
             plan=plan,
         )
     if plan.pp > 1:
         return PlanProblem(
             "plan.balance_of_pipelines",
-            "plan {plan} cannot move samples between pipelines, whose microbatches have to be equal: balance=auto.",
+            "plan {plan} cannot move samples between pipelines, because their microbatches must have equal sizes. "
+            "Use balance=auto.",
             plan=plan,
         )
     if sync_info(plan.sync).local_steps:
         return PlanProblem(
             "plan.balance_of_local_steps",
-            "plan {plan} cannot move samples between replicas that take steps of their own (sync={sync}): "
+            "plan {plan} cannot move samples between replicas that take separate steps (sync={sync}). Use "
             "balance=auto.",
             plan=plan,
             sync=plan.sync,
@@ -324,7 +325,7 @@ def no_balance(plan: Plan, kind: str) -> PlanProblem | None:
     if kind == "hierarchical":
         return PlanProblem(
             "plan.balance_of_host_parts",
-            "plan {plan} cannot move samples between hosts that read their own part (partition: hierarchical): "
+            "plan {plan} cannot move samples between hosts that read their own part (partition: hierarchical). Use "
             "balance=auto.",
             plan=plan,
         )

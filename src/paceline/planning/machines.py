@@ -143,9 +143,9 @@ def _accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.not_predictable",
-            'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known.\n'
-            "It is not in the catalogue of hardware. {hint} Your own catalogue entry gives these figures: "
-            "docs/how-to/add_a_device.md. `paceline train` and `bench` need none.",
+            'no plan can be predicted for "{name}": its peak FLOP/s, memory bandwidth and links are not known.\nIt '
+            "is not in the catalogue of hardware. {hint} Your own catalogue entry gives these figures: "
+            "docs/how-to/add_a_device.md. `paceline train` and `bench` do not need it.",
             name=name,
             hint=nearest_to(name),
         )

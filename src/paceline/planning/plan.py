@@ -98,7 +98,12 @@ def _kind(words: str, valid: Callable[[Any], bool], example: str, read: Callable
         if valid(value):
             return None
         return PlanProblem(
-            "plan.wrong_value", '{where}{key} is {takes}, not "{value}"', where="", key=key, takes=words, value=value
+            "plan.wrong_value",
+            '{where}{key} must be {takes}, not "{value}"',
+            where="",
+            key=key,
+            takes=words,
+            value=value,
         )
 
     return _Kind(read, problem, example)
@@ -216,7 +221,7 @@ class Plan:
         values: dict[str, Any] = {}
         problems = []
         if not text.strip():
-            problems = [PlanProblem("plan.empty", "{where}nothing is in it; one replica is dp=1")]
+            problems = [PlanProblem("plan.empty", "{where}no key is given; one replica is dp=1")]
         for word in text.split():
             key, equals, value = word.partition("=")
             problem = _problem_of_key(key, equals, known=values)

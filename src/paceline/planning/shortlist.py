@@ -568,7 +568,10 @@ def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | Non
     """Return the first reason against the changed plan without plan text and advice, or None."""
     known = reasons_against(plan, job, cluster)
     problems = [problem for problem in reasons_against(changed, job, cluster) if problem not in known]
-    return problems[0].predicate.rpartition(": ")[0] if problems else None
+    if not problems:
+        return None
+    reason, advice, _ = problems[0].predicate.partition(". Use ")
+    return reason if advice else reason.rpartition(": ")[0] or reason
 
 
 def _why_no_compiler() -> str | None:

@@ -90,7 +90,7 @@ def pieces(key: str, text: str) -> tuple[str, dict[str, str]]:
         if not equals or not word or word in given:
             raise PlanError(
                 "plan.option_malformed",
-                '{key}={text}: "{option}" is not understood. Write {name}:VALUE,KEY=VALUE, each key once.',
+                '{key}={text}: "{option}" is not a valid option. Write {name}:VALUE,KEY=VALUE, and each key only once.',
                 key=key,
                 text=text,
                 option=option,
@@ -123,7 +123,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
             keys = ", ".join(f"{key}=" for key in takes if key)
             raise PlanError(
                 "plan.rule_takes_none",
-                "{where}: {name} takes no {unknown}{keys}",
+                "{where}: {name} does not accept {unknown}{keys}",
                 where=where,
                 name=name,
                 unknown=unknown,
@@ -147,7 +147,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
         except ValueError:
             raise PlanError(
                 "plan.rule_value_invalid",
-                '{where}: {word} is {what}, not "{given}"',
+                '{where}: {word} must be {what}, not "{given}"',
                 where=where,
                 word=word or name,
                 what=argument.what,
@@ -279,8 +279,8 @@ class CompressSpec:
         if len(others) > 1 or (others and not (first.keeps_numbers and others[0].codes_numbers)):
             raise PlanError(
                 "plan.codec_not_combinable",
-                "compress={text}: {codecs} may be followed by one of {numbers}, which codes the numbers that it "
-                "keeps, e.g. compress=topk:0.01+bf16. Other codecs stand alone.",
+                "compress={text}: {codecs} may be followed only by one of {numbers}, which encodes the remaining "
+                "numbers, e.g. compress=topk:0.01+bf16. Other codecs cannot be combined.",
                 text=text,
                 codecs=" or ".join(_those("keeps_numbers")),
                 numbers=list(_those("codes_numbers")),

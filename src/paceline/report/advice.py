@@ -136,8 +136,7 @@ def measured(run: Run) -> Measured:
     if 0 not in ranks:
         raise RunError(
             "report.no_timed_steps",
-            "{run} has no step with times after the first {warm_up}, which are warm-up, so there is nothing to "
-            "compare yet",
+            "{run} has no step with times after the first {warm_up} warm-up steps, so it cannot be compared yet",
             run=run.path,
             warm_up=WARM_UP_STEPS,
         )
@@ -157,7 +156,7 @@ def same_work(one: Run, many: Run) -> None:
     if one.plan.ranks > 1:
         raise RunError(
             "report.not_one_rank",
-            "{run} has plan {plan}. Name a run of one rank, to compare with one device.",
+            "{run} has plan {plan}. For a comparison with one device, name a run of one rank.",
             run=one.path,
             plan=one.plan,
         )
@@ -211,7 +210,7 @@ class Model:
         job = job or run.run.job
         prediction = modelled(job, run.run.cluster, plan, self.calibration)
         if not prediction.fits:
-            raise PlanError("plan.out_of_memory", "plan {plan} needs more memory than there is", plan=plan)
+            raise PlanError("plan.out_of_memory", "plan {plan} needs more memory than is available", plan=plan)
         return self.held(plan, prediction, job.global_batch / run.run.job.global_batch)
 
     def held(self, plan: Plan, prediction: Prediction, batches: float = 1.0) -> dict[str, float]:

@@ -323,7 +323,7 @@ def _must_be_here(run: Run) -> None:
     if run.cluster.emulate is None and hardware_of(run.cluster) != hardware_of(here):
         raise RunError(
             "report.other_machine",
-            "{run} ran on {machine}, but this is {here}. Measure there, or leave --try out.",
+            "{run} ran on {machine}, but this is {here}. Run the command on that machine, or leave --try out.",
             run=run.path,
             machine=run.cluster.describe(),
             here=here.describe(),
@@ -334,8 +334,8 @@ def _must_be_short(plan: Plan) -> None:
     if not _is_short(plan):
         raise RunError(
             "report.rule_not_measurable",
-            "sync={sync} communicates less often than in every step, so a few steps in turn do not measure it. "
-            "Compare whole runs with `paceline bench scaling --plans`.",
+            "sync={sync} does not communicate in every step, so a few alternating steps do not measure it. Compare "
+            "whole runs with `paceline bench scaling --plans`.",
             sync=plan.sync,
         )
 

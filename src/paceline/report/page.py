@@ -121,7 +121,7 @@ def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
     except _NOT_OURS as error:
         raise RunError(
             "report.folder_invalid",
-            "{folder} holds data that no {writer} of paceline writes, so it has no page: {error!r:.200}",
+            "{folder} contains data that no {writer} of paceline writes, so it has no page: {error!r:.200}",
             folder=folder,
             writer=writer,
             error=error,

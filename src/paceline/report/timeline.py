@@ -203,8 +203,8 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
     if not counts:
         raise RunError(
             "report.no_timeline",
-            "{run} has no step with times yet, so it has no timeline. On accelerators, the times of a step are known "
-            "one step later.",
+            "{run} has no step with times yet, so it has no timeline. On accelerators, the times of a step are "
+            "known one step later.",
             run=run.path,
         )
     if wanted.newest is not None:
@@ -217,7 +217,7 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
     if not there:
         raise RunError(
             "report.steps_not_recorded",
-            "{run} has no step from {first:,} to {last:,} with times; steps {earliest:,} to {latest:,} are recorded",
+            "{run} has no step with times from {first:,} to {last:,}; it has steps {earliest:,} to {latest:,}",
             run=run.path,
             first=wanted.first,
             last=wanted.last,

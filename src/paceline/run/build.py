@@ -37,8 +37,8 @@ def check_device(run: Run, group: Group) -> None:
     if run.cluster.kind != group.device.type:
         raise ClusterError(
             "device.torch_without",
-            "{cluster}, but this torch ({version}) trains on {type}. Install a build of torch for the accelerators, "
-            "or set {variable}=cpu to train on the CPU.",
+            "{cluster}, but this torch ({version}) trains on {type}. Install a build of torch for the "
+            "accelerators, or set {variable}=cpu to train on the CPU.",
             cluster=run.cluster.describe(),
             version=torch.__version__,
             type=group.device.type,
@@ -231,7 +231,7 @@ def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
         if len(found) > 1:
             raise DataError(
                 "data.hosts_differ",
-                "the ranks of host {host} see training sets of different lengths: {found}",
+                "the ranks of host {host} have training sets of different lengths: {found}",
                 host=host,
                 found=sorted(found),
             )

@@ -161,8 +161,8 @@ class CheckpointSchedule:
                 allowed = f"{most} in a row have failed" if most > 1 else "It failed"
                 raise CheckpointError(
                     "checkpoint.failures_exhausted",
-                    "{error} {failures} (checkpoint.max_failures), so the run ends. Continue with --resume when there "
-                    "is room.",
+                    "{error} {failures} (checkpoint.max_failures), so the run ends. Continue with --resume when "
+                    "there is room.",
                     error=error,
                     failures=allowed,
                 ) from error
@@ -286,8 +286,8 @@ class Checkpoints:
             return
         raise DataError(
             "data.changed",
-            "the data set of {run} has changed: {change}. The validation samples and the order of training would "
-            "change too. Restore the data set, or start a new run without --resume.",
+            "the data set of {run} has changed: {change}. A resumed run would have different validation samples "
+            "and a different order of training. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
             change=what,
         )

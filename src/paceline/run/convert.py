@@ -100,7 +100,7 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
         text = f"{out} cannot be written: {error.strerror or error}"
         raise RunError(
             "export.folder_unusable",
-            "{reason}. Name a folder that can be made, on a disk with room for the weights twice.",
+            "{reason}. Name a folder that can be created, on a disk with enough space for two copies of the weights.",
             reason=text,
         ) from error
 
@@ -120,7 +120,7 @@ def _entries(loaded: Loaded, *, tied: bool, weights: str | None) -> dict[str, Te
     if weights == "ema" and not averages:
         raise RunError(
             "export.no_average",
-            "The run keeps no average of its weights: write ema: 0.999 into its job, or export raw weights.",
+            "The run keeps no average of its weights: set ema: 0.999 in its job, or export raw weights.",
         )
     if weights != "raw":
         everything |= {f"model/{parameter_and_key(name)[0]}": entry for name, entry in averages.items()}
@@ -177,7 +177,8 @@ def _hf_model(run: Path) -> Any:
     if path is None:
         raise RunError(
             "export.no_job",
-            "{folder} is not in a run directory, whose job.yaml describes the model. Name a run directory.",
+            "{folder} is not in a run directory, so the job.yaml that describes the model is missing. Name a run "
+            "directory.",
             folder=run,
         )
     job = Run(path).job
@@ -186,7 +187,7 @@ def _hf_model(run: Path) -> Any:
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise RunError(
             "export.not_hugging_face",
-            "the model of {path} ({class_name}) is not a model of transformers, so it has no Hugging Face layout. "
+            "the model of {path} ({class_name}) is not a Transformers model, so it has no Hugging Face layout. "
             "Export one safetensors file instead: paceline export RUN model.safetensors",
             path=path,
             class_name=type(model).__name__,

@@ -73,8 +73,8 @@ class RemoteRun:
         except OSError as error:
             raise RunError(
                 "run.cache_unusable",
-                "{url} needs a working directory on this machine, and {folder} cannot be made: {reason}. Name a place "
-                "with XDG_CACHE_HOME.",
+                "{url} needs a working directory on this machine, but {folder} cannot be created: {reason}. Choose "
+                "another folder with XDG_CACHE_HOME.",
                 url=self.url,
                 folder=error.filename,
                 reason=error.strerror,
@@ -124,7 +124,7 @@ class RemoteRun:
         if self.kind != RUN and JOB in listed:
             raise RunError(
                 "run.url_of_other_kind",
-                "{url} holds a run, not a {kind}. Name another URL.",
+                "{url} contains a run, not a {kind}. Name another URL.",
                 url=self.url,
                 kind=self.kind.name,
             )
@@ -132,7 +132,7 @@ class RemoteRun:
             if not self.resume:
                 raise RunError(
                     "run.url_in_use",
-                    "{url} holds a run already. Continue it with --resume, or name another URL.",
+                    "{url} already contains a run. Continue it with --resume, or name another URL.",
                     url=self.url,
                 )
             if here and goes_on_from(self.store, self.path, self.kind.lines):
@@ -143,8 +143,8 @@ class RemoteRun:
         elif here and not self.resume:
             raise RunError(
                 "run.not_uploaded",
-                "{path} holds a run that belongs at {url}, but it is not there. It could not be uploaded, or was "
-                "removed there. Continue with --resume, or remove that directory.",
+                "{path} contains a run that belongs to {url}, but the run is not there. It could not be uploaded, "
+                "or was removed from there. Continue with --resume, or remove that directory.",
                 url=self.url,
                 path=self.path,
             )
@@ -263,7 +263,7 @@ def _fetch_checkpoint(store: Store, listed: dict[str, Entry], name: str, into: P
         if file not in listed or listed[file].size != shard.bytes:
             raise CheckpointError(
                 "run.shard_missing",
-                "{shard} is missing, or has another length than the manifest names",
+                "{shard} is missing, or its length differs from the manifest",
                 shard=shard_name(rank),
             )
         store.fetch(file, into / shard_name(rank), sha256=shard.sha256)
@@ -277,7 +277,7 @@ def _fetch(store: Store, name: str, into: Path) -> None:
     except OSError as error:
         raise RunError(
             "run.object_not_kept",
-            "{url}/{name} cannot be kept in {folder}: {reason}",
+            "{url}/{name} cannot be stored in {folder}: {reason}",
             url=store.url,
             name=name,
             folder=into.parent,

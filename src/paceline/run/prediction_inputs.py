@@ -54,7 +54,7 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
     """
     spec = job.data
     if columns and not (isinstance(spec, Arrays) and source not in SETS and source.endswith(".parquet")):
-        raise DataError("predict.no_columns", "{source}: only Parquet files have columns to copy", source=source)
+        raise DataError("predict.no_columns", "{source}: columns can be copied only from Parquet files", source=source)
     if source not in SETS and isinstance(spec, Arrays):
         return _arrays(spec, Path(spec.resolved(source)), columns)
     if source not in SETS and isinstance(spec, Images):
@@ -103,7 +103,7 @@ class ImageFiles(Dataset[Batch]):
         with arrays.reading(path, "an image, or a folder of images"):
             self.files = arrays.files_below(path, images._IMAGE_SUFFIXES) if path.is_dir() else [str(path)]
         if not self.files:
-            raise DataError("predict.no_images", "{path}: there is no image in this folder", path=str(path))
+            raise DataError("predict.no_images", "{path}: this folder contains no image", path=str(path))
         self._normalise = images.Normalise(*images._PHOTO[shape[0]], shape[1:])
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class ImageFiles(Dataset[Batch]):
 def _images(spec: Images, path: Path, input_shape: tuple[int, ...] | None, classes: list[str] | None) -> Inputs:
     wanted = spec.shape or input_shape
     if wanted is None:
-        raise DataError("predict.no_shape", "the model names no input shape; give data.shape in the job")
+        raise DataError("predict.no_shape", "the model does not define an input shape; give data.shape in the job")
     dataset = ImageFiles(path, images._photo_shape("images", tuple(wanted)))
     base = path if path.is_dir() else path.parent
 
@@ -144,7 +144,7 @@ def _arrays(spec: Arrays, path: Path, columns: Sequence[str]) -> Inputs:
     with arrays.reading(path, arrays._EXPECTED):
         samples, read = _parquet(path, names, columns) if path.suffix == ".parquet" else _numpy(path, names)
     if not samples:
-        raise DataError("predict.no_rows", "{path}: there are no rows in it", path=str(path))
+        raise DataError("predict.no_rows", "{path}: the file contains no rows", path=str(path))
 
     def batches(batch: int) -> Iterator[tuple[Batch, dict[str, Any]]]:
         for found, extra in read(batch):
@@ -187,8 +187,8 @@ def _numpy(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
     else:
         raise DataError(
             "predict.unknown_file",
-            "{path}: this kind of file is not read. Expected: a .parquet, .npz or .npy file, or a folder of .npy files "
-            "with {names}",
+            "{path}: this kind of file is not supported. Expected: a .parquet, .npz or .npy file, or a folder of "
+            ".npy files with {names}",
             path=str(path),
             names=list(names),
         )
@@ -212,13 +212,16 @@ def _npz(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
                 if not in_order or dtype.hasobject:
                     raise DataError(
                         "predict.array_order",
-                        "{path}: the array {name} is not in C order, or holds objects: save numpy.ascontiguousarray",
+                        "{path}: the array {name} is not in C order, or contains objects: save numpy.ascontiguousarray",
                         path=str(path),
                         name=name,
                     )
     if len(set(lengths)) > 1:
         raise DataError(
-            "predict.rows_differ", "{path}: the arrays differ in rows: {rows}", path=str(path), rows=lengths
+            "predict.rows_differ",
+            "{path}: the arrays have different numbers of rows: {rows}",
+            path=str(path),
+            rows=lengths,
         )
 
     def read(batch: int) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -61,7 +61,7 @@ def predict(
     if out.suffix not in _WRITERS:
         raise RunError(
             "predict.unknown_ending",
-            "{out}: write to a file that ends with {known}",
+            "{out}: use a file name that ends with {known}",
             out=str(out),
             known=list(_WRITERS),
         )
@@ -74,7 +74,9 @@ def predict(
         wanted = list(outputs) or [{"classes": "classes", "yes_no": "probabilities"}.get(kind or "", "logits")]
         _must_fit(wanted, kind, run.job.loss.name)
         if out.suffix == ".npy" and len(wanted) > 1:
-            raise RunError("predict.one_array", "{out}: a .npy file has one array: name one output", out=str(out))
+            raise RunError(
+                "predict.one_array", "{out}: a .npy file can hold only one array: name one output", out=str(out)
+            )
         held: list[dict[str, Any]] = []
 
         def batches() -> Iterator[Any]:
@@ -118,12 +120,12 @@ def _must_fit(wanted: Sequence[str], kind: OutputKind | None, loss: str) -> None
     for name in wanted:
         if name not in OUTPUTS:
             raise RunError(
-                "predict.unknown_output", "there are no outputs {name!r}: {known}", name=name, known=list(OUTPUTS)
+                "predict.unknown_output", "unknown outputs {name!r}; known are {known}", name=name, known=list(OUTPUTS)
             )
         if kind == "values" and name != "logits":
             raise JobError(
                 "predict.no_classes",
-                "the loss {loss} is about values, so the model has no {name}: leave --outputs out",
+                "the loss {loss} works on values, so the model has no {name}: leave --outputs out",
                 loss=loss,
                 name=name,
             )

@@ -75,7 +75,9 @@ class SavedModel:
         with safe_open(file, framework="pt") as weights, torch.no_grad():
             if missing := sorted(state.keys() - set(weights.keys())):
                 raise RunError(
-                    "run.other_model", "the checkpoint is of another model: it has no {missing}", missing=missing[:5]
+                    "run.other_model",
+                    "the checkpoint belongs to another model: it has no {missing}",
+                    missing=missing[:5],
                 )
             for name, tensor in state.items():
                 tensor.copy_(weights.get_tensor(name))
@@ -133,7 +135,7 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
         there = [name for name in SETS if getattr(sets, name) is not None]
         raise DataError(
             "data.no_such_set",
-            "the job has no {source} set. Name one that it has with --data ({known}), or a file or folder.",
+            "the job has no {source} set. Choose one of its sets with --data ({known}), or name a file or folder.",
             source=source,
             known=there,
         )

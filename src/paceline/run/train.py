@@ -98,7 +98,7 @@ def train(
     if is_our_rank():
         raise LaunchError(
             "launch.train_in_import",
-            'a rank that only imports the script called train. Put the call under `if __name__ == "__main__":`.',
+            'train was called in a rank that only imports the script. Put the call under `if __name__ == "__main__":`.',
         )
     with over_hosts():
         return _train(job, plan, cluster, run, console, resume=resume, port=port, restarts=restarts)
@@ -162,7 +162,7 @@ def check_metrics(job: Job) -> None:
             if name not in names:
                 raise JobError(
                     "job.metric_never_measured",
-                    "{key} waits for {metric}, which is never measured. {hint}",
+                    "{key} uses {metric}, which is never measured. {hint}",
                     key=key,
                     metric=name,
                     hint=nearest(name, names),
@@ -174,8 +174,8 @@ def check_metrics(job: Job) -> None:
         if higher and mode is None:
             raise JobError(
                 "schedule.mode_missing",
-                "schedule ReduceLROnPlateau waits for a smaller {metric} unless its args say mode: max, but a larger "
-                "{metric} is better. Write args: {{mode: max}}.",
+                "schedule ReduceLROnPlateau waits for a smaller {metric} unless its args contain mode: max, but a "
+                "larger {metric} is better. Set args: {{mode: max}}.",
                 metric=followed,
             )
 
@@ -388,7 +388,7 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
+            "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror,
         ) from error
@@ -407,7 +407,7 @@ def new_directory(job: Job) -> Path:
             return RUNS / f"{name}{suffix}"
     raise RunError(
         "run.too_many_of_name",
-        "there are 99 runs named {name} in {runs}. Name a directory with --run.",
+        "{runs} already contains 99 runs named {name}. Name a directory with --run.",
         name=name,
         runs=RUNS.resolve(),
     )

@@ -140,7 +140,7 @@ class Split:
             instead = " ".join(f"{key}={'off' if key == 'compile' else 1}" for key in others)
             raise PlanError(
                 "plan.cp_beside_whole_tokens",
-                "plan {plan}: cp of this model cannot be combined with {others}: {instead}, or cp=1\n{reasons}",
+                "plan {plan}: cp of this model cannot be combined with {others}. Use {instead}, or cp=1\n{reasons}",
                 plan=plan,
                 others=others,
                 instead=instead,

@@ -172,9 +172,11 @@ def _attend(
 ) -> Tensor:
     """Ring attention over all ranks' tokens, with the signature of torch's function."""
     if attn_mask is not None or dropout_p > 0:
-        lacks = "no mask" if attn_mask is not None else "no dropout"
+        unsupported = "a mask" if attn_mask is not None else "dropout"
         raise PlanError(
-            "plan.attention_unsupported", "attention over cp ranks has {what}, but the model asks for it", what=lacks
+            "plan.attention_unsupported",
+            "the model uses {what}, which attention over cp ranks does not support",
+            what=unsupported,
         )
     # On shapes, plain attention gives the same result, and other splits recognise it in their traces.
     if query.is_meta:
@@ -195,7 +197,8 @@ def _without_masks(model: Any, ranks: int) -> Callable[[], None]:
     if model.config._attn_implementation != name:
         raise PlanError(
             "plan.attention_not_replaceable",
-            "cp={ranks}: the attention of {class_name} cannot be replaced (by transformers' AttentionInterface): cp=1",
+            "cp={ranks}: the attention of {class_name} cannot be replaced (by transformers' AttentionInterface). "
+            "Use cp=1",
             ranks=ranks,
             class_name=type(model).__name__,
         )

@@ -184,7 +184,8 @@ def divide_rows(model: nn.Module, parts: Parts, group: Group, graph: Graph) -> t
     if not names:
         raise PlanError(
             "plan.no_modules_by_token",
-            "cp={size}: no module of the model computes each token alone, so ranks cannot divide the tokens: cp=1",
+            "cp={size}: no module of the model computes each token separately, so ranks cannot divide the tokens. "
+            "Use cp=1",
             size=group.size,
         )
     modules = dict(model.named_modules())
@@ -330,7 +331,8 @@ def _own_tokens(group: Group, name: str, forward: Callable[..., Any], *args: Any
     if given.dim() != 3:
         raise PlanError(
             "plan.rows_changed_shape",
-            "cp={size}: {name} was given shape {shape!s}, but had (n, tokens, features) when it was divided: cp=1",
+            "cp={size}: the input of {name} has shape {shape!s}, but it had (n, tokens, features) when the model "
+            "was divided. Use cp=1",
             size=group.size,
             name=name,
             shape=list(given.shape),

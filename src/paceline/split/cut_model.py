@@ -234,7 +234,7 @@ def _cuts(trace: ForwardTrace, names: Sequence[str]) -> list[Cut]:
     if problems := [cut for cut in cuts if isinstance(cut, str)]:
         raise PlanError(
             "plan.stage_depends_on_shape",
-            "pp: with a batch of another shape, the model computes differently: {problems}",
+            "pp: with a batch of another shape, the computation of the model differs: {problems}",
             problems="; ".join(problems),
         )
     return [cut for cut in cuts if isinstance(cut, Cut)]
@@ -361,8 +361,8 @@ def _measure(
         until = f"to before {bounds.last.before}" if bounds.last else "to the end"
         raise PlanError(
             "plan.stage_not_separable",
-            "pp: the part of the model {where} {to} cannot be computed alone ({reason}). Its code may reach other "
-            "modules in a way that pp cannot follow: cut= elsewhere, or pp=1 (fsdp divides any model).",
+            "pp: the part of the model {where} {to} cannot be computed separately ({reason}). Its code may use "
+            "other modules in a way that pp cannot trace. Set cut= elsewhere, or use pp=1 (fsdp divides any model).",
             where=where,
             to=until,
             reason=first_line(error),

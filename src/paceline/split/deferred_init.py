@@ -203,14 +203,14 @@ def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise JobError(
             "model.construction_invalid",
-            "the construction returns a {class_name}, not an nn.Module",
+            "the constructor returned a {class_name}, not an nn.Module",
             class_name=type(model).__name__,
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise PlanError(
             "plan.torchscript",
-            "a model compiled by torch.jit cannot be divided. Give the module that it was made from, or divide "
-            "nothing (dp only).",
+            "a model compiled by torch.jit cannot be divided. Pass the module that was compiled, or do not divide "
+            "the model (dp only).",
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

@@ -120,10 +120,10 @@ def refuse_other_readers(model: nn.Module, plan: Plan, example: Batch, call: Cal
             if not f"{reader}.".startswith(f"{path}."):
                 raise PlanError(
                     "plan.expert_read_outside",
-                    "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. There a rank "
-                    "holds only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} zero=2, "
-                    "or remove this read from the model's forward pass. For an L2 penalty, set the optimizer's "
-                    "weight_decay instead.",
+                    "plan {plan}: {reader} reads {name}, a parameter of experts, outside of {path}. There, a rank "
+                    "holds only its own experts, so the result would be wrong. Use dp={ranks} or fsdp={ranks} "
+                    "zero=2, or remove this read from the model's forward pass. For an L2 penalty, set the "
+                    "optimizer's weight_decay instead.",
                     plan=plan,
                     reader=reader or "the model",
                     name=value.name,
@@ -143,9 +143,9 @@ def undivided(model: nn.Module, ep_size: int) -> PlanProblem | None:
         return reason
     return PlanProblem(
         "plan.experts_in_modules",
-        "plan {plan} cannot divide the experts of {modules}: experts that can be divided have the parameters of all in "
-        "one tensor, and are called with tokens, expert indices and weights, as in transformers' Mixtral. Use ep=1 "
-        "(fsdp={ep} shards any model).",
+        "plan {plan} cannot divide the experts of {modules}: experts can be divided only if one tensor holds the "
+        "parameters of all experts, and if they are called with tokens, expert indices and weights, as in "
+        "transformers' Mixtral. Use ep=1 (fsdp={ep} shards any model).",
         plan=f"ep={ep_size}",
         modules=apart,
         ep=ep_size,

@@ -104,16 +104,16 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
         raise PlanError(
             "plan.not_exportable",
             "pp: torch.export cannot trace the model ({reason}). Control flow that depends on data (an `if` on a "
-            "tensor's value, .item()) cannot be traced. Write it with torch.where, or train without pp (fsdp divides "
-            "any model).",
+            "tensor's value, .item()) cannot be traced. Write it with torch.where, or train without pp (fsdp "
+            "divides any model).",
             reason=first_line(error),
         ) from error
     nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     if len(nodes) != len(cuts) + 1:
         raise PlanError(
             "plan.stages_found",
-            "pp: torch.export finds {found} stages at the cuts {cuts}, not {wanted}. Cut at modules that are called "
-            "once.",
+            "pp: with the cuts {cuts}, torch.export finds {found} stages, not {wanted}. Cut at modules that are "
+            "called exactly once.",
             found=len(nodes),
             cuts=",".join(cuts),
             wanted=len(cuts) + 1,
@@ -126,8 +126,8 @@ def exported(model: nn.Module, cuts: Sequence[str], batch: Batch, call: Call, de
     except Exception as error:
         raise PlanError(
             "plan.stages_not_runnable",
-            "pp: the stages that torch.export makes of the model cannot be run ({reason}). Cut elsewhere (cut=), or "
-            "train without pp (fsdp divides any model).",
+            "pp: the stages that torch.export creates from the model cannot be run ({reason}). Use other cuts "
+            "(cut=), or train without pp (fsdp divides any model).",
             reason=first_line(error),
         ) from error
     return stage_graphs
@@ -267,8 +267,8 @@ def inline_no_grad(program: ExportedProgram) -> None:
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in body.graph.nodes):
             raise PlanError(
                 "plan.grad_mode_switched",
-                "pp: torch.export cannot divide a model that enables gradients or autocast within torch.no_grad. Use "
-                ".detach() instead of torch.no_grad there, or train without pp (fsdp divides any model).",
+                "pp: torch.export cannot divide a model that enables gradients or autocast within torch.no_grad. "
+                "Use .detach() instead of torch.no_grad, or train without pp (fsdp divides any model).",
             )
         results = _copied(graph, node, body.graph, operands, detach=not enabled)
         for user in list(node.users):

@@ -128,16 +128,16 @@ def refuse_unsupported_code(observed: Observed) -> None:
     if observed.differentiates:
         raise PlanError(
             "plan.autograd_in_forward",
-            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would have to "
-            "go back through other stages: pp=1 (fsdp divides such a model).",
+            "pp: the model's forward pass runs autograd itself (torch.autograd.grad or backward), which would have "
+            "to go back through other stages. Use pp=1 (fsdp divides such a model).",
         )
     for name, operation in observed.written.items():
         # the backward pass of an embedding does not read the weight
         if not operation.startswith("aten.embedding_renorm_"):
             raise PlanError(
                 "plan.parameter_changed_in_flight",
-                "pp: the model's forward pass changes its parameter {name} ({operation}), but other microbatches in "
-                "flight still need the old values. Change it after the optimizer's step instead, or pp=1.",
+                "pp: the model's forward pass changes its parameter {name} ({operation}), but other microbatches "
+                "in flight still need the old values. Change it after the optimizer's step instead, or use pp=1.",
                 name=name,
                 operation=operation,
             )

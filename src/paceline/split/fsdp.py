@@ -231,8 +231,9 @@ def _refuse_mixed_types(
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
             raise PlanError(
                 "plan.mixed_types",
-                "fsdp reduces the gradients of a block in one collective, so its trainable parameters need one type: "
-                "{types}. Give the model one type (model.float()), or freeze those of the other type.",
+                "fsdp reduces the gradients of a block in one collective, so the trainable parameters of a block "
+                "must have the same type: {types}. Give the whole model one type (model.float()), or freeze the "
+                "parameters of the other type.",
                 types=found,
             )
 
@@ -323,7 +324,7 @@ def refuse_writes(observed: Observed) -> None:
         raise PlanError(
             "plan.parameter_changed_in_forward",
             "fsdp: the model's forward pass changes its parameter {name} ({how}), but fsdp gathers it for one pass "
-            "and then discards it. Change it after the optimizer's step instead, or fsdp=1.",
+            "and then discards it. Change it after the optimizer's step instead, or use fsdp=1.",
             name=name,
             how=how,
         )

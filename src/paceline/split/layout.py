@@ -350,9 +350,9 @@ def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, share
         if axes:
             raise PlanError(
                 "plan.gradient_hook",
-                "plan {plan}: {name} has a hook ({method}), which would see only a part of its gradient, because the "
-                "gradient is divided or summed ({axes}): {advice}, or change gradients where they arise (a hook on an "
-                "activation, a torch.autograd.Function).",
+                "plan {plan}: {name} has a hook ({method}), which would see only a part of its gradient, because "
+                "the gradient is divided or summed ({axes}): {advice}, or change the gradient at its origin (a "
+                "hook on an activation, a torch.autograd.Function).",
                 plan=plan,
                 name=name,
                 method=method,
@@ -376,9 +376,10 @@ def refuse_kept_parameters(model: nn.Module) -> None:
                 if id(held) in names:
                     raise PlanError(
                         "plan.parameter_kept_twice",
-                        "{module} also keeps the parameter {name} in its attribute {attribute}. A plan that divides "
-                        "the model replaces the parameter by a part, which that attribute would miss. Look parameters "
-                        "up when they are needed (list(self.parameters()) in forward), or divide nothing (dp only).",
+                        "{module} also keeps the parameter {name} in its attribute {attribute}. A plan that "
+                        "divides the model replaces the parameter by a part, but that attribute would keep the "
+                        "whole parameter. Look up parameters when they are needed (list(self.parameters()) in "
+                        "forward), or do not divide the model (dp only).",
                         module=path or "the model",
                         name=names[id(held)],
                         attribute=key,

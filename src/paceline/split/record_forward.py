@@ -213,7 +213,7 @@ class _Recorder:
         where = f"{self._stuck} ({kind})" if self._stuck else f"the model ({kind})"
         return PlanError(
             "plan.not_followed",
-            "pp: {where} cannot be followed without its weights: its code depends on values of tensors, takes "
+            "pp: {where} cannot be traced without its weights: its code depends on values of tensors, has "
             "arguments other than tensors, or fails: {reason}. Move that decision into a module that takes and "
             "returns tensors, below the blocks, or train without pp.",
             where=where,
@@ -232,8 +232,8 @@ class _Recorder:
             if strange := strange_type(leaves):
                 raise PlanError(
                     "plan.stage_output",
-                    "pp: {name} returns a {type}. Stages can pass on only tensors, alone or in tuples and "
-                    "dictionaries.",
+                    "pp: {name} returns a {type}. Stages can pass on only tensors, or tuples and dictionaries of "
+                    "tensors.",
                     name=name,
                     type=strange,
                 )

@@ -204,8 +204,8 @@ class _WrittenState:
             if module not in known and _versions(module) != version:
                 raise PlanError(
                     "plan.remat_buffer",
-                    "remat: a {class_name} writes a buffer in some steps only, and the second forward pass of a block "
-                    "would write it again. Use remat=none.",
+                    "remat: a {class_name} changes a buffer in some steps only, and the second forward pass of a "
+                    "block would change it again. Use remat=none.",
                     class_name=type(module).__name__,
                 )
 
@@ -319,8 +319,8 @@ def keep_compiled_code_private() -> None:
         if named or error.errno == errno.EPERM:
             raise PlanError(
                 "plan.compile_folder_open",
-                "compile= would run code from {folder}: {reason}. Set {variable} to your own folder, or leave compile "
-                "out.",
+                "compile= would run code from {folder}: {reason}. Set {variable} to your own folder, or leave "
+                "compile out.",
                 folder=named or error.filename,
                 reason=error.strerror,
                 variable=_VARIABLE,
@@ -338,8 +338,8 @@ def _guard_the_default(error: OSError) -> None:
     except OSError as second:
         raise PlanError(
             "plan.compile_no_folder",
-            "compile= has no folder for its code: {reason} ({filename}), and {second_reason} ({second}). Set "
-            "{variable} to your own folder, or leave compile out.",
+            "compile= has no folder for the compiled code: {reason} ({filename}), and {second_reason} ({second}). "
+            "Set {variable} to your own folder, or leave compile out.",
             reason=error.strerror,
             filename=error.filename,
             second_reason=second.strerror,

@@ -414,9 +414,9 @@ def _returned(current: _Pass, source: tuple[str, int, int]) -> Tensor:
     if source not in current.returned:
         raise PlanError(
             "plan.stage_called_differently",
-            "pp: {name} was not called as it was when the pipeline was built, so the next stage lacks its input. A "
-            "model that calls different modules from batch to batch (layer drop, early exit) cannot be cut there. "
-            "Switch that off, or train without pp.",
+            "pp: the arguments of {name} differ from those when the pipeline was built, so the next stage lacks "
+            "its input. A model that calls different modules from batch to batch (layer drop, early exit) cannot "
+            "be cut there. Switch this behavior off, or train without pp.",
             name=source[0],
         )
     return current.returned[source]

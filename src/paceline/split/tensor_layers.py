@@ -330,7 +330,7 @@ class ParallelLoss:
             sizes = f"logits {list(logits.shape)} for labels {list(labels.shape)}"
             raise DataError(
                 "loss.one_label_each",
-                "the model returned {found}; there should be one label per sample or token",
+                "the model returned {found}, but one label per sample or token is needed",
                 found=sizes,
             )
         # on a GPU this would synchronize; `check` has already checked the labels

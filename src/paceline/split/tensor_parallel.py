@@ -338,7 +338,7 @@ def prove_sequence(proof: Proof, model: nn.Module, ranks: int, example: Batch, c
     if proof.graph is None or not proof.regions:
         raise PlanError(
             "plan.sequence_without_matrices",
-            "sequence: no matrices are divided, so the tokens cannot be divided between them. {advice}",
+            "sequence: the plan divides no matrices, so the tokens cannot be divided between them. {advice}",
             advice=advice,
         )
     try:
@@ -610,8 +610,8 @@ def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Conve
         except (IndexError, KeyError):
             raise PlanError(
                 "plan.call_changed",
-                "tp: {class_name} is called without the argument {argument!r} that it got when the model was divided. "
-                "Give shard_tensors an example of the batches that are trained on.",
+                "tp: {class_name} is called without the argument {argument!r} that was present when the model was "
+                "divided. Pass an example of the training batches to shard_tensors.",
                 class_name=type(module).__name__,
                 argument=places[0],
             ) from None

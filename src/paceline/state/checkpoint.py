@@ -185,9 +185,9 @@ def _state_part(name: str, value: Tensor, part: Part, *, local_steps: bool) -> P
         return Part(name, ShardLayout.whole(value.shape), sharded, set(), part.stages, part.writes)
     raise CheckpointError(
         "checkpoint.state_shape",
-        "{name} has shape {shape}, but this rank's part of the parameter has {part}. If a plan divides a parameter, "
-        "its optimizer state must be divided in the same way or be a single number. Use an optimizer that works "
-        "elementwise, or a plan that does not divide the parameter along {axes}.",
+        "{name} has shape {shape}, but this rank's part of the parameter has shape {part}. If a plan divides a "
+        "parameter, its optimizer state must be divided in the same way or be a single number. Use an optimizer "
+        "that works elementwise, or a plan that does not divide the parameter along {axes}.",
         name=name,
         shape=tuple(value.shape),
         part=part.layout.shape,
@@ -240,8 +240,8 @@ def _optimizer_state(
     if len(saved_groups) != len(groups):
         raise CheckpointError(
             "checkpoint.groups_differ",
-            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, but this optimizer has "
-            "{here}",
+            "the checkpoint of step {step} has {saved} groups of parameters in its optimizer, but this optimizer "
+            "has {here}",
             step=loaded.step,
             saved=len(saved_groups),
             here=len(groups),
@@ -255,7 +255,7 @@ def _optimizer_state(
         if id(share.parameters[name]) not in held:
             raise CheckpointError(
                 "checkpoint.state_unknown",
-                "the checkpoint of step {step} has optimizer state for {name!r}, which this optimizer does not hold",
+                "the checkpoint of step {step} has optimizer state for {name!r}, which this optimizer does not have",
                 step=loaded.step,
                 name=name,
             )
@@ -283,8 +283,8 @@ def _read_state(full_name: str, parameter: Tensor, part: Part, loaded: Loaded) -
         raise CheckpointError(
             "checkpoint.state_not_divisible",
             "the checkpoint of step {step} has {name} of shape {shape} for a parameter of shape {full}, which this "
-            "plan divides along {axes}. How to divide this state is not known. Resume under a plan that does not "
-            "divide the parameter.",
+            "plan divides along {axes}. paceline does not know how to divide this state. Resume under a plan that "
+            "does not divide the parameter.",
             step=loaded.step,
             name=full_name,
             shape=tuple(entry.shape),

@@ -135,14 +135,14 @@ class Manifest(_Entry):
         if claimed != _digest(content):
             raise CheckpointError(
                 "checkpoint.manifest_altered",
-                "{path} was altered: its content does not have the SHA-256 that it names",
+                "{path} was altered: its content does not match the SHA-256 in it",
                 path=path,
             )
         if content.get("format") == 1:
             raise CheckpointError(
                 "checkpoint.format_1",
-                "{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the run "
-                "with such a version, or start a new run.",
+                "{path} has format 1, which only development versions of paceline before 0.1.0 read. Continue the "
+                "run with such a version, or start a new run.",
                 path=path,
             )
         try:
@@ -199,8 +199,8 @@ def plain(values: Mapping[str, Any], what: str) -> dict[str, Any]:
         bad = [key for key, value in values.items() if not _is_json(value)]
         raise CheckpointError(
             "checkpoint.not_json",
-            "{what} {names} cannot be saved: {error}. Give numbers, text, lists and dicts; tensors go among the "
-            "tensors.",
+            "{what} {names} cannot be saved: {error}. Use numbers, text, lists and dicts here, and pass tensors "
+            "among the tensors.",
             what=what,
             names=list(bad),
             error=error,

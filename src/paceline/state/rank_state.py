@@ -159,8 +159,8 @@ class RankState:
             if shapes.get(name) != wanted.get(name):
                 raise CheckpointError(
                     "recovery.state_of_other_model",
-                    "the state of step {step} in memory belongs to another model: it has {name} as {held}, but this "
-                    "rank has it as {here}",
+                    "the state of step {step} in memory belongs to another model: it has {name} as {held}, but "
+                    "this rank has it as {here}",
                     step=self.step,
                     name=name,
                     held=shapes.get(name, "nothing"),

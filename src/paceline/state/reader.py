@@ -90,7 +90,7 @@ class TensorPieces(Mapping[str, Tensor]):
         if filled != layout.numel:
             raise CheckpointError(
                 "checkpoint.elements_missing",
-                "{where}: {missing:,} of {elements:,} elements of {name} are in no shard",
+                "{where}: {missing:,} of {elements:,} elements of {name} are missing from all shards",
                 where=self.where,
                 missing=layout.numel - filled,
                 elements=layout.numel,
@@ -237,7 +237,7 @@ def load_latest(
         listed = "\n".join(f"  {reason}" for reason in reasons)
         raise CheckpointError(
             "checkpoint.none_whole",
-            "no checkpoint in {folder} is whole:\n{reasons}\nRestore one from a copy, or start a new run.",
+            "no checkpoint in {folder} is complete:\n{reasons}\nRestore one from a copy, or start a new run.",
             folder=folder,
             reasons=listed,
         )
@@ -299,7 +299,7 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     if loaded is None and (run_or_folder / "job.yaml").is_file():
         raise RunError(
             "run.nothing_saved",
-            "{path} has no checkpoint: the run has not reached its first one. Continue it with --resume.",
+            "{path} has no checkpoint: the run ended before its first one. Continue it with --resume.",
             path=run_or_folder,
         )
     if loaded is None:
@@ -315,15 +315,15 @@ def chosen_checkpoint(run_or_folder: Path, which: str = NEWEST) -> Loaded:
     if step is None:
         raise RunError(
             "checkpoint.no_best",
-            "{path} has no best checkpoint: the job has no `checkpoint: {{best: METRIC}}`, or nothing was measured "
-            "yet. {there}",
+            "{path} has no best checkpoint: the job has no `checkpoint: {{best: METRIC}}`, or the metric was not "
+            "measured yet. {there}",
             path=run_or_folder,
             there=there,
         )
     if step not in found:
         raise RunError(
             "checkpoint.best_not_written",
-            "the checkpoint of step {step}, the best of {path}, could not be written. {there}",
+            "the checkpoint of step {step}, the best checkpoint of {path}, could not be written. {there}",
             step=step,
             path=run_or_folder,
             there=there,
@@ -418,14 +418,14 @@ def _check(path: Path, entry: ShardEntry, expected: Mapping[str, tuple[str, list
         if digest != entry.sha256:
             raise CheckpointError(
                 "checkpoint.altered",
-                "{path} was altered or damaged: it does not have the SHA-256 that the manifest names",
+                "{path} was altered or damaged: its SHA-256 differs from the one in the manifest",
                 path=path,
             )
         with safe_open(path, framework="pt") as opened:
             if missing := expected.keys() - set(opened.keys()):
                 raise CheckpointError(
                     "checkpoint.tensor_missing",
-                    "{path} names {name}, which {shard} does not hold",
+                    "{path} names {name}, but {shard} does not contain it",
                     path=path.parent / MANIFEST,
                     name=sorted(missing)[0],
                     shard=path.name,

@@ -93,7 +93,7 @@ class Shard:
         if twice := shared.keys() & own.keys():
             raise CheckpointError(
                 "checkpoint.named_twice",
-                "{names}: named both as shared and as a rank's own. Each name stands for one tensor.",
+                "{names}: given both as shared and as a rank's own. Each name must stand for one tensor.",
                 names=sorted(twice),
             )
         tensors = {name: tensor.detach() for name, tensor in (*shared.items(), *own.items())}
@@ -216,7 +216,8 @@ def describe(name: str, tensor: Tensor) -> dict[str, Any]:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         raise CheckpointError(
             "checkpoint.tensor_unsupported",
-            "{name} is {kind}, which a checkpoint (safetensors) cannot hold. Keep it dense, in one of: {codes}.",
+            "{name} is {kind}, which a checkpoint (safetensors) cannot hold. Make it a dense tensor of one of "
+            "these types: {codes}.",
             name=name,
             kind=kind,
             codes=list(CODES),
@@ -317,7 +318,8 @@ class ShardContents:
                 if key in pieces:
                     raise CheckpointError(
                         "checkpoint.name_collision",
-                        "{name} is the name of a tensor and also of a shard of another tensor. Rename the parameter.",
+                        "{name} is the name of a tensor and also the name of a shard of another tensor. Rename the "
+                        "parameter.",
                         name=key,
                     )
                 written[key] = name, box
@@ -394,8 +396,8 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
             if (full.dtype, full.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(
                     "checkpoint.ranks_differ",
-                    "{name} is {dtype} {shape} on rank {rank} and {full_dtype} {full_shape} on an earlier rank. All "
-                    "ranks should train one model.",
+                    "{name} is {dtype} {shape} on rank {rank} and {full_dtype} {full_shape} on an earlier rank. "
+                    "All ranks must train the same model.",
                     name=name,
                     dtype=entry.dtype,
                     shape=entry.shape,
@@ -408,7 +410,7 @@ def merge(receipts: Sequence[Receipt]) -> dict[str, TensorEntry]:
         if wrong := uncovered(entry.shape, entry.pieces):
             raise CheckpointError(
                 "checkpoint.shards_incomplete",
-                "the ranks' shards of {name} do not make up the tensor of shape {shape}: {wrong}",
+                "the shards of {name} do not form a tensor of shape {shape}: {wrong}",
                 name=name,
                 shape=entry.shape,
                 wrong=wrong,

@@ -228,7 +228,7 @@ class Checkpointer:
             for _ in self._work:
                 if generation_is_over():
                     raise GenerationOver(
-                        "checkpoint.rank_lost", "the checkpoint in progress lacks the shard of a lost rank"
+                        "checkpoint.rank_lost", "the checkpoint being written lacks the shard of a lost rank"
                     )
         self._copying = False
 
@@ -317,7 +317,7 @@ class Checkpointer:
             if (size := _size(partial / shard_name(rank))) != receipt.shard.bytes:
                 raise CheckpointError(
                     "checkpoint.shard_short",
-                    "{shard} has {size:,} bytes of the {expected:,} that rank {rank} wrote",
+                    "{shard} has {size:,} of the {expected:,} bytes that rank {rank} wrote",
                     shard=shard_name(rank),
                     size=size,
                     expected=receipt.shard.bytes,
@@ -368,7 +368,7 @@ class Checkpointer:
                 names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
                 raise CheckpointError(
                     "checkpoint.timeout",
-                    "{ranks} of {world} delivered nothing for {deadline_s:g} s. Find out what delayed them, or raise "
+                    "{ranks} of {world} sent nothing for {deadline_s:g} s. Find out what delayed them, or raise "
                     "deadline_s.",
                     ranks=names,
                     world=self.world,

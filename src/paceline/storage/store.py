@@ -213,7 +213,7 @@ class Store:
             into.unlink()
             raise StorageError(
                 "storage.altered",
-                "{url} was altered: it does not have the SHA-256 that is written beside it",
+                "{url} was altered: its SHA-256 differs from the one that is stored beside it",
                 url=shown,
             )
         return about
@@ -280,7 +280,7 @@ class Store:
         if "Credential" in type(error).__name__:
             return StorageError(
                 "storage.no_credentials",
-                "{url}: there are no credentials. Looked for {credentials}.",
+                "{url}: no credentials were found. They were searched in {credentials}.",
                 url=shown,
                 credentials=credentials_of(self.protocol),
                 denied=True,
@@ -288,8 +288,8 @@ class Store:
         if isinstance(error, PermissionError):
             return StorageError(
                 "storage.denied",
-                "{url}: access was refused ({reason}). The credentials come from {credentials}. They need the right "
-                "to list, read and write there.",
+                "{url}: access was refused ({reason}). The credentials come from {credentials}. They must allow "
+                "listing, reading and writing at this URL.",
                 url=shown,
                 reason=first,
                 credentials=credentials_of(self.protocol),
@@ -300,11 +300,11 @@ class Store:
                 "storage.not_there", "{url} does not exist ({reason})", url=shown, reason=first, absent=True
             )
         if isinstance(error, FileExistsError) or code in ("PreconditionFailed", "ConditionalRequestConflict"):
-            return StorageError("storage.exists", "{url} exists already", url=shown, exists=True)
+            return StorageError("storage.exists", "{url} already exists", url=shown, exists=True)
         if isinstance(error, NotImplementedError):
             return StorageError(
                 "storage.read_only",
-                "{url}: {protocol}:// cannot be written to or listed",
+                "{url}: {protocol}:// does not support writing or listing",
                 url=shown,
                 protocol=self.protocol,
             )
@@ -387,7 +387,7 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
     except OSError as error:
         raise StorageError(
             "storage.cache_unusable",
-            "{url} cannot be kept in {folder}: {reason}. Name another place with XDG_CACHE_HOME.",
+            "{url} cannot be stored in {folder}: {reason}. Choose another folder with XDG_CACHE_HOME.",
             url=store.url,
             folder=cache_folder() / "data",
             reason=error.strerror or error,
@@ -420,7 +420,7 @@ def at_hand(url: str, say: Say = to_stderr) -> Path:
     if of_run not in (None, version_of(place)):
         raise StorageError(
             "storage.changed_since_start",
-            "{url} was changed since the run began. Start the run again.",
+            "{url} was changed after the run began. Start the run again.",
             url=url,
         )
     return place
@@ -471,8 +471,8 @@ def _fetch(
     if _bytes(contents) > free + sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()):
         raise StorageError(
             "storage.no_room",
-            "{url} has {size_mb:,.0f} MB, but {home} has room for {free_mb:,.0f} MB. Name another place with "
-            "XDG_CACHE_HOME.",
+            "{url} has {size_mb:,.0f} MB, but {home} has only {free_mb:,.0f} MB of free space. Choose another "
+            "folder with XDG_CACHE_HOME.",
             url=store.url,
             size_mb=_bytes(contents) / 1000000.0,
             home=home,
@@ -546,7 +546,7 @@ def _only_one(file: Path, store: Store, say: Say) -> Iterator[Callable[[], None]
             if time.time() - os.fstat(fd).st_mtime > 2 * STALL_S:
                 raise StorageError(
                     "storage.locked",
-                    "another process of this host holds {file}, but downloads nothing. End it.",
+                    "another process on this host holds the lock {file}, but downloads nothing. End it.",
                     file=file,
                 )
             time.sleep(0.2)

@@ -40,7 +40,7 @@ def checked_url(text: str) -> str:
     if "@" in rest.partition("/")[0]:
         raise StorageError(
             "storage.url_with_user",
-            "{url}: the URL names a user, and URLs are written into records. Leave the user out, and provide "
+            "{url}: the URL contains a user, and URLs are written into records. Leave the user out, and provide "
             "{credentials}.",
             url=shown,
             credentials=credentials_of(protocol),
@@ -48,19 +48,21 @@ def checked_url(text: str) -> str:
     if "?" in rest or "#" in rest:
         raise StorageError(
             "storage.url_with_secret",
-            "{url}: a URL with ? or # may hold a secret, and URLs are written into records. Name the object alone, "
-            "and provide {credentials}.",
+            "{url}: a URL with ? or # may contain a secret, and URLs are written into records. Name only the "
+            "object, and provide {credentials}.",
             url=shown.partition("?")[0],
             credentials=credentials_of(protocol),
         )
     if not rest.isprintable() or "::" in rest or ".." in rest.split("/"):
         raise StorageError(
-            "storage.url_invalid", "{url!r}: a URL here is printable, without :: and without .. in its path", url=shown
+            "storage.url_invalid",
+            "{url!r}: a URL must consist of printable characters, without :: and without .. in its path",
+            url=shown,
         )
     if protocol in _OF_ONE_PROCESS:
         raise StorageError(
             "storage.protocol_of_one_process",
-            "{url}: {protocol}:// is visible to one process only, but a run has several ranks. Use file:///…",
+            "{url}: {protocol}:// is visible to only one process, but a run has several ranks. Use file:///…",
             url=shown,
             protocol=protocol,
         )
@@ -109,7 +111,7 @@ def _must_exist(protocol: str, shown: str) -> None:
     if protocol not in known:
         raise StorageError(
             "storage.protocol_unknown",
-            '{url}: there is no protocol "{protocol}". {hint}',
+            '{url}: the protocol "{protocol}" is not known. {hint}',
             url=shown,
             protocol=protocol,
             hint=nearest(protocol, known),

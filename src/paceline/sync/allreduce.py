@@ -229,8 +229,8 @@ class AllReduce(SyncRule):
         if bucket.pending is not None:
             raise SyncError(
                 "ranks.second_gradient",
-                "a parameter got a second gradient after its bucket had been sent (a re-entrant activation checkpoint "
-                "causes this). Use torch.utils.checkpoint with use_reentrant=False.",
+                "a parameter got a second gradient after its bucket had been sent (re-entrant activation "
+                "checkpointing causes this). Use torch.utils.checkpoint with use_reentrant=False.",
             )
         bucket.take(i, parameter)
         if self.overlap and self.replica.backward.last:

@@ -102,16 +102,16 @@ def _refuse(name: str, layer: _BatchNorm) -> None:
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
         raise PlanError(
             "plan.batch_norm_lazy",
-            'batch_norm: sync: "{name}" is a {class_name} that has not seen its first batch, so its size is not '
-            "known. Give the number of channels, or run one batch through the model first.",
+            'batch_norm: sync: "{name}" is a {class_name} without a first batch, so its size is not known. Give '
+            "the number of channels, or run one batch through the model first.",
             name=name,
             class_name=cls.__name__,
         )
     if isinstance(layer, SyncBatchNorm) and cls.forward is not SyncBatchNorm.forward:
         raise PlanError(
             "plan.batch_norm_of_torch",
-            'batch_norm: sync: "{name}" is a {class_name}, which extends torch\'s SyncBatchNorm and therefore computes '
-            "on GPUs only. Use a class that extends BatchNorm in the model; batch_norm: sync makes its statistics "
+            'batch_norm: sync: "{name}" is a {class_name}, which extends torch\'s SyncBatchNorm and therefore works '
+            "only on GPUs. Use a class that extends BatchNorm in the model; batch_norm: sync makes its statistics "
             "global.",
             name=name,
             class_name=cls.__name__,
@@ -131,8 +131,9 @@ def _computed(forward: Forward, dp: Group, *args: Any, **keywords: Any) -> Any:
         layer = getattr(getattr(forward, "__self__", None), "__class__", None)
         raise PlanError(
             "plan.batch_norm_own_code",
-            "batch_norm: sync: {class_name} extends BatchNorm but computes without torch.nn.functional.batch_norm, so "
-            "its statistics stay those of a replica. Call that function in its forward, or use batch_norm: local.",
+            "batch_norm: sync: {class_name} extends BatchNorm but computes without torch.nn.functional.batch_norm, "
+            "so its statistics stay those of a replica. Call that function in its forward method, or use "
+            "batch_norm: local.",
             class_name=getattr(layer, "__name__", "a layer"),
         )
     return output

@@ -160,9 +160,9 @@ def not_by_the_engine() -> SyncError:
     """Make the error for a plain `loss.backward()`, whose gradients would not be reduced."""
     return SyncError(
         "loop.plain_backward",
-        "loss.backward() computes the gradients of this rank's samples only, so the ranks would train independently. "
-        "Write engine.backward(loss) instead (or engine.step(batch)). For gradients that train nothing, use "
-        "torch.autograd.grad.",
+        "loss.backward() computes only the gradients of this rank's samples, so the ranks would train "
+        "independently. Call engine.backward(loss) instead (or engine.step(batch)). For gradients that are not "
+        "used for training, use torch.autograd.grad.",
     )
 
 
@@ -299,7 +299,7 @@ def build_rule(plan: Plan) -> SyncRule:
     except (JobError, TypeError, ValueError) as error:
         raise PlanError(
             "plan.rule_not_made",
-            "sync={name}: the rule {rule} cannot be made: {error}",
+            "sync={name}: the rule {rule} cannot be created: {error}",
             name=spec.name,
             rule=info.rule,
             error=error,

@@ -74,7 +74,7 @@ def begin_of(body: bytes, attached_bytes: int) -> bytes:
     if len(body) > LIMIT_BYTES:
         raise ChannelError(
             "channel.message_too_large",
-            "a message has {size:,} bytes; at most {limit:,} are sent at once",
+            "a message has {size:,} bytes, but at most {limit:,} bytes can be sent at once",
             size=len(body),
             limit=LIMIT_BYTES,
         )
@@ -316,7 +316,7 @@ class Connection:
         if not self.flush() and self._kept_bytes > _BACKLOG_LIMIT:
             self.close()
             raise ChannelError(
-                "channel.not_taken", "{peer} accepts no messages, so the connection was closed", peer=self.peer
+                "channel.not_taken", "{peer} no longer accepts messages, so the connection was closed", peer=self.peer
             )
 
     def flush(self) -> bool:
@@ -547,8 +547,8 @@ def connect(
         except ssl.SSLCertVerificationError:
             raise ChannelError(
                 "channel.key_differs",
-                "{where}: the process that answers does not have this run's key ({key}). Every host needs a copy of "
-                "the same key file.",
+                "{where}: the process that answers does not have this run's key ({key}). Every host needs a copy "
+                "of the same key file.",
                 where=name_of(where),
                 key=key and key.fingerprint,
             ) from None
@@ -574,7 +574,7 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
         if (user := user_of_peer(link)) != os.geteuid():
             raise ChannelError(
                 "channel.socket_of_other_user",
-                "{path}: {user} serves this socket, not this run",
+                "{path}: this socket belongs to {user}, not to this run",
                 path=path,
                 user=user_name(user),
             )
@@ -588,7 +588,7 @@ def _link_within_host(path: Path, patience_s: float) -> socket.socket:
 def _link_between_hosts(where: tuple[str, int], key: RunKey | None, patience_s: float) -> socket.socket:
     if key is None:
         raise ChannelError(
-            "channel.no_key", "{where}: without the run's key, nothing is sent to other hosts", where=name_of(where)
+            "channel.no_key", "{where}: without the run's key, no message is sent to other hosts", where=name_of(where)
         )
     try:
         link: socket.socket = socket.create_connection(where, timeout=min(patience_s, _REACH_S))

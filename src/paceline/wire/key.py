@@ -141,7 +141,7 @@ def own_key() -> RunKey | None:
         except (OSError, ValueError) as error:
             raise LaunchError(
                 "key.descriptor_invalid",
-                "{variable}={descriptor} is not a descriptor of the run's key: {error}",
+                "{variable}={descriptor} is not a descriptor with the run's key: {error}",
                 variable=KEY_FD,
                 descriptor=descriptor,
                 error=error,
@@ -210,7 +210,7 @@ def read_key(path: Path) -> RunKey:
         if problem := _not_private(os.fstat(descriptor)):
             raise LaunchError(
                 "key.exposed",
-                "{path}: {problem}. Others may know this key, so make a new one. {advice}",
+                "{path}: {problem}. Others may know this key, so create a new key. {advice}",
                 path=path,
                 problem=problem,
                 advice=_MAKE,
@@ -252,7 +252,7 @@ _MAKE = "`paceline key` makes one, for every host a copy."
 
 
 def _no_key() -> LaunchError:
-    return LaunchError("key.invalid", "this is not a key of a paceline run. {advice}", advice=_MAKE)
+    return LaunchError("key.invalid", "this is not the key of a paceline run. {advice}", advice=_MAKE)
 
 
 _PEER = struct.Struct("3i")  # process, user and group, of SO_PEERCRED

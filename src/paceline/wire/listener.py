@@ -68,7 +68,9 @@ class Listener:
         self._within_host = listening.family == socket.AF_UNIX
         if key is None and not self._within_host:
             listening.close()
-            raise ChannelError("channel.listen_without_key", "without the run's key, only a Unix socket can listen")
+            raise ChannelError(
+                "channel.listen_without_key", "without the run's key, only a Unix socket can accept connections"
+            )
         self.address = self._own_path or _address_of(listening)
         self._served: dict[int, Connection] = {}
         self._loop, self._listening_fd = SocketLoop(), listening.fileno()
@@ -431,7 +433,7 @@ def listen(where: tuple[str, int] | Path) -> socket.socket:
             if about.st_uid != os.geteuid() or about.st_mode & 0o077:
                 raise ChannelError(
                     "channel.folder_open",
-                    "{where} is open to other users, so no socket is made there",
+                    "{where} is open to other users, so no socket is created there",
                     where=where.parent,
                 )
             listener, place = socket.socket(socket.AF_UNIX), held.enter_context(short_path(where))

@@ -199,7 +199,7 @@ class SuperLink:
             if self.root_certificates is not None or self.insecure:
                 raise JobError(
                     "federate.connection_unsecured",
-                    "{name} is a connection of Flower's configuration, which says how it is secured",
+                    "{name} is a connection in Flower's configuration, so its security is set there",
                     name=self.name,
                 )
             yield self.name, environment

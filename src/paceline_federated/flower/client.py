@@ -77,7 +77,7 @@ class Clients:
         if not len(own):  # type: ignore[arg-type]
             raise FederateError(
                 "federate.client_without_held_out",
-                "client {client} holds out no samples to be evaluated on. Set federate.held_out in the job, or "
+                "client {client} has no held-out samples for evaluation. Set federate.held_out in the job, or "
                 "fraction_evaluate=0 in the strategy.",
                 client=number,
             )
@@ -99,8 +99,8 @@ class Clients:
         if sent.keys() != self.training.rule.sends().keys():
             raise FederateError(
                 "federate.strategy_needed",
-                "federate.rule {rule} needs more from its server than weights. Use "
-                "paceline_federated.flower.server.JobStrategy there.",
+                "federate.rule {rule} needs more than the weights from its server. Use "
+                "paceline_federated.flower.server.JobStrategy on the server.",
                 rule=self.spec.rule,
             )
         return Task(number, number - 1, weights, sent, float(config.get(LR, usual)))
@@ -136,14 +136,15 @@ class Clients:
         if weight > most:
             raise FederateError(
                 "federate.max_weight",
-                "client {client} has {samples} samples. Set federate.secure.max_weight to at least as many.",
+                "client {client} has {samples} samples. Set federate.secure.max_weight to at least this number.",
                 client=number,
                 samples=weight,
             )
         if not largest <= secure.clipping_range:
             raise FederateError(
                 "federate.beyond_clipping_range",
-                "a number of the update of client {client} is {largest:g}, beyond federate.secure.clipping_range",
+                "a number in the update of client {client} is {largest:g}, which exceeds "
+                "federate.secure.clipping_range",
                 client=number,
                 largest=largest,
             )
@@ -156,7 +157,7 @@ class Clients:
         if PARTITION not in config:
             raise FederateError(
                 "federate.node_without_number",
-                'a node needs its client\'s number. Start it with --node-config "{partition}=0", and with '
+                'a node needs the number of its client. Start it with --node-config "{partition}=0", and with '
                 '{data}="/path" if it has its own samples.',
                 partition=PARTITION,
                 data=DATA,
@@ -167,14 +168,14 @@ class Clients:
         if DATA not in config and nodes != parts:
             raise FederateError(
                 "federate.nodes_differ",
-                "the job has {clients} clients, but Flower has {nodes} nodes. Start {clients} (num-supernodes).",
+                "the job has {clients} clients, but Flower has {nodes} nodes. Start {clients} nodes (num-supernodes).",
                 clients=parts,
                 nodes=nodes,
             )
         if not 0 <= number < parts:
             raise FederateError(
                 "federate.number_out_of_range",
-                "{partition} is {number}, but the job has clients 0 to {largest}",
+                "{partition} is {number}, but the clients of the job have numbers from 0 to {largest}",
                 partition=PARTITION,
                 number=number,
                 largest=parts - 1,
@@ -229,12 +230,12 @@ def must_fit(flat: Tensor, layout: Layout) -> None:
     if flat.shape != (layout.numel,):
         raise FederateError(
             "federate.weights_count",
-            "the weights are {received} numbers, but this model has {expected}",
+            "{received} weights were received, but this model has {expected}",
             received=flat.numel(),
             expected=layout.numel,
         )
     if not bool(flat.isfinite().all()):
-        raise FederateError("federate.weights_not_finite", "the weights hold NaN or Inf")
+        raise FederateError("federate.weights_not_finite", "the weights contain NaN or Inf")
 
 
 def weight_of(spec: FederateSpec, samples: int) -> int:
@@ -272,7 +273,7 @@ def own_samples(job: Job, data: Path) -> Dataset[Any]:
         spec = Arrays(kind="arrays", path=data.resolve())
     built = spec.model_copy(update={"held_out": 0.0}).build(input_shape=job.model.input_shape(), seed=job.seed)
     if not len(built.train):  # type: ignore[arg-type]
-        raise DataError("federate.data_empty", "{path}: it holds no samples", path=data)
+        raise DataError("federate.data_empty", "{path}: it contains no samples", path=data)
     return built.train
 
 

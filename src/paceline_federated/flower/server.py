@@ -297,13 +297,13 @@ class JobStrategy(Strategy):
             raise FederateError("federate.client_refused", "the client reports: {reason}", reason=reply.error.reason)
         content = reply.content
         if ARRAYS not in content or METRICS not in content:
-            raise FederateError("federate.not_an_update", "this is not an update")
+            raise FederateError("federate.not_an_update", "the message is not an update")
         weights, metrics = weights_of(content[ARRAYS], layout), content[METRICS]
         samples, steps, loss = (metrics.get(key, 0) for key in (EXAMPLES, "steps", "loss"))
         if not isinstance(samples, int) or not isinstance(steps, int) or not 0 < samples <= self._samples[number]:
             raise FederateError(
                 "federate.samples_differ",
-                "{samples} samples, but this client reported {before} before",
+                "the client has {samples} samples now, but reported {before} before",
                 samples=samples,
                 before=self._samples[number],
             )
@@ -312,7 +312,7 @@ class JobStrategy(Strategy):
         if returned.keys() != self._returned.keys():
             raise FederateError(
                 "federate.other_tensors",
-                "rule {rule} needs other tensors from its clients than {returned}",
+                "the clients returned {returned}, but rule {rule} needs other tensors",
                 rule=self.spec.rule,
                 returned=list(returned),
             )
@@ -338,7 +338,7 @@ class JobStrategy(Strategy):
             if time.monotonic() > until:
                 raise DeadlineError(
                     "federate.too_few_nodes",
-                    "{there} of {needed} clients are connected after {waited_s:.0f} s",
+                    "only {there} of {needed} clients are connected after {waited_s:.0f} s",
                     there=len(self._numbers),
                     needed=least,
                     waited_s=_PATIENCE_S,
@@ -366,7 +366,7 @@ class JobStrategy(Strategy):
             if number in self._numbers.values():
                 raise FederateError(
                     "federate.two_nodes",
-                    "two nodes are client {client}. Give each its own partition-id.",
+                    "two nodes have the client number {client}. Give each node a different partition-id.",
                     client=number,
                 )
             self._numbers[node], self._samples[number] = number, int(metrics[EXAMPLES])

@@ -350,7 +350,7 @@ def memory_groups() -> Path:
             return top
     raise ClusterError(
         "chaos.no_memory_control_group",
-        "no control group with a memory limit can be made under /sys/fs/cgroup; this needs root",
+        "no control group with a memory limit can be created under /sys/fs/cgroup; this needs root",
     )
 
 
@@ -455,7 +455,7 @@ def _mount(*words: str) -> None:
     if done.returncode:
         raise RunError(
             "chaos.no_file_system",
-            "no small file system can be made for the fault disk-full: {reason}. Leave it out.",
+            "no small file system can be created for the fault disk-full: {reason}. Leave it out.",
             reason=done.stderr.strip(),
         )
 
@@ -489,7 +489,9 @@ def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
     reasons = [f"{kind}: {reason}" for kind in kinds if (reason := why_not(kind, hosts))]
     if reasons:
         raise ClusterError(
-            "chaos.faults_impossible", "these faults cannot be made here:\n{reasons}", reasons="\n".join(reasons)
+            "chaos.faults_impossible",
+            "these faults cannot be injected on this machine:\n{reasons}",
+            reasons="\n".join(reasons),
         )
 
 

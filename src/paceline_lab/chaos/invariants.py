@@ -308,7 +308,7 @@ def undisturbed(job: Job, plan: str, cluster: Path | None, folder: Path) -> Path
     done = subprocess.run(command, capture_output=True, text=True, env=settings, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         said = done.stderr[done.stderr.rfind("paceline: ") :]
-        raise RunError("chaos.reference_failed", "the job does not train even without faults. {reason}", reason=said)
+        raise RunError("chaos.reference_failed", "the job fails to train even without faults. {reason}", reason=said)
     return place / "run"
 
 

@@ -65,7 +65,9 @@ def read(file: Path, text: str) -> Configuration:
         raise PlanError("config.not_yaml", "{file} is not valid YAML: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
         raise PlanError(
-            "config.accelerate_invalid", "{file}: an Accelerate configuration is a group of keys with values", file=file
+            "config.accelerate_invalid",
+            "{file}: an Accelerate configuration must be a mapping of keys to values",
+            file=file,
         )
     keys = Keys(NAME, flattened(values), _QUIET, _NOTED)
     kind = keys.text("distributed_type").upper() or "NO"

@@ -140,7 +140,7 @@ def _positive(configuration: Configuration) -> None:
         if value is not None and value < 1 and not (name in ("replicas", "shard") and value == REST):
             raise PlanError(
                 "config.degree_too_small",
-                "{system}: {name} is at least 1, not {value}",
+                "{system}: {name} must be at least 1, not {value}",
                 system=configuration.system,
                 name=name.replace("_", " "),
                 value=value,
@@ -174,7 +174,7 @@ def _degrees(configuration: Configuration, ranks: int) -> dict[str, int]:
     if data % known or (not left and known != data):
         raise PlanError(
             "config.data_ranks_differ",
-            "{system}: {ranks} ranks with tensor × pipeline × context = {product} leave {data} data-parallel ranks, "
+            "{system}: {ranks} ranks and tensor × pipeline × context = {product} give {data} data-parallel ranks, "
             "but the configuration has {known}{more}",
             system=one.system,
             ranks=ranks,
@@ -204,7 +204,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
     if whole is None and (micro is None or count is None):
         raise PlanError(
             "config.no_global_batch",
-            "the {system} configuration does not give the global batch: name --global-batch N",
+            "the {system} configuration does not contain the global batch: add --global-batch N",
             system=configuration.system,
         )
     if whole is None:
@@ -217,7 +217,7 @@ def _batch(configuration: Configuration, data: int) -> tuple[int, int]:
         stated = f"{data} data-parallel ranks × {micro}" + (f" × {count} microbatches" if count else "")
         raise PlanError(
             "config.microbatch",
-            "{system}: a global batch of {global_batch} is not {factors} samples a microbatch",
+            "{system}: a global batch of {global_batch} does not match {factors} samples per microbatch",
             system=configuration.system,
             global_batch=whole,
             factors=stated,
@@ -247,8 +247,8 @@ def _dimensions(
     if missing:
         raise PlanError(
             "config.model_incomplete",
-            "the {system} configuration does not give {missing} of the model. Name it, as in --model llama-3.1-8b, or "
-            "a job with dimensions, as in --model job.yaml.",
+            "the {system} configuration does not contain {missing} of the model. Name the model, as in --model "
+            "llama-3.1-8b, or a job with dimensions, as in --model job.yaml.",
             system=configuration.system,
             missing=list(missing),
         )
@@ -349,7 +349,7 @@ class Keys:
         except ValueError:
             raise PlanError(
                 "config.not_a_number",
-                "{system}: {name} should be a number, got {value!r}",
+                "{system}: {name} must be a number, not {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -357,7 +357,7 @@ class Keys:
         if not whole.is_integer():
             raise PlanError(
                 "config.not_whole",
-                "{system}: {name} should be a whole number, got {value!r}",
+                "{system}: {name} must be a whole number, not {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -374,7 +374,7 @@ class Keys:
         if value is not None and value < 1:
             raise PlanError(
                 "config.too_small",
-                "{system}: {name} is at least 1, not {value}",
+                "{system}: {name} must be at least 1, not {value}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -393,7 +393,7 @@ class Keys:
         except (TypeError, ValueError):
             raise PlanError(
                 "config.not_a_number",
-                "{system}: {name} should be a number, got {value!r}",
+                "{system}: {name} must be a number, not {value!r}",
                 system=self.system,
                 name=name,
                 value=value,
@@ -412,7 +412,7 @@ class Keys:
         if text not in (*_TRUE, *_FALSE):
             raise PlanError(
                 "config.not_boolean",
-                "{system}: {name} should be true or false, got {value!r}",
+                "{system}: {name} must be true or false, not {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -456,7 +456,7 @@ def flattened(values: Any, above: str = "") -> dict[str, Any]:
     if above.count(".") > _DEEPEST:
         raise PlanError(
             "config.too_deep",
-            "{keys}…: groups within groups within groups; a configuration has a few levels",
+            "{keys}…: the mappings are nested too deeply for a configuration",
             keys=above[:60],
         )
     flat: dict[str, Any] = {}
@@ -511,7 +511,7 @@ def refuse(system: str, plan: Plan, job: Job, reasons: Mapping[str, bool]) -> No
     if cannot := [reason for reason, holds in {**reasons, **of_none}.items() if holds]:
         raise PlanError(
             "config.cannot_express",
-            "{system} cannot do what {plan} has: {reasons}",
+            "{system} does not support parts of {plan}: {reasons}",
             system=system,
             plan=plan,
             reasons="; ".join(cannot),

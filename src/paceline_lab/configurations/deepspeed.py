@@ -54,7 +54,9 @@ def read(file: Path, text: str) -> Configuration:
         raise PlanError("config.not_json", "{file} is not valid JSON: {error}", file=file, error=error) from None
     if not isinstance(values, dict):
         raise PlanError(
-            "config.deepspeed_invalid", "{file}: a DeepSpeed configuration is a group of keys with values", file=file
+            "config.deepspeed_invalid",
+            "{file}: a DeepSpeed configuration must be a mapping of keys to values",
+            file=file,
         )
     return of_values(values)
 

@@ -88,7 +88,7 @@ def system_of(file: Path, text: str) -> str:
         return "megatron"
     raise PlanError(
         "config.unknown_format",
-        "{file} is not a known configuration: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
+        "{file} is not in a known format: a script or arguments of Megatron-LM (.sh, .txt, .yaml), DeepSpeed "
         "(.json), torchtitan (.toml), or Accelerate (.yaml)",
         file=file,
     )
@@ -128,7 +128,7 @@ def write_configuration(system: str, plan: Plan, job: Job, per_host: int) -> Wri
     if system not in SYSTEMS:
         raise PlanError(
             "config.system_unknown",
-            '"{system}" is not a system for which a plan can be written. {hint}',
+            'paceline cannot write a plan for a system "{system}". {hint}',
             system=system,
             hint=nearest(system, SYSTEMS),
         )
@@ -388,7 +388,8 @@ def run_of_log(file: Path, cluster: Cluster | None) -> Row:
         )
     if cluster is None or not cluster.has_accelerators:
         raise PlanError(
-            "log.no_machines", "a log does not name its machines. Name them with --cluster, such as 8xH100-SXM."
+            "log.no_machines",
+            "a log does not name the machines of its run. Name them with --cluster, such as 8xH100-SXM.",
         )
     if of_megatron:
         return _of_megatron(file, text, cluster)
@@ -416,8 +417,8 @@ def _megatron_configuration(file: Path, text: str) -> Configuration:
             return read_configuration(beside)
     raise PlanError(
         "log.no_arguments",
-        "it has no arguments (Megatron-LM prints them first, between lines with dashes). Keep them in the log, or put "
-        "its script beside it as {script}.",
+        "it contains no arguments (Megatron-LM prints them first, between lines with dashes). Keep the arguments "
+        "in the log, or put the script beside the log as {script}.",
         script=file.with_suffix(".sh").name,
     )
 
@@ -469,7 +470,7 @@ def _torchtitan_configuration(file: Path, text: str) -> Configuration:
         return read_configuration(beside if beside.is_file() else others[0])
     raise PlanError(
         "log.no_configuration",
-        "it does not print its configuration. Put its TOML file beside it as {beside}, or train with "
+        "it does not contain the configuration. Put the TOML file beside it as {beside}, or train with "
         "--job.print_config.",
         beside=beside.name,
     )

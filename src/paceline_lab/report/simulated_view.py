@@ -40,7 +40,7 @@ def write_simulated_page(simulations: Sequence[Simulation], command: str, folder
     except OSError as error:
         raise RunError(
             "bench.folder_unwritable",
-            "{folder} cannot be written: {reason}. Name a --out.",
+            "{folder} cannot be written: {reason}. Name another directory with --out.",
             folder=folder / DATA,
             reason=error.strerror or error,
         ) from error

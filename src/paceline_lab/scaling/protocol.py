@@ -131,13 +131,13 @@ class Benchmark:
         if repeat < 1:
             raise RunError(
                 "bench.repeat_invalid",
-                "repeat is the number of runs of each setting, at least 1, not {repeat}",
+                "repeat, the number of runs of each setting, must be at least 1, not {repeat}",
                 repeat=repeat,
             )
         if steps is not None and steps <= WARM_UP_STEPS:
             raise RunError(
                 "bench.too_few_steps",
-                "steps is at least {least}, not {steps}: the first {warm_up} of a run are its warm-up",
+                "steps must be at least {least}, not {steps}: the first {warm_up} steps of a run are its warm-up",
                 least=WARM_UP_STEPS + 1,
                 steps=steps,
                 warm_up=WARM_UP_STEPS,

@@ -312,7 +312,9 @@ def _device_counts(job: Job, cluster: Cluster, base: Plan, devices: Sequence[int
             "no number of devices is given. Separate the numbers of devices by commas, e.g. 1,2.",
         )
     if wrong := [n for n in devices if n < 1]:
-        raise PlanError("bench.devices_invalid", "a number of devices is at least 1, not {number}", number=wrong[0])
+        raise PlanError(
+            "bench.devices_invalid", "the number of devices must be at least 1, not {number}", number=wrong[0]
+        )
     return sorted({1, *devices})
 
 

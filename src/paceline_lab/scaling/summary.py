@@ -348,7 +348,7 @@ class BenchmarkDirectory:
         if occupied:
             raise RunError(
                 "bench.not_a_benchmark",
-                "{path} is not a benchmark's directory: it has no {file}. Name a new or an empty one with --out.",
+                "{path} is not a benchmark's directory: it has no {file}. Name a new or an empty directory with --out.",
                 path=path,
                 file=PROTOCOL,
             )
@@ -387,7 +387,7 @@ class BenchmarkDirectory:
             except OSError as error:
                 raise RunError(
                     "bench.directory_unwritable",
-                    "the benchmark cannot be kept in {path}: {reason}. Name a directory with --out.",
+                    "the benchmark cannot be stored in {path}: {reason}. Name a directory with --out.",
                     path=self.path,
                     reason=error.strerror,
                 ) from error
@@ -410,7 +410,7 @@ class BenchmarkDirectory:
         except (KeyError, msgspec.ValidationError) as error:
             raise RunError(
                 "bench.line_invalid",
-                "{path} has a line that is not a run of this benchmark: {error!r}",
+                "{path} has a line that does not describe a run of this benchmark: {error!r}",
                 path=self.path / MEASURED,
                 error=error,
             ) from error

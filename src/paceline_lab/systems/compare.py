@@ -373,4 +373,4 @@ def _free_port() -> int:
             except (OSError, OverflowError):
                 continue
             return port
-    raise RunError("compare.no_ports", "no {ports} free ports in a row were found on loopback", ports=_PORTS)
+    raise RunError("compare.no_ports", "no {ports} consecutive free ports were found on loopback", ports=_PORTS)

@@ -123,8 +123,8 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
     if job.global_batch % ranks:
         raise RunError(
             "compare.batch_uneven",
-            "global_batch {global_batch} cannot be divided evenly over {ranks}, which the other systems need. Use "
-            "{choice}.",
+            "global_batch {global_batch} cannot be divided evenly over {ranks}, and the other systems need equal "
+            "parts. Use {choice}.",
             global_batch=job.global_batch,
             ranks=count(ranks, "rank"),
             choice=job.global_batch // ranks * ranks or ranks,
@@ -138,7 +138,7 @@ def as_compared(job: Job, steps: int, ranks: int) -> Job:
     if keys := job.beyond_plain_steps:
         raise RunError(
             "compare.job_keys_unsupported",
-            "other systems do not support {keys}. Leave that out of the job to compare systems.",
+            "other systems do not support {keys}. Remove them from the job to compare systems.",
             keys=list(keys),
         )
     stop = {"stop": StopSpec(steps=steps), "evaluate": EvaluateSpec(every_steps=steps), "drop_last": True}
@@ -154,13 +154,13 @@ def grown(job: Job, ranks: int) -> Job:
     if ranks == 1:
         raise RunError(
             "compare.weak_of_one",
-            "weak scaling compares several ranks with one, but there is one rank here. Leave --weak out.",
+            "weak scaling compares several ranks with one, but only one rank is available. Leave --weak out.",
         )
     if job.loss.is_over_whole_batch:
         raise RunError(
             "compare.weak_joint_loss",
-            "the loss {loss} compares all samples of a batch with each other, so a batch {ranks} times as large is "
-            "more than {ranks} times the work. Leave --weak out.",
+            "the loss {loss} compares all samples of a batch with each other, so {ranks} times the batch is more "
+            "than {ranks} times the work. Leave --weak out.",
             loss=job.loss.name,
             ranks=ranks,
         )
@@ -170,8 +170,8 @@ def grown(job: Job, ranks: int) -> Job:
     if samples < batch:
         raise RunError(
             "compare.weak_too_few_samples",
-            "with --weak each of {ranks} has a batch of {global_batch}, {needed} in all, but the training set has "
-            "{samples} samples. Give more data, or a smaller global_batch.",
+            "with --weak, each of {ranks} has a batch of {global_batch}, so {needed} samples are needed, but the "
+            "training set has {samples} samples. Provide more data, or use a smaller global_batch.",
             ranks=count(ranks, "rank"),
             global_batch=job.global_batch,
             needed=batch,
@@ -190,8 +190,8 @@ def must_draw_nothing(job: Job) -> None:
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise RunError(
                 "compare.dropout",
-                '"{name}" of the model drops out with p={p:g}, and every system draws its own masks, so their losses '
-                "cannot be compared. Set it to 0 in model.args.",
+                'the layer "{name}" uses dropout (p={p:g}), and every system draws different masks, so their '
+                "losses cannot be compared. Set it to 0 in model.args.",
                 name=name,
                 p=module.p,
             )
@@ -206,14 +206,15 @@ def must_be_cpus_of_this_machine(cluster: Cluster) -> None:
     if cluster.has_accelerators:
         raise RunError(
             "compare.accelerators",
-            "systems are compared on CPUs, but {cluster}. Set {variable}=cpu to compare them there.",
+            "systems can be compared only on CPUs, but {cluster}. Set {variable}=cpu to compare them on the CPUs.",
             cluster=cluster.describe(),
             variable=DEVICE_VARIABLE,
         )
     if len(cluster.hosts) > 1 and cluster.emulate is None:
         raise RunError(
             "compare.several_hosts",
-            "systems are compared on this machine, or on hosts that it emulates (--cluster), not on other hosts",
+            "systems can be compared only on this machine, or on hosts that it emulates (--cluster), not on other "
+            "hosts",
         )
 
 

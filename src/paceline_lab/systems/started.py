@@ -97,7 +97,7 @@ def run(
     except (OSError, KeyError, ValueError) as error:
         raise RunError(
             "compare.no_record",
-            "{system} left no record of its steps: {error}\n{output}",
+            "{system} recorded no steps: {error}\n{output}",
             system=system.title,
             error=error,
             output=_said(start.folder),
@@ -267,7 +267,7 @@ def python_of(system: System, say: Callable[[str], None]) -> Path:
     except OSError as error:
         raise RunError(
             "compare.no_environment",
-            "{system} is not installed: there is no place for its environment, since {folder} cannot be used "
+            "{system} is not installed: there is no folder for its environment, because {folder} cannot be used "
             "({reason}). Set XDG_CACHE_HOME to your own folder.",
             system=system.title,
             folder=error.filename,
@@ -295,7 +295,7 @@ def _make(system: System, folder: Path, files: list[Path]) -> None:
     if shutil.disk_usage(folder.parent).free < _LEAST_ROOM:
         raise RunError(
             "compare.no_room",
-            "{system} is not installed: less than 3 GiB are free at {folder}",
+            "{system} is not installed: {folder} has less than 3 GiB of free space",
             system=system.title,
             folder=folder.parent,
         )
@@ -304,8 +304,8 @@ def _make(system: System, folder: Path, files: list[Path]) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise RunError(
             "compare.no_venv",
-            "{system} is not installed: python cannot make a virtual environment ({error}). On Debian and Ubuntu: apt "
-            "install python3-venv",
+            "{system} is not installed: python cannot create a virtual environment ({error}). On Debian and "
+            "Ubuntu: apt install python3-venv",
             system=system.title,
             error=error,
         ) from error

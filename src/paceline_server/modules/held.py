@@ -53,8 +53,8 @@ class HeldObjects:
                         if held.recipe != recipe:
                             raise RemoteError(
                                 "remote.made_differently",
-                                '"{name}" was made here as {here}, but is requested as {wanted}. Give one of them '
-                                "another name.",
+                                '"{name}" was created here as {here}, but is requested as {wanted}. Give one of '
+                                "them another name.",
                                 name=name,
                                 here=held.recipe,
                                 wanted=recipe,
@@ -73,7 +73,7 @@ class HeldObjects:
             if number not in self._objects:
                 raise RemoteError(
                     "remote.object_ended",
-                    "object {object} has ended: its last holder released it, or died",
+                    "object {object} no longer exists: its last holder released it, or ended",
                     object=number,
                 )
             self._objects[number].holders[client] += 1
@@ -89,7 +89,7 @@ class HeldObjects:
             if held is None or client not in held.holders:
                 raise RemoteError(
                     "remote.object_not_held",
-                    "object {object} is not held by this client: it was released, or the client could not be reached "
+                    "this client does not hold object {object}: it was released, or the client was disconnected "
                     "for longer than the grace time",
                     object=number,
                 )
@@ -118,7 +118,9 @@ class HeldObjects:
         with self._lock:
             if len(self._objects) >= MOST_OBJECTS:
                 raise RemoteError(
-                    "remote.too_many_objects", "{limit:,} objects are held here. Release some.", limit=MOST_OBJECTS
+                    "remote.too_many_objects",
+                    "this service already holds {limit:,} objects. Release some.",
+                    limit=MOST_OBJECTS,
                 )
             number = secrets.token_hex(8)
             self._objects[number] = held
@@ -159,7 +161,7 @@ class Answers:
             if number < self._next or len(self._kept) >= MOST_ANSWERS:
                 raise RemoteError(
                     "remote.call_out_of_order",
-                    "call {number} came when call {next} was expected. It was not run.",
+                    "call {number} arrived, but call {next} was expected. It was not executed.",
                     number=number,
                     next=self._next,
                 )

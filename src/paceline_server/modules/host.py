@@ -53,7 +53,7 @@ def connect(
     if name in _hosts:
         raise PacelineError(
             "remote.name_taken",
-            'this process has a connection named "{name}" already. Close it first, or give another name.',
+            'this process already has a connection named "{name}". Close it first, or give another name.',
             name=name,
         )
     host = Host(name, place_of(where), key or own_key(), deadline_s, client or f"pid {os.getpid()}")
@@ -73,7 +73,7 @@ def host_of(name: str | Host) -> Host:
         known = nearest(name, _hosts) if _hosts else "There is none yet."
         raise PacelineError(
             "remote.name_unknown",
-            'no connection is named "{name}": call remote.connect("{name}", …) first. {known}',
+            'this process has no connection named "{name}": call remote.connect("{name}", …) first. {known}',
             name=name,
             known=known,
         )
@@ -117,7 +117,7 @@ class Answer:
         if sent is None:
             raise PacelineError(
                 "remote.result_taken",
-                "{host}: the result of a call can be read once, and was read already",
+                "{host}: the result of a call can be read only once, and was already read",
                 host=self._host.name,
             )
         return self._host.wait(sent)
@@ -292,13 +292,13 @@ class Host(Closing):
         if self._client.service != self._service:
             raise ChannelError(
                 "remote.host_restarted",
-                "{name} was started again, so the objects that this process held there are lost",
+                "{name} was restarted, so the objects that this process held there are lost",
                 name=self.name,
             )
         if not self._client.known:
             raise ChannelError(
                 "remote.grace_over",
-                "{name} released the objects of this process before it could be reached again",
+                "{name} released the objects of this process before the connection was restored",
                 name=self.name,
             )
 
@@ -463,8 +463,8 @@ def sent_to(host: Host, value: Any) -> Any:
         if isinstance(leaf, nn.Module):
             raise PacelineError(
                 "remote.argument_unsupported",
-                "a {class_name} of this process cannot be an argument of a call to {host}. Arguments are tensors, "
-                "numbers, strings, lists, dicts, data classes and remote objects.",
+                "a {class_name} of this process cannot be an argument of a call to {host}. Arguments can be "
+                "tensors, numbers, strings, lists, dicts, data classes and remote objects.",
                 class_name=type(leaf).__name__,
                 host=host.name,
             )

@@ -158,7 +158,7 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
                 return state
         raise PacelineError(
             "remote.state_moving",
-            "{reference!r} is stepped faster than its state can be read. Pause its optimizers.",
+            "{reference!r} is updated faster than its state can be read. Pause its optimizers.",
             reference=self.reference,
         )
 
@@ -179,8 +179,8 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         if fn(probe).dtype != probe.dtype:
             raise PacelineError(
                 "remote.not_convertible",
-                "{reference!r} cannot be converted from here. Let its factory make it with that dtype, or run it "
-                "under autocast.",
+                "{reference!r} cannot be converted by this process. Create it with that dtype in its factory, or "
+                "run it under autocast.",
                 reference=self.reference,
             )
         return self
@@ -189,15 +189,15 @@ class RemoteModule(nn.Module, HasReference, HasAnchor):
         """Raise, because only the serving process can change which parameters are trained."""
         raise PacelineError(
             "remote.requires_grad",
-            "{reference!r}: its factory, in the other process, decides which parameters are trained. To keep it "
-            "fixed, make no optimizer for it.",
+            "{reference!r}: the factory in the other process decides which parameters are trained. To keep them "
+            "fixed, do not create an optimizer for it.",
             reference=self.reference,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise PacelineError(
             "remote.not_copyable",
-            "{reference!r} cannot be copied. Make another one with remote.module.",
+            "{reference!r} cannot be copied. Create another one with remote.module.",
             reference=self.reference,
         )
 
@@ -254,7 +254,7 @@ def microbatches(step: Callable[[Any], T], batches: Iterable[Any], *, in_flight:
     if in_flight < 1:
         raise PacelineError(
             "remote.in_flight_invalid",
-            "in_flight={in_flight}: at least one microbatch is in flight",
+            "in_flight={in_flight}: at least one microbatch must be in flight",
             in_flight=in_flight,
         )
     grad = torch.is_grad_enabled()
@@ -315,7 +315,7 @@ class _Remote(torch.autograd.Function):
             raise PacelineError(
                 "remote.create_graph",
                 "{what}: create_graph=True cannot go through a remote module, whose graph is in another process. "
-                "Compute what needs second derivatives in one process.",
+                "Compute second derivatives within one process.",
                 what=forward.module.what,
             )
         _ = ctx.saved_tensors  # raises torch's own error if a backward pass without retain_graph has already run
@@ -365,8 +365,8 @@ def optimizer(
     if together < 1 or (together > 1 and name is None):
         raise PacelineError(
             "remote.together_invalid",
-            "together={together}: this is the number of clients that step together. With more than one, all need one "
-            'name for the optimizer, e.g. name="tables".',
+            "together={together}: this must be the number of clients that step together. With more than one "
+            'client, all of them need the same name for the optimizer, e.g. name="tables".',
             together=together,
         )
     path = make if isinstance(make, str) else path_of(make)
@@ -402,7 +402,7 @@ class RemoteOptimizer:
         """
         if not math.isfinite(scale):
             raise PacelineError(
-                "remote.scale_invalid", "step(scale={scale}): gradients are scaled by a finite number", scale=scale
+                "remote.scale_invalid", "step(scale={scale}): scale must be a finite number", scale=scale
             )
         answers = []
         for part in self._parts:
@@ -440,7 +440,7 @@ class RemoteOptimizer:
         if len(states) != len(self._parts):
             raise PacelineError(
                 "remote.state_of_other_hosts",
-                "this is the state over {saved} hosts, but the modules are on {here}",
+                "the state belongs to modules on {saved} hosts, but the modules are on {here}",
                 saved=len(states),
                 here=len(self._parts),
             )

@@ -59,7 +59,8 @@ def serve(
     if not allowed:
         raise PacelineError(
             "remote.nothing_to_serve",
-            "there is nothing to serve. Name what clients may use by its import path, pkg.mod:name.",
+            "no name was given, so there is nothing to serve. Name each class or function that clients may use by "
+            "its import path, pkg.mod:name.",
         )
     limits = limits or Limits(calls_at_once=max(1, threads // 2))
     return Serving(allowed, place_of(where), key or own_key(), threads, grace_s, limits)
@@ -138,7 +139,7 @@ class Serving(Closing):
                 if module:
                     raise RemoteError(
                         "remote.factory_not_a_module",
-                        "{path} made a {class_name}, not an nn.Module. Use `remote.create`.",
+                        "{path} returned a {class_name}, not an nn.Module. Use `remote.create`.",
                         path=path,
                         class_name=type(what).__name__,
                     )
@@ -192,8 +193,8 @@ class Serving(Closing):
         if together > self._most_together:
             raise RemoteError(
                 "remote.too_few_threads",
-                "together={together}, but the threads here suffice for {limit} clients that wait for one another. "
-                "Serve with threads={threads} or more.",
+                "together={together}, but the threads of this service allow only {limit} clients to wait for each "
+                "other. Serve with threads={threads} or more.",
                 together=together,
                 limit=self._most_together,
                 threads=together + 1,

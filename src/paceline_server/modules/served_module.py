@@ -107,8 +107,8 @@ class ServedModule:
         if graph is None:
             raise RemoteError(
                 "remote.graph_freed",
-                "the graph of this forward pass has been freed: a backward pass without retain_graph ran through it, "
-                "or its client could not be reached for longer than the grace time",
+                "the graph of this forward pass has been freed: a backward pass without retain_graph ran through "
+                "it, or its client was disconnected for longer than the grace time",
             )
         trained = graph.parameters if accumulate else []
         anchors = graph.anchors if accumulate else []
@@ -193,7 +193,7 @@ class ServedModule:
         if sum(1 for holder, _ in self._graphs if holder == client) >= MOST_GRAPHS:
             raise RemoteError(
                 "remote.too_many_graphs",
-                "{limit:,} forward passes of this client wait for their backward pass. Run those that need no "
+                "{limit:,} forward passes of this client are waiting for their backward pass. Run passes without "
                 "gradients under torch.no_grad().",
                 limit=MOST_GRAPHS,
             )
@@ -240,13 +240,14 @@ class ServedOptimizer:
         parameters = [each for module in modules for each in module.module.parameters() if each.requires_grad]
         if not parameters:
             raise RemoteError(
-                "remote.no_parameters", "these modules have no parameters to train: none has requires_grad"
+                "remote.no_parameters",
+                "these modules have no trainable parameters: requires_grad is False for all of them",
             )
         self.optimizer = make(parameters, **settings)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise RemoteError(
                 "remote.not_an_optimizer",
-                "it makes a {class_name}, not a torch.optim.Optimizer",
+                "it creates a {class_name}, not a torch.optim.Optimizer",
                 class_name=type(self.optimizer).__name__,
             )
         for module in modules:
@@ -274,7 +275,7 @@ class ServedOptimizer:
             if client in self._arrived:
                 self._give_back(key, gradients)
                 raise RemoteError(
-                    "remote.step_repeated", "this client has already requested this step, in another thread or context"
+                    "remote.step_repeated", "this client has already requested this step in another thread or context"
                 )
             self._arrived[client] = (caller.name, gradients, scale)
             mine = self._round
@@ -286,7 +287,7 @@ class ServedOptimizer:
                 self._give_back(key, gradients)
                 raise RemoteError(
                     "remote.step_deadline",
-                    "{together} clients step together, but only these arrived within {deadline_s:g} s: {here}",
+                    "{together} clients must step together, but only these arrived within {deadline_s:g} s: {here}",
                     together=self.together,
                     deadline_s=deadline_s,
                     here=here,

@@ -287,7 +287,7 @@ class ServerClient(Closing):
         if len(state["parts"]) != len(self.lines):
             raise ServerRefused(
                 "server.state_of_other_servers",
-                "the state is of {saved} servers, but there are {here}",
+                "the state is that of {saved} servers, but this run has {here}",
                 saved=len(state["parts"]),
                 here=len(self.lines),
             )
@@ -354,7 +354,7 @@ class ServerClient(Closing):
         if name not in self._specs or not self._specs[name].sparse:
             raise ServerRefused(
                 "server.rows_of_dense_pulled",
-                "{client} pulled rows of {tensor!r}, which has no rows. Set sparse=True, or use pull.",
+                "{client} pulled rows of {tensor!r}, which is not sparse. Set sparse=True, or use pull.",
                 client=self.name,
                 tensor=name,
             )

@@ -184,7 +184,7 @@ class Log:
             if self._backup and not self._backup.lost:
                 raise ServerRefused(
                     "server.backup_exists",
-                    "{name} has a backup already, at {address}",
+                    "{name} already has a backup, at {address}",
                     name=self._name,
                     address=self._backup.address,
                 )
@@ -230,7 +230,7 @@ class Log:
             if self.primary or (self.view and generation <= self.view.generation):
                 raise ServerRefused(
                     "server.old_generation",
-                    "{caller} sent the state of generation {generation}, which is over",
+                    "{caller} sent the state of generation {generation}, which has ended",
                     caller=caller.name,
                     generation=generation,
                 )
@@ -396,7 +396,9 @@ class Backup:
                 at, pending = self._sent[0]
                 if pending.result()[0] != "ok":
                     raise ChannelError(
-                        "server.backup_full", "the backup at {address} accepts no more operations", address=self.address
+                        "server.backup_full",
+                        "the backup at {address} does not accept further operations",
+                        address=self.address,
                     )
                 self._confirmed = at
                 self._sent.popleft()
@@ -445,7 +447,7 @@ class Views:
             return msgspec.json.decode(present, type=View)
         except msgspec.MsgspecError as error:
             raise ChannelError(
-                "server.no_view", "the store holds no view of a parameter server: {error}", error=error
+                "server.no_view", "the store contains no view of a parameter server: {error}", error=error
             ) from None
 
     def replace(self, old: View | None, new: View) -> bool:

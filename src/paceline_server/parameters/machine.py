@@ -63,7 +63,7 @@ class Machine:
                 if missing := self.parameters.specs.keys() - tensors.keys():
                     raise ServerRefused(
                         "server.initialize_incomplete",
-                        "{operation} left out the first values of {missing}",
+                        "{operation} does not contain the first values of {missing}",
                         operation=operation.name,
                         missing=list(sorted(missing)[:8]),
                     )
@@ -74,7 +74,7 @@ class Machine:
                 if push.dense.keys() & push.rows.keys():
                     raise ServerRefused(
                         "server.pushed_twice",
-                        "{operation} pushed a tensor whole and by rows. Push it once.",
+                        "{operation} pushed a tensor both as a whole and by rows. Push it once.",
                         operation=operation.name,
                     )
 
@@ -104,7 +104,7 @@ class Machine:
             case Take() | Open() if self.tickets is None:
                 raise ServerRefused(
                     "server.no_tickets",
-                    "{name} asked for tickets, but this server gives none. Set pieces in its settings.",
+                    "{name} requested tickets, but this server does not issue any. Set pieces in its settings.",
                     name=name,
                 )
             case Load() if self.tickets and self.tickets.holders:
@@ -194,13 +194,13 @@ class Machine:
         if not self.parameters.ready:
             raise ServerRefused(
                 "server.no_values",
-                "{client} pushed before the parameters had values. One client must call initialize first.",
+                "{client} pushed before the parameters were initialized. One client must call initialize first.",
                 client=name,
             )
         if push.read < 0:
             raise ServerRefused(
                 "server.never_pulled",
-                "{client} pushed for version {read}, so it never pulled. Pull first.",
+                "{client} pushed for version {read}, but never pulled. Pull first.",
                 client=name,
                 read=push.read,
             )
@@ -379,7 +379,7 @@ def read_action(values: Any) -> Action:
     except (msgspec.ValidationError, TypeError) as error:
         raise ServerRefused(
             "server.not_an_action",
-            "a client requested something that is not an action of a server: {error}",
+            "a client requested an action that the server does not have: {error}",
             error=error,
         ) from None
 
@@ -438,7 +438,7 @@ class Clients:
         if sequence < client.sequence:
             raise ServerRefused(
                 "server.operation_repeated",
-                "{client} repeated operation {sequence} after {newest}. It was applied, or given up.",
+                "{client} repeated operation {sequence} after {newest}. It was already applied or given up.",
                 client=client.name,
                 sequence=sequence,
                 newest=client.sequence,
@@ -454,13 +454,13 @@ class Clients:
         if identity in self._all and self._all[identity].replaced:
             raise ServerRefused(
                 "server.replaced",
-                "another process has joined as {name} and has taken the place of this one",
+                "another process has joined as {name} and has replaced this one",
                 name=name,
             )
         if len(self.members) >= self._most and name not in self.members:
             raise ServerRefused(
                 "server.too_many_members",
-                "{name} cannot join: {limit:,} members are allowed (most_members)",
+                "{name} cannot join: at most {limit:,} members are allowed (most_members)",
                 name=name,
                 limit=self._most,
             )

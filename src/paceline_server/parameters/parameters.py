@@ -100,7 +100,7 @@ class Parameters:
         if theirs != {name: spec.shape for name, spec in self.specs.items()}:
             raise ServerRefused(
                 "server.state_of_other_tensors",
-                "the state belongs to other tensors than this server owns. Use the settings that it was saved with.",
+                "the state contains other tensors than this server owns. Use the settings that it was saved with.",
             )
         self.initialize(state["tensors"])
         self.version, self.ready, self.versions = state["version"], state["ready"], dict(state["versions"])
@@ -211,7 +211,9 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
         ServerRefused: the push is invalid; the message names the tensor and the expected value.
     """
     if not gradients:
-        raise ServerRefused("server.empty_push", "{client} pushed nothing. Name at least one tensor.", client=client)
+        raise ServerRefused(
+            "server.empty_push", "{client} sent an empty push. Push at least one tensor.", client=client
+        )
     for name, gradient in gradients.items():
         spec = specs.get(name)
         if spec is None:
@@ -246,8 +248,8 @@ def must_fit(gradients: Mapping[str, Gradient], specs: Mapping[str, TensorSpec],
         if not is_finite(values):
             raise ServerRefused(
                 "server.push_not_finite",
-                "{client} pushed NaN or Inf in {tensor}, so nothing of the push was applied. Look at its loss and its "
-                "data, and push no step whose gradient is not finite.",
+                "{client} pushed NaN or Inf in {tensor}, so the whole push was rejected. Check its loss and its "
+                "data, and do not push a gradient that is not finite.",
                 client=client,
                 tensor=name,
             )
@@ -264,7 +266,7 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
     if rows.dtype != torch.int64 or rows.dim() != 1:
         raise ServerRefused(
             "server.rows_type",
-            "{client} named rows of {tensor} by {dtype} of shape {shape}. Use int64, 1-D.",
+            "{client} gave the rows of {tensor} as {dtype} of shape {shape}. Use int64 in one dimension.",
             client=client,
             tensor=spec.name,
             dtype=rows.dtype,
@@ -273,7 +275,7 @@ def rows_must_be_owned(rows: Tensor, spec: TensorSpec, client: str) -> None:
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < spec.rows:
         raise ServerRefused(
             "server.row_out_of_range",
-            "{client} named row {row} of {tensor}, which has {rows} rows here",
+            "{client} named row {row} of {tensor}, which has only {rows} rows here",
             client=client,
             row=int(rows.max()),
             tensor=spec.name,

@@ -191,8 +191,8 @@ class ParameterServer(Closing):
         if fingerprint != self._settings.fingerprint:
             raise ServerRefused(
                 "server.other_model",
-                "{caller} trains another model ({fingerprint}) than this server has ({own}). Start both from the same "
-                "job.",
+                "the model of {caller} ({fingerprint}) differs from the model of this server ({own}). Start both "
+                "from the same job.",
                 caller=caller.name,
                 fingerprint=fingerprint[:16],
                 own=self._settings.fingerprint[:16],
@@ -200,7 +200,7 @@ class ParameterServer(Closing):
         if digest != self._settings.digest:
             raise ServerRefused(
                 "server.settings_differ",
-                "{caller} has other settings of the parameter server than the server itself",
+                "the settings of the parameter server differ between {caller} and the server",
                 caller=caller.name,
             )
         with self._turn:
@@ -234,7 +234,8 @@ class ParameterServer(Closing):
         specs = self._log.machine.parameters.specs
         if self._decode is None or not set(names) <= specs.keys() or len(set(names)) < len(names):
             raise ServerRefused(
-                "server.coded_tensors_unowned", "a push has coded tensors that this server does not own, or codes none"
+                "server.coded_tensors_unowned",
+                "a push contains encoded tensors that this server does not own, or does not encode any",
             )
         sizes = [math.prod(specs[name].shape) for name in names]
         parts = self._decode(coded, sum(sizes)).split(sizes)
@@ -261,7 +262,7 @@ class ParameterServer(Closing):
             if since > parameters.version:
                 raise ServerRefused(
                     "server.version_ahead",
-                    "{caller} has seen version {seen}, but this server is at {version}",
+                    "{caller} has seen version {seen}, but this server is at version {version}",
                     caller=caller.name,
                     seen=since,
                     version=parameters.version,
@@ -279,7 +280,7 @@ class ParameterServer(Closing):
         if spec is None or not spec.sparse:
             raise ServerRefused(
                 "server.rows_of_dense",
-                "{caller} pulled rows of {tensor!r}, which has no rows here. Set sparse=True, or use pull.",
+                "{caller} pulled rows of {tensor!r}, which is not sparse here. Set sparse=True, or use pull.",
                 caller=caller.name,
                 tensor=name,
             )
@@ -311,7 +312,9 @@ class ParameterServer(Closing):
         """
         if numel:
             if self._decode is None:
-                raise ServerRefused("server.sum_coded", "a sum has coded tensors, but this server reads none")
+                raise ServerRefused(
+                    "server.sum_coded", "a sum contains encoded tensors, but this server cannot decode any"
+                )
             tensor = self._decode(tensor, numel)
         total = self._sums.add(Place(*place), index, members, tensor, min(wait_s, _MOST_SUM_S))
         with self._turn:
@@ -395,7 +398,7 @@ class Sums:
                 if not 0 < members <= _MOST_MEMBERS or len(self._under_way) >= _MOST_UNDER_WAY:
                     raise ServerRefused(
                         "server.too_many_sums",
-                        "a sum over {members} clients, beside {others} others, exceeds the limit",
+                        "a sum over {members} clients, in addition to {others} other sums, exceeds the limit",
                         members=members,
                         others=len(self._under_way),
                     )
@@ -445,7 +448,7 @@ class _Sum:
         if members != self.members or not 0 <= index < members:
             raise ServerRefused(
                 "server.sum_members_differ",
-                "client {index} of {members} gave a tensor for a sum over {expected} clients",
+                "client {index} of {members} sent a tensor for a sum over {expected} clients",
                 index=index,
                 members=members,
                 expected=self.members,
@@ -456,7 +459,7 @@ class _Sum:
         if tensor.shape != first.shape or tensor.dtype != first.dtype:
             raise ServerRefused(
                 "server.sum_shapes_differ",
-                "client {client} gave {shape} {dtype} for a sum of {expected} {expected_dtype}",
+                "client {client} sent {shape} {dtype} for a sum of {expected} {expected_dtype}",
                 client=index,
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,

@@ -43,7 +43,7 @@ class TensorSpec:
         if self.dtype not in _DTYPES:
             raise ServerRefused(
                 "server.dtype_unsupported",
-                "{name} is {dtype}; a server steps {dtypes}",
+                "{name} is {dtype}, but a server supports only {dtypes}",
                 name=self.name,
                 dtype=self.dtype,
                 dtypes=list(_DTYPES),
@@ -51,7 +51,7 @@ class TensorSpec:
         if not self.name or any(size < 0 for size in self.shape) or (self.sparse and not self.shape):
             raise ServerRefused(
                 "server.tensor_invalid",
-                "a tensor needs a name and a shape, and rows if it is sparse; got {found}",
+                "a tensor needs a name and a shape, and a number of rows if it is sparse; got {found}",
                 found=self,
             )
 
@@ -169,7 +169,7 @@ def slices_of(settings: ServerSettings, servers: int) -> list[list[Slice]]:
     if servers < 1 or servers > len(units):
         raise ServerRefused(
             "server.too_many_servers",
-            "{servers} servers cannot share {rows} rows of tensors. Use fewer.",
+            "{servers} servers cannot share only {rows} rows of tensors. Use fewer.",
             servers=servers,
             rows=len(units),
         )

@@ -166,7 +166,7 @@ class ServerSum(OwnAllReduce):
             SyncError: a rank did not come, or a server is lost.
         """
         if op == "max":
-            raise SyncError("server.no_maxima", "servers compute sums and means, not maxima")
+            raise SyncError("server.no_maxima", "servers can compute sums and means, but not maxima")
         flat = tensor.detach().contiguous().view(-1)
         flat = flat.cpu() if is_accelerator(flat.device) else flat
         self._summed([(part, None) for part in flat.tensor_split(self.servers)])
@@ -303,8 +303,9 @@ def _key_of(group: Group) -> RunKey | None:
     if (key := own_key()) is None:
         raise LaunchError(
             "server.no_key",
-            "sync=server between hosts needs the run's key, which this process was not given. Start the hosts with "
-            "paceline train, or give all of them a file that `paceline key` makes (PACELINE_KEY_FILE).",
+            "sync=server between hosts needs the run's key, but this process has none. Start the hosts with "
+            "paceline train, or create a key file with `paceline key` and pass it to all of them "
+            "(PACELINE_KEY_FILE).",
         )
     return key
 
@@ -326,9 +327,9 @@ class Served(SyncRule):
         if not self._is_dry and replica.dp.size > 1:
             raise PlanError(
                 "server.staleness_in_loop",
-                "under sync=server with a staleness, servers own the parameters and workers take parts of the batches "
-                "as they can, which works only in paceline train. Use sync=server, whose replicas take every step "
-                "together.",
+                "under sync=server with a staleness, servers own the parameters and workers take parts of the "
+                "batches when they are ready, which works only in paceline train. Use sync=server, with which all "
+                "replicas take every step together.",
             )
         self.parameters = replica.trainable
 
@@ -336,7 +337,7 @@ class Served(SyncRule):
         if not self.has_servers and not self._is_dry:
             raise PlanError(
                 "server.staleness_without_servers",
-                "sync=server with a staleness trains with servers, which only paceline train starts",
+                "sync=server with a staleness uses separate server processes, which only paceline train starts",
             )
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:

@@ -77,8 +77,8 @@ def _serve(run: Run, store: StoreClient, environment: RankEnvironment) -> None:
     if servers.each == 1 and store.check([f"{ADDRESS}/{number}"]):
         raise LaunchError(
             "server.lost_without_backup",
-            "server {server} was lost and has no backup. --resume continues from the newest checkpoint. backup=on in "
-            "the plan's sync keeps a second process for each server.",
+            "server {server} was lost and has no backup. --resume continues from the newest checkpoint. With "
+            "backup=on in the plan's sync, each server has a second process.",
             server=part,
         )
     with ExitStack() as held:

@@ -218,8 +218,9 @@ def _ring(group: Group, leaders: Sequence[int]) -> Iterator[tuple[socket.socket,
         except OSError as error:
             raise SyncError(
                 "ranks.no_connection",
-                "rank {rank} cannot open a TCP connection from {source} to {address}: {error}. Every host must reach "
-                "the others on all ports. PACELINE_ADDRESS names the address of a host that the others should use.",
+                "rank {rank} cannot open a TCP connection from {source} to {address}: {error}. Every host must be "
+                "able to reach the other hosts on all ports. PACELINE_ADDRESS sets the address of a host that the "
+                "other hosts should use.",
                 rank=group.rank,
                 source=listener.getsockname()[0],
                 address=address,

@@ -217,7 +217,7 @@ class ShmInbox:
         if self._abandoned:
             raise SyncError(
                 "ranks.receive_failed_before",
-                "this group can no longer receive messages from rank {rank}, since a receive from it failed",
+                "this group can no longer receive messages from rank {rank}, because an earlier receive from it failed",
                 rank=self.peer.rank,
             )
         message = self._matching.ask(request.call, request)

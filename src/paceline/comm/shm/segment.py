@@ -129,7 +129,7 @@ def attach(handle: Handle) -> Segment:
     if segment.map[handle.size :].hex() != handle.token:
         raise ClusterError(
             "memory.other_container",
-            "{path} is not the announced shared memory. Does process {pid} run in another container?",
+            "{path} is not the announced shared memory. Process {pid} may run in another container.",
             path=path,
             pid=handle.pid,
         )

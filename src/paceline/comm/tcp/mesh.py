@@ -167,7 +167,7 @@ class LinkMesh(Breakage):
         except (ChannelError, OSError) as error:
             raise LaunchError(
                 "ranks.address_wrong",
-                "{error}. PACELINE_ADDRESS names the address of this host that the others should use.",
+                "{error}. PACELINE_ADDRESS must be the address of this host that the other hosts can reach.",
                 error=error,
             ) from error
         address = listening.getsockname()[:2]
@@ -257,8 +257,8 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
         first, second = (f"the run's key {name}" if name else "no key" for name in (given[0], given[other]))
         raise LaunchError(
             "key.hosts_differ",
-            "rank 0 has {first}, and rank {other} {second}. Every host of a run needs the same key. Copy the key file "
-            "of the first host to all hosts (PACELINE_KEY_FILE).",
+            "rank 0 has {first}, and rank {other} {second}. Every host of a run needs the same key. Copy the key "
+            "file of the first host to all hosts (PACELINE_KEY_FILE).",
             first=first,
             other=other,
             second=second,
@@ -273,9 +273,9 @@ def _must_be_reachable(own: RankAddress, places: Sequence[RankAddress]) -> None:
         alone = own if ip_address(own.address).is_loopback else unreachable[0]
         raise LaunchError(
             "ranks.loopback_only",
-            "{alone} can be reached only from its own host, but the other ranks are elsewhere. On that host, set "
-            "PACELINE_ADDRESS to an address that the others can reach, or MASTER_ADDR to a name that is not an alias "
-            "of loopback.",
+            "{alone} can be reached only from its own host, but the other ranks are on other hosts. On that host, "
+            "set PACELINE_ADDRESS to an address that the other hosts can reach, or MASTER_ADDR to a name that is "
+            "not an alias of loopback.",
             alone=alone,
         )
 

@@ -142,7 +142,7 @@ def place_in(folder: Path, name: str) -> Path:
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or not _inside(path.parent, folder):
         raise LaunchError(
             "hosts.file_outside_run",
-            "a host names the file {name!r:.200}, which is outside the run's folder",
+            "a host sent the file name {name!r:.200}, which is outside of the run's folder",
             name=name,
         )
     return path
@@ -192,7 +192,7 @@ def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
         if time.monotonic() - since > deadline_s:
             raise CheckpointError(
                 "hosts.file_timeout",
-                "host 0 sent nothing of {wanted} for {deadline_s:g} s",
+                "host 0 did not send {wanted} within {deadline_s:g} s",
                 wanted=wanted.name,
                 deadline_s=deadline_s,
             )

@@ -62,7 +62,7 @@ def gathered(place: HostPlace, key: RunKey) -> Hosts:
     except ChannelError as error:
         raise LaunchError(
             "hosts.cannot_listen",
-            "host 0 ({host}) must listen, but {error}. {advice}",
+            "host 0 ({host}) must accept connections, but {error}. {advice}",
             host=place.name,
             error=error,
             advice=_PORT,
@@ -157,8 +157,8 @@ def joined(place: HostPlace, key: RunKey, *, succeeds: bool = False) -> Coordina
         except (OSError, ChannelError) as error:
             raise LaunchError(
                 "hosts.rejected_key",
-                "host 0 at {coordinator}:{port} rejected {host}: {error}. Do both have the same key? The key of this "
-                "host is {fingerprint}.",
+                "host 0 at {coordinator}:{port} rejected {host}: {error}. Check that both hosts have the same key. "
+                "The key of this host is {fingerprint}.",
                 host=who,
                 coordinator=place.coordinator,
                 port=place.port,
@@ -278,7 +278,7 @@ def _await_all(
                 if now - began > wait_s:
                     raise LaunchError(
                         "hosts.missing",
-                        "{text}. Start them, or name fewer hosts. {variable} sets how long to wait.",
+                        "{text}. Start them, or use fewer hosts. {variable} sets how long to wait.",
                         text=text,
                         variable=WAIT,
                     ) from None
@@ -312,7 +312,7 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
             connection.close()
             raise GoesOnElsewhere(joining)
         if not isinstance(joining, Joining):
-            raise LaunchError("hosts.unnamed", "it did not give its name")
+            raise LaunchError("hosts.unnamed", "it did not send its name")
         host = Host.model_validate_json(joining.host)
     except GoesOnElsewhere:
         raise
@@ -408,7 +408,7 @@ def _resolved(place: HostPlace) -> str:
     except OSError as error:
         raise LaunchError(
             "hosts.coordinator_unknown",
-            "host 0 is named {coordinator}, which has no address: {reason}.",
+            "host 0 is named {coordinator}, but this name has no address: {reason}.",
             coordinator=place.coordinator,
             reason=error.strerror,
         ) from error
@@ -485,7 +485,7 @@ def told_elsewhere(place: HostPlace, key: RunKey) -> Iterator[list[Elsewhere]]:
     try:
         own, coordinator = _route(place)
         if own == coordinator:
-            raise ChannelError("hosts.listens_there", "host 0 listens there")
+            raise ChannelError("hosts.listens_there", "host 0 accepts connections there")
         listener = Listener((own, place.port), key, Elsewhere, lambda _: None, on_message=note)
     except (OSError, ChannelError):
         yield told

@@ -381,8 +381,8 @@ class RemoteRanks:
         if self.spared and not begin.spares_hosts:
             raise LaunchError(
                 "hosts.too_few",
-                "this run cannot begin without {missing}. Only runs that recover in place ({needs}) let hosts join "
-                "later. Start all hosts.",
+                "this run cannot begin without {missing}. Only runs that recover in place ({needs}) allow hosts to "
+                "join later. Start all hosts.",
                 missing=[link.who for link in self.spared],
                 needs=NEEDS,
             )

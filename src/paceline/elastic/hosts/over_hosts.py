@@ -132,8 +132,8 @@ def _key(place: HostPlace) -> RunKey:
     if not file.exists():
         raise LaunchError(
             "key.host_without",
-            "{count} hosts need one key, but host {host} has none. `paceline key` makes one in {file}. Copy it to the "
-            "same path on every host, or to any path and set {variable} there.",
+            "{count} hosts need a key, but host {host} has none. `paceline key` creates one in {file}. Copy it to "
+            "the same path on every host, or to any path and set {variable} to the path.",
             count=place.count,
             host=place.name,
             file=file,
@@ -305,7 +305,7 @@ def _check(processes: Sequence[StartedRank]) -> None:
             why = record.message if record else "it was killed"
             raise LaunchError(
                 "hosts.emulated_ended",
-                "the host process of emulated host {host} has ended: {reason}",
+                "the process of emulated host {host} has ended: {reason}",
                 host=process.number,
                 reason=why,
             )

@@ -92,7 +92,7 @@ def met_again(place: HostPlace, key: RunKey, before: Coordinator) -> Hosts | Coo
     if not numbers:
         raise LaunchError(
             "hosts.lost_before_joining",
-            "{lost} is lost, and host {host} was not yet a host of this run",
+            "{lost} is lost, and host {host} had not joined this run yet",
             lost=before.who,
             host=place.name,
         )
@@ -291,9 +291,9 @@ def _must_be_enough(place: HostPlace, links: dict[int, Link], before: Coordinato
         found = ", ".join(f"{succession.hosts[number].name} (number {number})" for number in there)
         raise LaunchError(
             "hosts.too_few_met",
-            "{lost} is lost, and {met} of {count} hosts have met: {found}. At least half must meet, because two "
-            "halves of a divided network could otherwise train one run. This run stops. Saved checkpoints stay: "
-            "continue with --resume.",
+            "{lost} is lost, and only {met} of {count} hosts have met: {found}. At least half of the hosts must "
+            "meet; otherwise, both halves of a divided network could train the same run. This run stops. Saved "
+            "checkpoints stay: continue with --resume.",
             lost=before.who,
             met=len(there),
             count=count,
@@ -309,9 +309,9 @@ def _must_have(succession: Succession, before: Coordinator, name: str) -> None:
         return
     raise LaunchError(
         "hosts.directory_lost",
-        "{host} is lost, and with it the run's directory {run}, which host {next} cannot see. When that host is back, "
-        "continue there with --resume. A run continues without that host if all hosts share its directory, or if it "
-        "is kept at a URL (--run s3://…).",
+        "{host} is lost, together with the run directory {run}, which host {next} cannot access. When {host} is "
+        "back, continue there with --resume. A run can continue without a host if all hosts share the run "
+        "directory, or if it is at a URL (--run s3://…).",
         host=before.who,
         run=succession.run,
         next=name,

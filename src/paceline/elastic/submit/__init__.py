@@ -21,7 +21,7 @@ def scheduler_named(name: str) -> Scheduler:
     if name not in SCHEDULERS:
         raise LaunchError(
             "submit.scheduler_unknown",
-            "--on {name}: there is no scheduler of that name. {hint}",
+            "--on {name}: unknown scheduler. {hint}",
             name=name[:40],
             hint=nearest(name, SCHEDULERS),
         )

@@ -116,7 +116,7 @@ def _known(kind: str) -> str:
     if kind not in KINDS:
         raise LaunchError(
             "submit.kind_unknown",
-            "--scheduler-option kind={kind}: the kinds are {kinds}",
+            "--scheduler-option kind={kind}: the kind must be one of {kinds}",
             kind=kind[:40],
             kinds=list(KINDS),
         )
@@ -162,13 +162,14 @@ def manifests(kind: str, request: Request, key: str) -> list[Manifest]:
     if "image" not in request.options:
         raise LaunchError(
             "submit.image_missing",
-            "name the image that has paceline and your code: --scheduler-option image=REGISTRY/NAME:TAG",
+            "name the container image that contains paceline and your code: --scheduler-option image=REGISTRY/NAME:TAG",
         )
     if not request.run_is_url and not ("claim" in request.options and request.run.startswith(f"{RUNS}/")):
         raise LaunchError(
             "submit.run_in_pod",
-            "--run {run}: the disk of a pod is lost with the pod. Name a store (--run s3://bucket/run), or a claim of "
-            "a volume that all pods can write to (--scheduler-option claim=NAME --run {runs}/NAME).",
+            "--run {run}: the disk of a pod is lost together with the pod. Use an object store (--run "
+            "s3://bucket/run), or a claim of a volume that all pods can write to (--scheduler-option claim=NAME "
+            "--run {runs}/NAME).",
             run=request.run,
             runs=RUNS,
         )
@@ -329,7 +330,7 @@ def _user(request: Request) -> Manifest:
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:11]) < 2**31):
         raise LaunchError(
             "submit.user_invalid",
-            "--scheduler-option user={text}: give the number of a user other than root, such as 1000",
+            "--scheduler-option user={text}: give the numeric ID of a user other than root, such as 1000",
             text=text[:40],
         )
     number = int(text)

@@ -79,7 +79,7 @@ class Ray(Scheduler):
             if not key.startswith("/"):
                 raise LaunchError(
                     "submit.key_not_absolute",
-                    "--scheduler-option key={key}: give the whole path of the file on every host, from / on",
+                    "--scheduler-option key={key}: give the absolute path of the file on the hosts",
                     key=key[:80],
                 )
             driver += ["--key", key]
@@ -173,7 +173,9 @@ def _until_no_host_is_lost(wanted: argparse.Namespace, stop: StopSignals) -> int
         lost = ", ".join(str(number) for number, code in enumerate(codes) if code is None)
         _say(f"Ray has lost host {lost}; starting again from the newest checkpoint")
     raise LaunchError(
-        "submit.hosts_lost", "hosts were lost {times} times. The cluster's own logs may say why.", times=_MOST_LOST
+        "submit.hosts_lost",
+        "hosts were lost {times} times. The logs of the cluster may contain the cause.",
+        times=_MOST_LOST,
     )
 
 

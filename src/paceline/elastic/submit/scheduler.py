@@ -132,14 +132,15 @@ def ask(
     except FileNotFoundError:
         raise LaunchError(
             "submit.command_missing",
-            "the command {command} is not on this machine. {advice}",
+            "the command {command} is not installed on this machine. {advice}",
             command=command[0],
             advice=advice,
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
             "submit.timeout",
-            "`{command}` did not answer within {deadline_s:.0f} s. Is the cluster reachable from here?",
+            "`{command}` did not answer within {deadline_s:.0f} s. Check that the cluster can be reached from this "
+            "machine.",
             command=shown,
             deadline_s=ANSWER_S,
         ) from None
@@ -162,7 +163,7 @@ def show(command: list[str], advice: str) -> int:
     except FileNotFoundError:
         raise LaunchError(
             "submit.command_missing",
-            "the command {command} is not on this machine. {advice}",
+            "the command {command} is not installed on this machine. {advice}",
             command=command[0],
             advice=advice,
         ) from None
@@ -220,7 +221,7 @@ def must_be_hosts(count: int) -> None:
     if not 1 <= count <= MOST_HOSTS:
         raise LaunchError(
             "submit.hosts_out_of_range",
-            "--num-hosts {count}: a run uses 1 to {most:,} hosts",
+            "--num-hosts {count}: a run can use 1 to {most:,} hosts",
             count=count,
             most=MOST_HOSTS,
         )
@@ -239,7 +240,9 @@ def time_from(text: str) -> int:
     seconds = sum(int(count) * _UNITS_S[unit] for count, unit in re.findall(r"([0-9]+)([dhms])", text))
     if not 60 <= seconds <= 3_650 * _UNITS_S["d"]:
         raise LaunchError(
-            "submit.time_out_of_range", "--time {text}: a limit is at least a minute and at most ten years", text=text
+            "submit.time_out_of_range",
+            "--time {text}: a limit must be at least one minute and at most ten years",
+            text=text,
         )
     return seconds
 
@@ -274,7 +277,7 @@ def options_from(pairs: list[str], known: Mapping[str, str], scheduler: str) -> 
         if not value.isprintable():
             raise LaunchError(
                 "submit.option_unprintable",
-                "--scheduler-option {name}: the value has a line break or another character that cannot be shown",
+                "--scheduler-option {name}: the value contains a line break or another unprintable character",
                 name=name,
             )
         found[name] = value
@@ -321,7 +324,7 @@ def folder() -> Path:
     except OSError as error:
         raise LaunchError(
             "submit.home_unusable",
-            "{home} cannot be used: {reason}. Name another folder in PACELINE_HOME.",
+            "{home} cannot be used: {reason}. Choose another folder with PACELINE_HOME.",
             home=home / "submitted",
             reason=error.strerror,
         ) from error
@@ -366,7 +369,7 @@ def find(name: str) -> Submission:
         names = ", ".join(s.name for s in found)
         raise LaunchError(
             "submit.run_ambiguous",
-            "{name} is the number of several runs: {names}. Give the name of one.",
+            "{name} is the number of several runs: {names}. Give the name of one of them.",
             name=name,
             names=names,
         )

@@ -58,7 +58,8 @@ class Sky(Scheduler):
         if not request.run_is_url:
             raise LaunchError(
                 "submit.run_on_node",
-                "--run {run}: the disk of a node is lost with the node. Name a store: --run s3://bucket/run",
+                "--run {run}: the disk of a node is lost together with the node. Use an object store: --run "
+                "s3://bucket/run",
                 run=request.run,
             )
         python = request.options.get("python", "python")

@@ -95,7 +95,7 @@ class Slurm(Scheduler):
         if re.search(r"[\s'\"\\%]", str(place)):
             raise LaunchError(
                 "submit.slurm_log_path",
-                "{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path of plain letters.",
+                "{place}: Slurm cannot write a log there. Set PACELINE_HOME to a path without special characters.",
                 place=place,
             )
         limit_s = request.time_s

@@ -67,7 +67,7 @@ def _built_in(name: str) -> Callable[..., nn.Module]:
     if name not in _MODELS:
         raise JobError(
             "model.unknown",
-            'the zoo has no model "{name}". {hint} (Your own model: pkg.mod:name or file.py:name)',
+            'unknown zoo model "{name}". {hint} (Your own model: pkg.mod:name or file.py:name)',
             name=name,
             hint=nearest(name, _MODELS),
         )
@@ -79,7 +79,7 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     if isinstance(factory, nn.Module) or not callable(factory):
         raise JobError(
             "model.not_a_factory",
-            "{path} is a {class_name}. Name a function or class that makes the model from the job's seed.",
+            "{path} is a {class_name}. Name a function or class that creates the model from the job's seed.",
             path=path,
             class_name=type(factory).__name__,
         )
@@ -88,7 +88,7 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(
             "model.not_a_module",
-            "{path} returned {found}; a model is a torch.nn.Module",
+            "{path} returned {found}, but a model must be a torch.nn.Module",
             path=path,
             found=_described(model),
         )

@@ -134,7 +134,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Array]:
         return _read_parquet(path, names)
     raise DataError(
         "data.file_kind",
-        "{file}: this kind of file is not read. Expected: {expected}",
+        "{file}: this kind of file is not supported. Expected: {expected}",
         file=path.absolute(),
         expected=_EXPECTED,
     )
@@ -189,7 +189,7 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
             raise DataError(
                 "data.lengths_differ",
                 "{file}: row {row} of column {name!r} has {found} values, but row 0 has {expected}. All rows of a "
-                "column need the same number.",
+                "column must have the same number of values.",
                 file=file.absolute(),
                 row=other[0],
                 name=name,
@@ -220,7 +220,8 @@ def _inputs(path: Path, arrays: dict[str, Array]) -> Array:
         if array.ndim > 2:
             raise DataError(
                 "data.input_shape",
-                "{file}: {name!r} has shape {shape}. If there are several inputs, each is (rows,) or (rows, n).",
+                "{file}: {name!r} has shape {shape}. If the data set has several inputs, each must have the shape "
+                "(rows,) or (rows, n).",
                 file=path.absolute(),
                 name=name,
                 shape=array.shape,
@@ -237,8 +238,8 @@ def _target(path: Path, name: str, array: Array) -> Array:
         row = int(np.argmax(labels < 0))
         raise DataError(
             "data.class_negative",
-            "{file}: row {row} of {name!r} is {value}. Whole numbers are classes, counted from 0. If the target is a "
-            "quantity to predict, store it as floats.",
+            "{file}: row {row} of {name!r} is {value}. Whole numbers are classes, counted from 0. If the target is "
+            "a quantity to predict, store it as floats.",
             file=path.absolute(),
             row=row,
             name=name,
@@ -273,7 +274,7 @@ def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
         if name not in known:
             raise DataError(
                 "data.column_missing",
-                '{file}: there is no "{name}" in it (data.inputs, data.target). {hint}',
+                '{file}: it contains no "{name}" (data.inputs, data.target). {hint}',
                 file=path.absolute(),
                 name=name,
                 hint=nearest(name, known),
@@ -305,7 +306,7 @@ def _check_rows(path: Path, arrays: dict[str, Array]) -> None:
         raise DataError(
             "data.rows_differ",
             "{file}: the arrays have different numbers of rows: {rows}. Each row is one sample, so all arrays need "
-            "the same number.",
+            "the same number of rows.",
             file=path.absolute(),
             rows=rows,
         )
@@ -316,7 +317,7 @@ def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_
         row = compute.index(compute.is_null(column), True).as_py() // values_per_row
         raise DataError(
             "data.null",
-            "{file}: row {row} of column {name!r} has no value (null). Remove or fill such rows.",
+            "{file}: row {row} of column {name!r} has no value (null). Remove such rows or fill in the values.",
             file=file.absolute(),
             row=row,
             name=name,
@@ -360,7 +361,7 @@ def _windows(
     if available < 1:
         raise DataError(
             "data.text_too_short",
-            "{file}: {size} bytes of text, but one sample of context {context} needs {needed}",
+            "{file}: it has {size} bytes of text, but one sample of context {context} needs {needed}",
             file=_named(spec),
             size=corpus.size,
             context=spec.context,
@@ -375,8 +376,8 @@ def _windows(
     if before < spec.context + overlap:
         raise DataError(
             "data.text_too_short_for_validation",
-            "{file}: {size} bytes of text are too few for a training and a validation sample, and one to test where "
-            "data.test is a share; add text or set held_out: 0",
+            "{file}: its {size} bytes of text are too few for a training sample, a validation sample and, if "
+            "data.test is a share, a test sample; add text or set held_out: 0",
             file=_named(spec),
             size=end,
         )
@@ -498,7 +499,7 @@ def _files(spec: Text) -> list[Path]:
         if not found:
             raise DataError(
                 "data.no_files",
-                "{folder}: no {suffixes} file in this folder. Name other endings with data.suffixes.",
+                "{folder}: this folder contains no {suffixes} file. Name other endings with data.suffixes.",
                 folder=path.absolute(),
                 suffixes=" ".join(spec.suffixes),
             )

@@ -45,7 +45,7 @@ def _collated(dataset: Any, key: str, path: str | None) -> Any:
     if not callable(found):
         raise JobError(
             "data.not_a_collate",
-            "data.{key}: {path} is a {class_name}. Name a function that makes a batch of a list of samples.",
+            "data.{key}: {path} is a {class_name}. Name a function that turns a list of samples into a batch.",
             key=key,
             path=path,
             class_name=type(found).__name__,
@@ -103,9 +103,9 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             "data.iterable_factory",
-            "data {factory} is an IterableDataset ({kind}). Each sample goes to one replica once per epoch, which "
-            "needs a length and access by index. Give it __len__ and __getitem__ (a torch.utils.data.Dataset), for "
-            "example over a list of files.",
+            "data {factory} is an IterableDataset ({kind}). Each sample must go to one replica once per epoch, "
+            "which needs a length and access by index. Give it __len__ and __getitem__ (a "
+            "torch.utils.data.Dataset), for example over a list of files.",
             factory=factory,
             kind=kind,
         )
@@ -113,14 +113,14 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if lacking:
         raise DataError(
             "data.not_a_dataset",
-            "data {factory} made a {kind} without {missing}. Return a torch.utils.data.Dataset that has both.",
+            "data {factory} returned a {kind} without {missing}. Return a torch.utils.data.Dataset that has both.",
             factory=factory,
             kind=kind,
             missing=" and ".join(lacking),
         )
     if len(dataset) == 0:
         raise DataError(
-            "data.dataset_empty", "data {factory} made an empty {kind}: its length is 0", factory=factory, kind=kind
+            "data.dataset_empty", "data {factory} returned an empty {kind}: its length is 0", factory=factory, kind=kind
         )
     try:
         sample = apart(dataset)[0]
@@ -137,8 +137,8 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
         found = f"a tuple of {len(sample)}" if isinstance(sample, tuple) else f"a {type(sample).__name__}"
         raise DataError(
             "data.sample_form",
-            "data {factory}: a sample is a tuple (input, …, target) or a dict; {kind}[0] is {found}. Or name a "
-            "`collate` function.",
+            "data {factory}: a sample must be a tuple (input, …, target) or a dict, but {kind}[0] is {found}. You "
+            "can also name a `collate` function.",
             factory=factory,
             kind=kind,
             found=found,
@@ -157,7 +157,8 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
     if not shape:
         raise DataError(
             "data.shape_unknown",
-            "the model names no input shape. Give data.shape, e.g. [3, 32, 32], or [128] for tokens with vocab.",
+            "the model does not define an input shape. Give data.shape, e.g. [3, 32, 32], or [128] for tokens with "
+            "vocab.",
         )
     if spec.vocab and len(shape) != 1:
         raise DataError(

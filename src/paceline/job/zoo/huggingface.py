@@ -63,7 +63,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
             raise JobError("model.not_built", "{file}: {error}", file=file, error=_first_line(error)) from error
         raise JobError(
             "model.task_unsupported",
-            "{file}: a {model_type} cannot be made for {task}. Its tasks: {fitting}",
+            "{file}: a {model_type} model does not support the task {task}. It supports these tasks: {fitting}",
             file=file,
             model_type=config.model_type,
             task=task,
@@ -129,7 +129,7 @@ def bert(
     if hidden % heads:
         raise JobError(
             "model.hidden_not_multiple",
-            "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+            "model {name}: hidden ({hidden}) must be a multiple of heads ({heads}), such as {fitting}",
             name="bert",
             hidden=hidden,
             heads=heads,
@@ -300,8 +300,8 @@ class SimCLR(nn.Module):
         if encoder == "cifar_cnn" and image_size not in (None, 32):
             raise JobError(
                 "model.image_size",
-                "model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}. Leave image_size out, "
-                "or use resnet50.",
+                "model simclr: the encoder cifar_cnn needs images of 32 x 32, not {image_size}. Leave image_size "
+                "out, or use resnet50.",
                 image_size=image_size,
             )
         features = CIFAR_FEATURES if encoder == "cifar_cnn" else ResNetEncoder.features

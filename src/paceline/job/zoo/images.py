@@ -90,7 +90,7 @@ def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int)
         if not batches:
             raise DataError(
                 "data.no_cifar_files",
-                "{folder}: no data_batch_*.bin in this folder. Expected: {expected}",
+                "{folder}: this folder contains no data_batch_*.bin. Expected: {expected}",
                 folder=spec.path.absolute(),
                 expected=_CIFAR_FILES,
             )
@@ -110,7 +110,7 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
     if wanted is None:
         raise DataError(
             "data.image_sizes_differ",
-            "images differ in size, and the model names no input shape. Give data.shape, e.g. [3, 224, 224].",
+            "images differ in size, and the model does not define an input shape. Give data.shape, e.g. [3, 224, 224].",
         )
     shape = _photo_shape("images", wanted)
     optional_package("PIL", "Pillow")
@@ -173,8 +173,8 @@ def _image_shape(kind: str, shape: tuple[int, ...]) -> Shape:
     if len(shape) != 3:
         raise DataError(
             "data.image_shape",
-            "{kind} are images (channels, height, width), but the shape {shape!s} is requested. Use a shape such as "
-            "[1, 28, 28].",
+            "{kind} are images (channels, height, width), but the shape {shape!s} is requested. Use a shape such "
+            "as [1, 28, 28].",
             kind=kind,
             shape=list(shape),
         )
@@ -209,8 +209,8 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
         raise DataError(
             "data.cifar_record_short",
             "{file}: record {record}, which begins at byte offset {offset}, has {size} bytes; a record has "
-            "{expected}. The file has {bytes} bytes. It is truncated, empty, or not a CIFAR-10 binary file: download "
-            "it again.",
+            "{expected}. The file has {bytes} bytes. It is truncated, empty, or not a CIFAR-10 binary file: "
+            "download it again.",
             file=file.absolute(),
             record=whole,
             offset=whole * _CIFAR_RECORD_BYTES,
@@ -244,7 +244,7 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
     if not files:
         raise DataError(
             "data.no_class_folders",
-            "{folder}: no class folders in it. Expected: {expected}",
+            "{folder}: this folder contains no class folders. Expected: {expected}",
             folder=folder.absolute(),
             expected=_CLASS_FOLDERS,
         )
@@ -252,7 +252,7 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
         if not of_class:
             raise DataError(
                 "data.class_empty",
-                "{folder}: no {suffixes} file of this class. Add some, or remove the folder.",
+                "{folder}: this class folder contains no {suffixes} file. Add files, or remove the folder.",
                 folder=(folder / name).absolute(),
                 suffixes=" ".join(_IMAGE_SUFFIXES),
             )

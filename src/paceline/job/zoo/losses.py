@@ -182,8 +182,8 @@ class BinaryCrossEntropy(Elementwise):
             at = f"sample {samples[place[0]]}" if samples is not None and place else f"at {place}"
             raise DataError(
                 "loss.target_out_of_range",
-                "loss bce needs targets from 0 to 1, found {target:g} {where} ({at}). For regression use the loss mse "
-                "or mae.",
+                "loss bce needs targets from 0 to 1, found {target:g} {where} ({at}). For regression use the loss "
+                "mse or mae.",
                 target=target[tuple(place)].item(),
                 where=where,
                 at=at,
@@ -199,8 +199,8 @@ def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: 
     if pos_weight.dim() and pos_weight.shape != values.shape[-1:]:
         raise JobError(
             "loss.pos_weight_length",
-            "loss bce: pos_weight has {pos_weight} numbers, but the model returned {outputs}. Give one number, or one "
-            "for each output of a sample.",
+            "loss bce: pos_weight has {pos_weight} numbers, but the model returned {outputs}. Give one number, or "
+            "one for each output of a sample.",
             pos_weight=len(pos_weight),
             outputs=described(values),
         )
@@ -289,8 +289,8 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
             "loss.not_two_views",
-            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}. The zoo's simclr "
-            "makes them.",
+            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}. The zoo's "
+            "model simclr returns them.",
             output=described(views),
         )
     flat = views.flatten(0, 1)
@@ -310,7 +310,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
         except Exception as error:
             what = f"{type(error).__name__}: {error}{_tensors(args)}"
             explained = JobError(
-                "loss.args_invalid", "loss {path} cannot be made of its args: {reason}", path=path, reason=what
+                "loss.args_invalid", "loss {path} cannot be created from its args: {reason}", path=path, reason=what
             )
             explained.from_users_code = not path.startswith("torch.")
             raise explained from error
@@ -318,7 +318,7 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     if not callable(loss):
         raise JobError(
             "loss.not_callable",
-            "{path} is a {class_name} and cannot be called. A loss is called as loss(output, target).",
+            "{path} is a {class_name} and cannot be called. A loss must be callable as loss(output, target).",
             path=path,
             class_name=type(loss).__name__,
         )
@@ -326,8 +326,8 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise JobError(
             "loss.with_parameters",
-            "loss {path} has parameters to train, but a job's optimizer trains only the model's. Make them a part of "
-            "the model.",
+            "loss {path} has trainable parameters, but a job's optimizer trains only those of the model. Make them "
+            "a part of the model.",
             path=path,
         )
     if getattr(loss, "reduction", None) == "none" or args.get("reduction") == "none":
@@ -363,7 +363,7 @@ def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> N
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
             "loss.samples_differ",
-            "the model returned logits {logits} for labels {labels}; there should be one label per sample",
+            "the model returned logits {logits} for labels {labels}, but one label per sample is needed",
             logits=described(logits),
             labels=described(labels),
         )

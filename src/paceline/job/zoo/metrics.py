@@ -40,8 +40,7 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
     if name not in _METRICS:
         raise JobError(
             "metric.unknown",
-            'there is no metric "{name}". {hint} (Your own metric or one of torchmetrics: pkg.mod:name or '
-            "file.py:name)",
+            'unknown metric "{name}". {hint} (Your own metric or one of torchmetrics: pkg.mod:name or file.py:name)',
             name=name,
             hint=nearest(name, _METRICS),
         )
@@ -126,8 +125,8 @@ class _OfClasses:
             if self.kind is None:
                 raise DataError(
                     "metric.targets_ambiguous",
-                    "{name} cannot tell whether targets {targets} are one of several classes or several labels. Give "
-                    "the class of each sample, or use the loss cross_entropy or bce.",
+                    "{name} cannot decide whether targets {targets} are one of several classes or several labels. "
+                    "Give the class of each sample, or use the loss cross_entropy or bce.",
                     name=self.name,
                     targets=described(target),
                 )
@@ -143,7 +142,7 @@ class _OfClasses:
         if ((target != 0) & (target != 1)).any():
             raise DataError(
                 "metric.targets_not_binary",
-                "{name} needs targets of 0 and 1 if the model returns one number for each of them",
+                "{name} needs targets of 0 and 1 if the model returns one number for each target",
                 name=self.name,
             )
         return target.long()
@@ -288,9 +287,9 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.allclose(sums, torch.ones_like(sums), atol=1e-2):
             raise DataError(
                 "metric.row_sum",
-                "accuracy compares classes, but a row of the targets adds up to {sum:g} instead of 1. If a sample may "
-                "have several labels, use the metric multilabel_accuracy. For classes, give labels, one-hot rows or "
-                "probabilities.",
+                "accuracy compares classes, but a row of the targets has the sum {sum:g} instead of 1. If a sample "
+                "may have several labels, use the metric multilabel_accuracy. For classes, give labels, one-hot "
+                "rows or probabilities.",
                 sum=sums.flatten()[(sums - 1).abs().argmax()].item(),
             )
         right = logits.argmax(classes) == target.argmax(classes)
@@ -330,8 +329,7 @@ def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tenso
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(
             "metric.labels_differ",
-            "{name} needs one label for each sample; the model returned logits {logits!s}, and the labels are "
-            "{labels!s}",
+            "{name} needs one label for each sample, but the model returned logits {logits!s} for labels {labels!s}",
             name=name,
             logits=list(logits.shape),
             labels=list(labels.shape),
@@ -399,7 +397,7 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
     if not callable(factory):
         raise JobError(
             "metric.not_a_factory",
-            "{path} is a {class_name}. Name a function or class that makes the metric.",
+            "{path} is a {class_name}. Name a function or class that creates the metric.",
             path=path,
             class_name=type(factory).__name__,
         )
@@ -409,7 +407,7 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
     except (TypeError, ValueError, RuntimeError) as error:
         explained = JobError(
             "metric.args_invalid",
-            "metric {path} cannot be made of its args: {kind}: {error}",
+            "metric {path} cannot be created from its args: {kind}: {error}",
             path=path,
             kind=type(error).__name__,
             error=error,
@@ -425,8 +423,9 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
     if not (named and callable(metric) and callable(getattr(metric, "result", None))):
         raise JobError(
             "metric.not_a_metric",
-            "{path} returned a {class_name}; a metric has a name, a call (output, target), and result(total, count), "
-            "or with gathers = True result(predictions, targets); or it is a Metric of torchmetrics",
+            "{path} returned a {class_name}, but a metric needs a name, a call (output, target), and a method "
+            "result(total, count), or result(predictions, targets) with gathers = True. A Metric of torchmetrics "
+            "works as well",
             path=path,
             class_name=type(metric).__name__,
         )

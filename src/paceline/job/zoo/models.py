@@ -41,7 +41,7 @@ class GPT(nn.Module):
             name, fitting = type(self).__name__.lower(), heads * max(1, round(hidden / heads))
             raise JobError(
                 "model.hidden_not_multiple",
-                "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
+                "model {name}: hidden ({hidden}) must be a multiple of heads ({heads}), such as {fitting}",
                 name=name,
                 hidden=hidden,
                 heads=heads,
@@ -201,7 +201,7 @@ class MoE(GPT):
         if top_k > experts:
             raise JobError(
                 "model.top_k",
-                "model moe: a token cannot go to top_k = {top_k} of {experts} experts; top_k is at most {experts}",
+                "model moe: top_k is {top_k}, but a token can go to at most {experts} experts",
                 top_k=top_k,
                 experts=experts,
             )

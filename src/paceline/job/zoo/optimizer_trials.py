@@ -173,8 +173,8 @@ def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
             "optimizer.needs_closure",
-            "optimizer {name} computes the loss several times in a step, by a closure, which a job does not have. Use "
-            "another optimizer, or write your own loop with paceline.setup, which takes closures.",
+            "optimizer {name} computes the loss several times in a step through a closure, which a job cannot "
+            "provide. Use another optimizer, or use paceline.setup in your own loop, which supports closures.",
             name=name,
         )
 
@@ -183,7 +183,9 @@ def _refused(error: Exception) -> JobError:
     return (
         error
         if isinstance(error, JobError)
-        else JobError("optimizer.takes_no_step", "the optimizer cannot take a step: {error}", error=_first_line(error))
+        else JobError(
+            "optimizer.takes_no_step", "the optimizer fails to take a step: {error}", error=_first_line(error)
+        )
     )
 
 

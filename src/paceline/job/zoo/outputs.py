@@ -72,8 +72,8 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     if kind is None or kind == "values" or _torchs(loss) in _SCORES:
         raise JobError(
             "metric.probabilities_unknown",
-            "it is not known how outputs for the loss {loss} become probabilities. Give the loss a function "
-            "`probabilities(output)`, e.g. lambda output: output.softmax(1)",
+            "paceline does not know how to turn outputs for the loss {loss} into probabilities. Define a function "
+            "`probabilities(output)` on the loss, e.g. lambda output: output.softmax(1)",
             loss=_name(loss),
         )
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -82,8 +82,8 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     if kind_of(loss) is None and not isinstance(loss, ModelsOwn) and _are_probabilities(wide):
         raise JobError(
             "metric.outputs_are_probabilities",
-            "the outputs for the loss {loss} look like probabilities already. Give the loss a function "
-            "`probabilities(output)`, e.g. lambda output: output",
+            "the outputs for the loss {loss} seem to be probabilities already. Define a function "
+            "`probabilities(output)` on the loss, e.g. lambda output: output",
             loss=_name(loss),
         )
     return wide.softmax(2 if wide.dim() == 3 else 1)
@@ -102,12 +102,12 @@ def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, 
     if kind == "yes_no" or (kind is None and target.shape == logits_of(output).shape):
         found, wanted = same_shape("the metric", probabilities(loss, output, "yes_no"), target)
         if ((wanted != 0) & (wanted != 1)).any():
-            raise DataError("metric.targets_of_yes_or_no", "metrics of two classes need targets of 0 and 1")
+            raise DataError("metric.targets_of_yes_or_no", "a metric of two classes needs targets of 0 and 1")
         return found, wanted.long()
     if kind is None and target.is_floating_point():
         raise DataError(
             "metric.targets_not_labels",
-            "targets {targets} are not labels of classes, which this metric compares",
+            "targets {targets} are not class labels, but this metric compares classes",
             targets=described(target),
         )
     found = probabilities(loss, output, kind or "classes")

@@ -90,7 +90,7 @@ class TorchMetric:
             raise JobError(
                 "metric.several_values",
                 "metric {name} has several values, but a job records one number. Set its average, or name your own "
-                "class that returns one of them.",
+                "class that returns a single value.",
                 name=self.name,
             )
 
@@ -153,8 +153,8 @@ class States:
             shown = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise JobError(
                 "metric.value_not_a_number",
-                "metric {name} has the value {value}, but a job records one number. Set its average, or name your own "
-                "class that returns one of them.",
+                "metric {name} has the value {value}, but a job records one number. Set its average, or name your "
+                "own class that returns a single value.",
                 name=self.name,
                 value=shown,
             )

@@ -37,13 +37,13 @@ def _check(optimizer_json: str, schedule_json: str, info: ModelInfo, steps: int 
     schedule = ScheduleSpec.model_validate_json(schedule_json)
     trained = [shape for shape in info.parameters if shape.trainable]
     if not trained:
-        raise JobError("model.all_frozen", "the model has no parameters to train: freeze names all of them")
+        raise JobError("model.all_frozen", "the model has no trainable parameters: freeze matches all of them")
     for dims in dict.fromkeys(len(shape.sizes) for shape in trained):
         if why := optimizer.refusal(dims):
             first = next(shape for shape in trained if len(shape.sizes) == dims)
             raise JobError(
                 "optimizer.shape_refused",
-                "optimizer {optimizer} does not accept {parameter} of shape {shape}: {reason}. Choose another "
+                "optimizer {optimizer} does not support {parameter} of shape {shape}: {reason}. Choose another "
                 "optimizer, or freeze such parameters.",
                 optimizer=optimizer.name,
                 parameter=first.name,

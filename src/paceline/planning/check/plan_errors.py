@@ -282,8 +282,8 @@ def auto_plan(job: Job, cluster: Cluster) -> Plan:
         problems.append(
             PlanProblem(
                 "plan.more_weights_than_devices",
-                "the job's partition has {ranks} weights, one for each rank, and {cluster} has {devices} devices. "
-                'Ask for --plan "{plan}" to have ranks share cores, or give the job at most {devices} weights.',
+                "the job's partition has {ranks} weights, one for each rank, but {cluster} has {devices} devices. "
+                'Pass --plan "{plan}" to let ranks share cores, or give the job at most {devices} weights.',
                 plan=plan,
                 ranks=plan.ranks,
                 cluster=cluster.name,

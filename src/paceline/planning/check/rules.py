@@ -62,8 +62,8 @@ def _too_few_devices(context: PlanContext) -> PlanProblem | None:
     if len(weights) > context.devices:
         return PlanProblem(
             "plan.too_many_weights",
-            "plan {plan} needs {need}; {cluster} has {has}. The job's partition has {weights}, one per data-parallel "
-            "rank: at most {devices} can work here.",
+            "plan {plan} needs {need}, but {cluster} has {has}. The job's partition has {weights}, one per "
+            "data-parallel rank, so at most {devices} devices can be used.",
             need=need,
             ranks=plan.ranks,
             cluster=cluster.name,
@@ -94,8 +94,8 @@ def _too_little_memory(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.too_many_ranks_for_memory",
-        "plan {plan} needs {need}, for which torch alone takes {memory} of memory; {cluster} has room for {room:,} and "
-        "cores for {devices}: {works}.",
+        "plan {plan} needs {need}, for which torch alone takes {memory} of memory, but {cluster} has room for "
+        "{room:,} and cores for {devices}: {works}.",
         need=count(plan.ranks, "rank"),
         ranks=plan.ranks,
         memory=size(plan.ranks * _RANK_BYTES),
@@ -131,8 +131,8 @@ def _share_too_small(context: PlanContext) -> PlanProblem | None:
     if plan.data_ranks > batch:
         return PlanProblem(
             "plan.too_few_samples",
-            "plan {plan} has {has} for a global batch of {global_batch}, and each needs a sample: {limited} is at most "
-            "{global_batch}, or the job's global_batch at least {data_ranks}.",
+            "plan {plan} has {has} for a global batch of {global_batch}, but each of them needs a sample. Use "
+            "{limited} of at most {global_batch}, or a global_batch of at least {data_ranks} in the job.",
             has=_data_ranks(plan),
             data_ranks=plan.data_ranks,
             global_batch=batch,
@@ -142,8 +142,8 @@ def _share_too_small(context: PlanContext) -> PlanProblem | None:
     if share == 0 and (weights := context.job.partition.weights):
         return PlanProblem(
             "plan.weights_leave_no_sample",
-            "plan {plan} deals a global batch of {global_batch} by the job's weights, which leave a {each} no sample: "
-            "a global_batch of {enough} is enough.",
+            "plan {plan} divides a global batch of {global_batch} by the job's weights, which leaves a {each} "
+            "without a sample. Use a global_batch of {enough} or more.",
             global_batch=batch,
             each=_data_rank(plan),
             enough=math.ceil(sum(weights) / min(weights)),
@@ -151,8 +151,8 @@ def _share_too_small(context: PlanContext) -> PlanProblem | None:
     if plan.microbatches > share:
         return PlanProblem(
             "plan.too_many_microbatches",
-            "plan {plan} cuts a {each}'s share of the global batch into {microbatches} parts, but the smallest share "
-            "is {has}: microbatches is at most {share}.",
+            "plan {plan} divides a {each}'s share of the global batch into {microbatches} parts, but the smallest "
+            "share is {has}. Use at most {share} microbatches.",
             each=_data_rank(plan),
             microbatches=plan.microbatches,
             has=count(share, "sample"),
@@ -181,8 +181,8 @@ def _models_loss_over_the_whole_batch(context: PlanContext) -> PlanProblem | Non
         return None
     return PlanProblem(
         "plan.models_loss_in_parts",
-        "plan {plan} computes a batch in {parts} parts, but the model's own loss compares all samples of a batch with "
-        "each other: {works}. Or compute the loss from the model's outputs by a function of your own that has "
+        "plan {plan} computes a batch in {parts} parts, but the model's own loss compares all samples of a batch "
+        "with each other: {works}. Or compute the loss from the model's outputs in your own function with "
         "whole_batch = True.",
         parts=plan.microbatches * plan.data_ranks,
         works=" ".join(f"{key}=1" for key in ("microbatches", *DATA_AXES) if getattr(plan, key) > 1),
@@ -204,11 +204,12 @@ def _no_fused_step(context: PlanContext) -> PlanProblem | None:
     if {"fused", "foreach"} & optimizer.args.keys():
         return PlanProblem(
             "plan.other_step_in_job",
-            "plan {plan} chooses a fused step, and the job's optimizer.args choose another: fused=off.",
+            "plan {plan} sets the fused step of the optimizer, but the job's optimizer.args set it to a different "
+            "value. Use fused=off.",
         )
     return PlanProblem(
         "plan.no_fused_step",
-        "plan {plan} needs a fused step of {optimizer}; torch has one of {choices} only: fused=off.",
+        "plan {plan} needs a fused step of {optimizer}, but torch has fused steps only for {choices}. Use fused=off.",
         optimizer=optimizer.name,
         choices=["sgd", "adam", "adamw"],
     )
@@ -220,7 +221,8 @@ def _no_onednn(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.onednn_on_gpus",
-        "plan {plan} uses oneDNN, which is for ranks on CPUs, and those of {cluster} compute on GPUs: onednn=off.",
+        "plan {plan} uses oneDNN, which is for ranks on CPUs, but the ranks of {cluster} compute on GPUs. Use "
+        "onednn=off.",
         cluster=context.cluster.name,
     )
 
@@ -234,8 +236,8 @@ def _no_images(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.no_images",
-        "plan {plan} has memory_format=channels_last, which is for images, and the model ({model}) takes none: "
-        "memory_format=contiguous.",
+        "plan {plan} has memory_format=channels_last, which is for images, but the model ({model}) has no image "
+        "input. Use memory_format=contiguous.",
         model=model.zoo or model.task,
     )
 
@@ -255,15 +257,15 @@ def _no_such_transport(context: PlanContext) -> PlanProblem | None:
     if plan.transport != "auto" and cluster.has_accelerators:
         return PlanProblem(
             "plan.transport_of_gpus",
-            "plan {plan} names a transport between CPUs, but the GPUs of {cluster} talk over torch's own: "
-            "transport=auto.",
+            "plan {plan} names a transport between CPUs, but the GPUs of {cluster} communicate through torch's own "
+            "transport. Use transport=auto.",
             cluster=cluster.name,
         )
     one_host = plan.transport != "auto" and TRANSPORTS[plan.transport].one_host
     if one_host and (hosts := sum(ranks > 0 for ranks in context.ranks_per_host)) > 1:
         return PlanProblem(
             "plan.transport_of_one_host",
-            "plan {plan} needs all ranks on one host, but they are on {hosts} hosts: transport=auto.",
+            "plan {plan} needs all ranks on one host, but they are on {hosts} hosts. Use transport=auto.",
             transport=plan.transport,
             hosts=hosts,
         )
@@ -299,8 +301,8 @@ def _average_of_other_weights(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.average_of_local_steps",
-        "plan {plan} lets replicas train independently, so each would have another average of the weights (ema): "
-        "sync=allreduce, or leave ema out of the job.",
+        "plan {plan} lets replicas train independently, so each would have a different average of the weights "
+        "(ema). Use sync=allreduce, or leave ema out of the job.",
     )
 
 
@@ -311,8 +313,8 @@ def _more_servers_than_replicas(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.more_servers_than_replicas",
-        "plan {plan} has {servers} servers in {replicas}, of which each holds one: servers={dp} at most, or a "
-        "staleness, under which servers are processes of their own.",
+        "plan {plan} has {servers} servers in {replicas}, but each replica can run only one. Use servers={dp} or "
+        "less, or a staleness, with which servers are separate processes.",
         servers=spec.servers.parts,
         replicas=count(context.plan.dp, "replica"),
         dp=context.plan.dp,
@@ -327,27 +329,27 @@ def _not_by_servers(context: PlanContext) -> PlanProblem | None:
     if keys := job.beyond_plain_steps:
         return PlanProblem(
             "plan.servers_and_job",
-            "plan {plan} has servers deal pieces of the batches to workers, and servers do not follow {keys}: leave "
-            "that out of the job, or sync=server.",
+            "plan {plan} lets servers distribute pieces of batches to workers, and these servers do not support "
+            "{keys}. Leave them out of the job, or use sync=server.",
             keys=list(keys),
         )
     if context.world is not None:
         return PlanProblem(
             "plan.servers_under_torchrun",
-            "plan {plan} has servers deal pieces of the batches to workers, which only paceline train starts: without "
-            "torchrun, or sync=server.",
+            "plan {plan} lets servers distribute pieces of batches to workers, which works only in paceline train. "
+            "Start the run without torchrun, or use sync=server.",
         )
     if job.partition.kind == "hierarchical" or job.partition.weights is not None:
         return PlanProblem(
             "plan.servers_and_partition",
-            "plan {plan} has servers deal pieces of the batches to workers, which read any of the samples: "
-            "partition: uniform in the job, or sync=server.",
+            "plan {plan} lets servers distribute pieces of batches to workers, and every worker may get any "
+            "sample. Use partition: uniform in the job, or sync=server.",
         )
     if job.global_batch % plan.dp:
         return PlanProblem(
             "plan.servers_and_batch",
-            "plan {plan} has servers deal pieces of the batches to workers in {dp} equal pieces, and the global batch "
-            "is {global_batch}: dp={fits}, for example.",
+            "plan {plan} lets servers distribute batches to workers in {dp} equal pieces, but the global batch is "
+            "{global_batch}. Use dp={fits}, for example.",
             dp=plan.dp,
             global_batch=job.global_batch,
             fits=max(n for n in range(1, plan.dp + 1) if job.global_batch % n == 0),
@@ -355,8 +357,8 @@ def _not_by_servers(context: PlanContext) -> PlanProblem | None:
     if job.data.num_workers or plan.num_workers:
         return PlanProblem(
             "plan.servers_and_loader_processes",
-            "plan {plan} has servers deal pieces of the batches to workers, which read them when they are dealt, "
-            "without loader processes: {works}.",
+            "plan {plan} lets servers distribute pieces of batches to workers, which read the samples without "
+            "loader processes: {works}.",
             works="num_workers: 0 in the job" if job.data.num_workers else "num_workers=0",
         )
     return None
@@ -370,7 +372,7 @@ def _nothing_to_compress(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.nothing_to_compress",
-        "plan {plan} compresses what is sent, but sync={sync} {why}: compress=none, or sync={works}.",
+        "plan {plan} compresses the data that is sent, but sync={sync} {why}. Use compress=none, or sync={works}.",
         sync=spec.name,
         why="averages parameters, whose every bit counts" if spec.info.sends == "parameters" else "sends by itself",
         works=" or ".join(name for name, info in RULES.built_in.items() if info.compresses),
@@ -385,8 +387,7 @@ def _nothing_to_try(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.nothing_to_try",
-        "plan {plan} tries compressions out against sums of every step, which sync={sync} does not take: "
-        "compress=int8.",
+        "plan {plan} compares codecs with sums of every step, but sync={sync} has no such sums. Use compress=int8.",
         sync=plan.sync,
     )
 
@@ -399,13 +400,15 @@ def _codes_sums(context: PlanContext) -> PlanProblem | None:
     if plan.compress == "auto":
         return PlanProblem(
             "plan.codecs_tried_on_sums",
-            "plan {plan} tries codecs out in sums of all-reduce, and servers get what each rank codes: compress=int8.",
+            "plan {plan} tests codecs in all-reduces, but servers receive separate gradients from each rank. Use "
+            "compress=int8.",
         )
     if not CompressSpec.parse(plan.compress).first.of_sums:
         return None
     return PlanProblem(
         "plan.codec_of_sums",
-        "plan {plan} codes sums over ranks, and servers get what each rank codes alone: compress=topk:0.01.",
+        "plan {plan} compresses sums over ranks, but servers receive separate gradients from each rank. Use "
+        "compress=topk:0.01.",
         compress=plan.compress,
     )
 
@@ -417,7 +420,7 @@ def _too_wide_to_compress(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.compressed_fp64",
-        "plan {plan} compresses gradients in fp64, but fp64 is for runs in which every digit counts: compress=none.",
+        "plan {plan} compresses gradients in fp64, but fp64 is for runs that need exact results. Use compress=none.",
     )
 
 
@@ -432,8 +435,8 @@ def _without_loss_scale(key: str) -> None:
             return None
         return PlanProblem(
             "plan.fp16_needs_whole_gradients",
-            "plan {plan} has {key}={value}, and fp16 scales the loss, which needs whole and exact gradients on every "
-            "rank: precision=bf16, or leave out {key}.",
+            "plan {plan} has {key}={value}, but fp16 scales the loss, which needs whole and exact gradients on "
+            "every rank. Use precision=bf16, or leave out {key}.",
             key=key,
             value=value,
         )
@@ -450,8 +453,8 @@ def _cannot_go_back(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.rewind_of_local_steps",
-        "plan {plan} lets replicas train independently, and the job rewinds all of them when a loss is not finite, but "
-        "the other replicas do not know of that loss: nonfinite: skip in the job, or sync=allreduce.",
+        "plan {plan} lets replicas train independently, but the job rewinds all of them when a loss is not finite, "
+        "and the other replicas do not know about that loss. Use nonfinite: skip in the job, or sync=allreduce.",
     )
 
 
@@ -462,8 +465,8 @@ def _no_common_loss(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.spikes_of_local_steps",
-        "plan {plan} lets replicas train independently, each with a loss of its own, and the job leaves out steps "
-        "whose loss is a spike, which all replicas must do together: spike: off in the job, or sync=allreduce.",
+        "plan {plan} lets replicas train independently, each with its own loss, but the job skips steps whose loss "
+        "is a spike, and all replicas must skip such a step together. Use spike: off in the job, or sync=allreduce.",
     )
 
 
@@ -475,14 +478,14 @@ def _batch_over_all_replicas(context: PlanContext) -> PlanProblem | None:
     if job.loss.is_over_whole_batch:
         return PlanProblem(
             "plan.whole_batch_loss_of_local_steps",
-            "plan {plan} lets replicas train independently, and the {loss} loss compares the samples of all of them: "
-            "sync=allreduce.",
+            "plan {plan} lets replicas train independently, but the {loss} loss compares the samples of all of "
+            "them. Use sync=allreduce.",
             loss=job.loss.name.rpartition(":")[2],
         )
     if job.batch_norm == "sync":
         return PlanProblem(
             "plan.batch_norm_of_local_steps",
-            "plan {plan} lets replicas train independently, and batch_norm: sync joins them in every layer: "
+            "plan {plan} lets replicas train independently, but batch_norm: sync connects them in every layer. Use "
             "batch_norm: local, or sync=allreduce.",
         )
     return None

@@ -42,8 +42,8 @@ def _without_its_degree(key: str, degree: str) -> None:
             return None
         return PlanProblem(
             "plan.key_without_its_degree",
-            "plan {plan} has {key}={value}, which is about {degree}, but {degree} is 1: {degree}=2, or leave out "
-            "{key}.",
+            "plan {plan} has {key}={value}, which has an effect only with {degree}, but {degree} is 1. Use "
+            "{degree}=2, or leave out {key}.",
             key=key,
             value="on" if value is True else value,
             degree=degree,
@@ -61,8 +61,8 @@ def _virtual_without_interleaving(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.virtual_without_interleaving",
-        "plan {plan} has virtual={virtual}, the number of stages of a rank with schedule=interleaved, but the schedule "
-        "is {schedule}: schedule=interleaved, or leave out virtual.",
+        "plan {plan} has virtual={virtual}, the number of stages of a rank with schedule=interleaved, but the "
+        "schedule is {schedule}. Use schedule=interleaved, or leave out virtual.",
         virtual=plan.virtual,
         schedule=plan.schedule,
     )
@@ -139,8 +139,8 @@ def _no_sequence_to_divide(context: PlanContext) -> PlanProblem | None:
     if not context.model_info.heads or not context.model_info.blocks:
         return PlanProblem(
             "plan.no_sequence_to_divide",
-            "plan {plan} divides the tokens between matrices, but the model has no blocks with attention over tokens: "
-            "sequence=off.",
+            "plan {plan} divides the tokens between matrices, but the model has no blocks with attention over "
+            "tokens. Use sequence=off.",
         )
     return undivided_tokens(context.tokens, "tp", plan.tp, plan.cp) if context.tokens else None
 
@@ -153,7 +153,7 @@ def _loss_over_stages(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.whole_batch_loss_over_stages",
-        "plan {plan} never has all outputs of a batch on one rank ({divided}), and the {loss} loss compares all "
+        "plan {plan} never has all outputs of a batch on one rank ({divided}), but the {loss} loss compares all "
         "samples of a batch with each other: {works}.",
         divided=divided,
         loss=context.job.loss.name.rpartition(":")[2],
@@ -171,7 +171,7 @@ def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
     if scope == "random":
         return PlanProblem(
             "plan.random_updates",
-            "plan {plan} has {has}, and {optimizer} draws random numbers, which differ: dp=1.",
+            "plan {plan} has {has}, but {optimizer} draws random numbers, which differ between ranks. Use dp=1.",
             has=count(plan.ranks, "rank"),
             optimizer=optimizer.name,
         )
@@ -182,7 +182,7 @@ def _updates_of_whole_parameters(context: PlanContext) -> PlanProblem | None:
     whole = {"parameter": "each parameter by values of the whole of it", "model": "all parameters by common values"}
     return PlanProblem(
         "plan.updates_of_whole_parameters",
-        "plan {plan} divides the model ({divided}), and {optimizer} updates {whole}: {choices} work, or {works}.",
+        "plan {plan} divides the model ({divided}), but {optimizer} updates {whole}. Use {choices}, or {works}.",
         divided=divided,
         optimizer=optimizer.name,
         whole=whole[scope],
@@ -197,8 +197,8 @@ def _loss_over_whole_sequences(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.loss_over_whole_sequences",
-        "plan {plan} divides each sample's tokens, and the loss with reduction batchmean divides by samples alone: "
-        "cp=1, or reduction: mean.",
+        "plan {plan} divides each sample's tokens, but the loss with reduction batchmean divides by the number of "
+        "samples. Use cp=1, or reduction: mean.",
     )
 
 
@@ -215,8 +215,8 @@ def _metrics_of_whole_samples(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.metric_of_whole_samples",
-        "plan {plan} divides each sample's tokens over {cp} ranks, but the metric {metric} needs whole samples: cp=1, "
-        "or a metric that is a ratio of two sums.",
+        "plan {plan} divides each sample's tokens over {cp} ranks, but the metric {metric} needs whole samples. "
+        "Use cp=1, or a metric that is a ratio of two sums.",
         cp=context.plan.cp,
         metric=whole[0],
     )
@@ -228,7 +228,8 @@ def _format_of_divided_images(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.channels_last_of_divided_models",
-        "plan {plan} divides the model, whose parts keep the ordinary layout of memory: memory_format=contiguous.",
+        "plan {plan} divides the model, and the parts of a model need the ordinary memory layout. Use "
+        "memory_format=contiguous.",
     )
 
 
@@ -238,8 +239,8 @@ def _graphs_of_divided_models(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.graphs_of_divided_models",
-        "plan {plan} replays graphs of kernels, which cannot hold the communication inside a divided model: "
-        "compile=on.",
+        "plan {plan} replays graphs of kernels, but such graphs cannot contain the communication inside a divided "
+        "model. Use compile=on.",
     )
 
 
@@ -258,8 +259,8 @@ def _compiled_v_schedule(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.compiled_v_schedule",
-        "plan {plan} computes gradients of inputs and of weights apart ({schedule}), which PyTorch cannot do with "
-        "compiled stages: compile=off, or schedule=interleaved.",
+        "plan {plan} computes gradients of inputs and of weights separately ({schedule}), which PyTorch cannot do "
+        "with compiled stages. Use compile=off, or schedule=interleaved.",
         schedule=plan.schedule,
     )
 

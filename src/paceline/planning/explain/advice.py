@@ -349,7 +349,10 @@ def hosts_added(number: int) -> Change:
         now = len(case.cluster.hosts)
         if now + number < 1:
             raise ClusterError(
-                "explain.hosts_negative", "{hosts} cannot be {number} fewer", hosts=count(now, "host"), number=-number
+                "explain.hosts_negative",
+                "the cluster cannot have {number} fewer hosts: it has only {hosts}",
+                hosts=count(now, "host"),
+                number=-number,
             )
         return devices((now + number) / now)(case)
 

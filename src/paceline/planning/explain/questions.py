@@ -170,7 +170,7 @@ def _precision(name: str) -> Change:
         if device.peak_flops.get(kind, 0.0) <= device.peak_flops.get("bf16", 0.0):
             raise PlanError(
                 "explain.not_faster",
-                "{device} computes no faster in {precision}, or not at all",
+                "{device} is not faster in {precision}, or does not support it",
                 device=device.name,
                 precision=name,
             )
@@ -217,7 +217,7 @@ def _cluster(text: str) -> Change:
         meant = f' Did you mean "{near}"?' if (near := closest(text, known)) else ""
         raise PlanError(
             "explain.question_unknown",
-            'what if "{text}": this is not understood.{meant} Ask for {examples}',
+            '--what-if "{text}" is not valid.{meant} Valid questions are {examples}',
             text=text,
             meant=meant,
             examples=_EXAMPLES,

@@ -92,7 +92,7 @@ def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
     if sum(value is not None for value in goal) > 1:
         raise PlanError(
             "cost.amounts_conflict",
-            "name one of --tokens, --samples and --loss; each of them is an amount of training",
+            "give only one of --tokens, --samples and --loss, because each of them sets the amount of training",
         )
     of_step = job.global_batch * trace.tokens
     if goal.samples is not None:
@@ -100,11 +100,11 @@ def amount_of(job: Job, trace: ModelTrace, goal: Goal) -> Amount:
     if goal.tokens is None and goal.loss is None:
         if job.stop.steps is None:
             raise PlanError(
-                "cost.amount_missing", "the job's stop rule names no steps: name --tokens, --samples or --loss"
+                "cost.amount_missing", "the job's stop rule sets no number of steps: add --tokens, --samples or --loss"
             )
         return Amount(job.stop.steps, f"the job's {count(job.stop.steps, 'step')}")
     if trace.tokens == 1:
-        raise PlanError("cost.not_tokens", "samples of {job} are not sequences of tokens: name --samples", job=job.name)
+        raise PlanError("cost.not_tokens", "samples of {job} are not sequences of tokens: use --samples", job=job.name)
     if goal.tokens is not None:
         return Amount(math.ceil(goal.tokens / of_step), f"{large(goal.tokens)} tokens")
     assert goal.loss is not None
@@ -115,7 +115,7 @@ def _to_loss(job: Job, trace: ModelTrace, loss: float, of_step: int) -> Amount:
     if any(block.experts for block in trace.blocks):
         raise PlanError(
             "cost.no_law_for_experts",
-            "the scaling laws were fitted to dense models, but this model is a mixture of experts: name --tokens",
+            "the scaling laws were fitted to dense models, but this model is a mixture of experts: use --tokens",
         )
     parameters = trace.parameters
     tokens = BESIROGLU.tokens(parameters, loss)
@@ -261,7 +261,7 @@ def training_run(
         if goodput < _LEAST_GOODPUT:
             raise PlanError(
                 "cost.no_time_left",
-                "{what}, {rate:g} interruptions a day on each host leave no time to train",
+                "{what}: with {rate:g} interruptions per day on each host, no time is left for training",
                 what=what,
                 rate=rate,
             )
@@ -375,8 +375,8 @@ class ScalingLaw:
         if loss <= self.floor:
             raise PlanError(
                 "cost.loss_below_floor",
-                "no model reaches a loss of {loss:g} nats per token: {law} ({source}) put the floor at {floor:g} on "
-                "their data. Name a loss above it, or --tokens.",
+                "no model reaches a loss of {loss:g} nats per token: according to {law} ({source}), the lowest "
+                "possible loss on their data is {floor:g}. Choose a higher loss, or use --tokens.",
                 loss=loss,
                 law=self.name,
                 source=self.source,
@@ -386,9 +386,9 @@ class ScalingLaw:
             enough = (self.a / (loss - self.floor)) ** (1 / self.alpha)
             raise PlanError(
                 "cost.loss_below_models_floor",
-                "a model of {parameters} parameters does not reach a loss of {loss:g} nats per token with any number "
-                "of tokens: its floor is {least:.3f} by {law} ({source}). A model needs more than {needed} parameters "
-                "for it.",
+                "according to {law} ({source}), a model of {parameters} parameters does not reach a loss of "
+                "{loss:g} nats per token with any number of tokens: its lowest loss is {least:.3f}. This loss "
+                "needs more than {needed} parameters.",
                 parameters=large(parameters),
                 loss=loss,
                 least=least,

@@ -209,7 +209,7 @@ def which_cluster(
     if not options:
         reasons_text = "\n".join(f"{machines}: {reason}" for machines, reason in refused)
         raise PlanError(
-            "offers.none_can_run", "nothing on the list can run {job}:\n{reasons}", job=job.name, reasons=reasons_text
+            "offers.none_can_run", "no offer on the list can run {job}:\n{reasons}", job=job.name, reasons=reasons_text
         )
     return ClusterChoice(job, amount, offers, tuple(options), tuple(refused), budget, deadline_s)
 
@@ -285,12 +285,13 @@ class Offer(Spec):
         if named.hosts > 1:
             raise InvalidValue(
                 "offers.several_hosts",
-                '"{text}" is {hosts} hosts. Name one, and put the largest number of hosts in `hosts`.',
+                '"{text}" describes {hosts} hosts. Describe a single host, and put the largest number of hosts '
+                "into `hosts`.",
                 text=text,
                 hosts=named.hosts,
             )
         if named.price_per_hour is not None:
-            raise InvalidValue("offers.with_price", '"{text}" has a price. Put it in `price`.', text=text)
+            raise InvalidValue("offers.with_price", '"{text}" contains a price. Put the price into `price`.', text=text)
         return text
 
     @property
@@ -346,7 +347,8 @@ def _from_csv(file: Path) -> Offers:
         if None in row:
             raise ClusterError(
                 "offers.too_many_values",
-                '{file}, line {line}: there are more values than columns. Quote a name with a comma: "8xH100, 400gbit"',
+                "{file}, line {line}: the line has more values than columns. Put quotes around a name with a "
+                'comma: "8xH100, 400gbit"',
                 file=file,
                 line=line,
             )
@@ -359,7 +361,7 @@ def _from_csv(file: Path) -> Offers:
     if not offers:
         raise ClusterError(
             "offers.empty",
-            "{file} has no offer. Write a first line cluster,price,hosts and one line for each offer.",
+            "{file} contains no offer. Write cluster,price,hosts on the first line, and one line for each offer.",
             file=file,
         )
     return Offers(offers=tuple(offers))

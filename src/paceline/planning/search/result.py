@@ -234,7 +234,7 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
     if missing := smallest_that_works(layout, job.global_batch):
         return PlanError(
             "plan.no_fit",
-            "{job} fits on {cluster} under no plan. {advice}",
+            "no plan fits {job} on {cluster}. {advice}",
             job=job.name,
             cluster=cluster.name,
             advice=missing,

@@ -237,7 +237,7 @@ def _only_plan_errors(divide: Callable[[], Split], plan: Plan, batch: Batch | No
         what = next(iter(str(error).splitlines()), "")
         raise PlanError(
             "plan.model_not_divisible",
-            "plan {plan}: this model cannot be divided this way: {kind}: {error}",
+            "plan {plan}: this model cannot be divided in this way: {kind}: {error}",
             plan=plan,
             kind=type(error).__name__,
             error=what,

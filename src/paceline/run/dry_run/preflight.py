@@ -78,7 +78,9 @@ class Preflight:
             if not context.plan.splits:
                 return None
             if context.plan not in self._known and (len(self._known) > _MOST_CANDIDATES or time.monotonic() > until):
-                return PlanProblem("plan.not_tried", "plan {plan} was not tried: there was no time.", plan=context.plan)
+                return PlanProblem(
+                    "plan.not_tried", "plan {plan} was not measured, because no time was left.", plan=context.plan
+                )
             return first(self.reasons(context.plan))
 
         def loss(context: PlanContext) -> PlanProblem | None:

@@ -267,7 +267,7 @@ class Engine(RankEngine):
         if not self.has_loss:
             raise JobError(
                 "loop.step_without_loss",
-                "step needs a loss: paceline.setup(model, optimizer, loss=loss, loader=loader); or call "
+                "step needs a loss: use paceline.setup(model, optimizer, loss=loss, loader=loader), or call "
                 "engine.backward and engine.update",
             )
         self.steps.check_no_closure(self.steps.numbers(()))
@@ -499,5 +499,5 @@ def refuse_model_of_another_engine(model: nn.Module, group: Group) -> None:
         raise JobError(
             "setup.twice",
             "an engine of an earlier paceline.setup still trains this model. Call engine.close() before the second "
-            "setup, or set it up once, outside of the loop.",
+            "setup, or call setup only once, outside of the loop.",
         )

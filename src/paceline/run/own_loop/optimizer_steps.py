@@ -117,7 +117,7 @@ class OptimizerSteps:
         if len(numbers) != len(optimizers):
             raise JobError(
                 "loop.other_optimizer",
-                "backward and update take the optimizers that paceline.setup was given, each once",
+                "backward and update accept only the optimizers that paceline.setup was given, each of them once",
             )
         return numbers
 
@@ -158,9 +158,9 @@ class OptimizerSteps:
             if named and any(p.grad is not None for p in self.parameters_of({number})):
                 raise JobError(
                     "loop.stale_gradients",
-                    "optimizer {optimizer} still has gradients of an earlier loss, whose update used another "
-                    "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear them "
-                    "with optimizer.zero_grad().",
+                    "optimizer {optimizer} still has gradients of an earlier loss, which was applied with another "
+                    "optimizer. Name the optimizer in that call too, engine.backward(loss, optimizer), or clear "
+                    "them with optimizer.zero_grad().",
                     optimizer=number,
                 )
             self.gradients[number] = "reduced"
@@ -220,9 +220,9 @@ class OptimizerSteps:
         if None in owners:
             raise JobError(
                 "loop.optimizer_unknown",
-                "{class_name} steps on parameters that paceline.setup was not given, so every rank would train its "
-                "own. Give setup all models and optimizers, setup([model, other], [optimizer, other_optimizer], …). "
-                "If every rank should train one by itself, call engine.ignore(optimizer).",
+                "{class_name} updates parameters that paceline.setup was not given, so every rank would train its "
+                "own copy. Pass all models and optimizers to setup: setup([model, other], [optimizer, "
+                "other_optimizer], …). If every rank should train its own copy, call engine.ignore(optimizer).",
                 class_name=type(optimizer).__name__,
             )
         for number in owners:
@@ -233,8 +233,8 @@ class OptimizerSteps:
         if self.gradients.get(number) == "own":
             raise SyncError(
                 "loop.gradients_not_reduced",
-                "the newest gradients are this rank's alone (sync=False). The last engine.backward before "
-                "optimizer.step() needs sync=True; or write engine.update().",
+                "the newest gradients are those of this rank alone (sync=False). The last engine.backward before "
+                "optimizer.step() needs sync=True; or call engine.update().",
             )
         if number not in self.gradients:
             raise SyncError(
@@ -270,8 +270,8 @@ class Optimizers:
             if shared := [p for p in optimizer.state if p in together]:
                 raise CheckpointError(
                     "checkpoint.parameter_of_two_optimizers",
-                    "two optimizers step on a parameter of shape {shape}, so its state has no single name. Give each "
-                    "parameter to one optimizer.",
+                    "two optimizers update the same parameter of shape {shape}, so its state has no unique name. "
+                    "Give each parameter to only one optimizer.",
                     shape=tuple(shared[0].shape),
                 )
             together |= optimizer.state
@@ -376,9 +376,9 @@ class LossShares:
         if self.data_group.size > 1 and self.loaders and all(loader.position is None for loader in self.loaders):
             raise DataError(
                 "loop.loader_unused",
-                "setup was given a DataLoader, but nothing was read from engine.loader yet, so this loss belongs to "
-                "other data. Write `for batch in engine.loader`, which yields this rank's part. If every rank has its "
-                "own data, give setup no loader.",
+                "setup was given a DataLoader, but no batch was read from engine.loader yet, so this loss belongs "
+                "to other data. Use `for batch in engine.loader`, which yields this rank's part. If every rank has "
+                "its own data, call setup without a loader.",
             )
 
     def _share(self) -> float:
@@ -401,7 +401,7 @@ class LossShares:
             raise DataError(
                 "loop.weight_unknown",
                 "the loaders' last batches are divided in different proportions, so the weight of this loss is not "
-                "known. Say how many items it is the mean of: engine.backward(loss, items=len(x))",
+                "known. Pass the number of items: engine.backward(loss, items=len(x))",
             )
         self._read_ahead = self._read_ahead or any(_skipped(before, now) for now, before in seen.values())
         share = shares.pop() if shares else 1.0 / self.data_group.size
@@ -410,9 +410,9 @@ class LossShares:
         ):
             raise DataError(
                 "loop.read_ahead",
-                "the loop reads batches ahead of their losses, and they are divided in different proportions, so the "
-                "weight of this loss is not known. Say how many items it is the mean of, engine.backward(loss, "
-                "items=len(x)), or set drop_last=True.",
+                "the loop reads batches ahead of their losses, and these batches are divided in different "
+                "proportions, so the weight of this loss is not known. Pass the number of items, "
+                "engine.backward(loss, items=len(x)), or set drop_last=True.",
             )
         self._seen |= {number: now for number, (now, _) in seen.items()}
         return share
@@ -438,21 +438,21 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise JobError(
             "loop.loss_not_a_number",
-            "backward takes this rank's mean loss, a single number with a gradient; this is {found}",
+            "backward needs this rank's mean loss, a single number with a gradient, but got {found}",
             found=what,
         )
     if engine.precision in ("bf16", "fp16") and not casts:
         raise JobError(
             "loop.no_autocast",
-            "precision={precision}: compute the model and the loss within `with engine.autocast():`, or they stay in "
-            "fp32",
+            "precision={precision}: compute the model and the loss inside `with engine.autocast():`, because they "
+            "stay in fp32 otherwise",
             precision=engine.precision,
         )
     plan = engine.plan
     if engine.local_steps and engine.split is not None:
         raise PlanError(
             "loop.rule_needs_step",
-            "plan {plan}: with sync={sync}, divided replicas are trained only by engine.step(batch)",
+            "plan {plan}: with sync={sync}, divided replicas can be trained only by engine.step(batch)",
             plan=plan,
             sync=plan.sync,
         )
@@ -460,14 +460,15 @@ def check_backward(engine: Engine, loss: Any, *, casts: bool, sync: bool) -> Non
     if engine.split is not None and not sync:
         raise PlanError(
             "loop.backward_without_sync",
-            "plan {plan} divides the model, but engine.backward(loss, sync=False) needs dp={size}. Leave sync out.",
+            "plan {plan} divides the model, but engine.backward(loss, sync=False) needs undivided replicas: "
+            "dp={size}. Leave sync out.",
             plan=plan,
             size=engine.group.size,
         )
     if engine.compute.divides_logits:
         raise PlanError(
             "loop.loss_under_tp",
-            "tp: leave the loss out of setup, so that the model returns whole logits to your own loss",
+            "tp: do not pass the loss to setup, so that the model returns whole logits to your own loss",
         )
 
 
@@ -487,8 +488,8 @@ def check_all_step(plan: Plan, stepped: int, optimizers: int) -> None:
     if stepped < optimizers:
         raise PlanError(
             "loop.rule_counts_steps",
-            "sync={sync} counts the steps of a replica, but several optimizers take different steps. Use "
-            "sync=allreduce.",
+            "sync={sync} counts the steps of a replica, but the optimizers of this loop take different numbers of "
+            "steps. Use sync=allreduce.",
             sync=plan.sync,
         )
 
@@ -519,8 +520,8 @@ class Refusals:
         def refuse(memo: Any) -> Any:
             raise JobError(
                 "loop.copy_of_divided",
-                "plan {plan} divides the model, so a copy of it (AveragedModel, deepcopy) would not be a whole model. "
-                "Copy it before setup and update the copy from engine.export, or use dp={ranks}.",
+                "plan {plan} divides the model, so a copy of the model (AveragedModel, deepcopy) would be "
+                "incomplete. Copy it before setup and update the copy from engine.export, or use dp={ranks}.",
                 plan=plan,
                 ranks=ranks,
             )
@@ -552,7 +553,7 @@ class NoLoader:
     def __iter__(self) -> Iterator[Any]:
         raise DataError(
             "loop.no_loader",
-            "setup was given no loader. Pass a DataLoader to setup, or iterate over one of engine.deal(loader).",
+            "setup was called without a loader. Pass a DataLoader to setup, or iterate over engine.deal(loader).",
         )
 
     def fill_every_rank(self, what: str) -> None:
@@ -570,4 +571,4 @@ class NoLoader:
 
 def no_loss(output: Any, target: Any) -> Tensor:
     """Raise an error; placeholder for a loss in loops that compute their own."""
-    raise JobError("loop.no_loss", "setup was given no loss")
+    raise JobError("loop.no_loss", "setup was called without a loss")

@@ -49,7 +49,7 @@ def _by_keyword(function: Callable[P, Engine]) -> Callable[P, Engine]:
         if len(args) > 2:
             raise JobError(
                 "setup.not_by_keyword",
-                "setup got {count} arguments without a name. Only model and optimizer go without one: write "
+                "setup got {count} positional arguments. Only model and optimizer can be positional: write "
                 "paceline.setup(model, optimizer, loss=loss, loader=loader).",
                 count=len(args),
             )
@@ -186,8 +186,8 @@ def _divided(
     if outside := [name for name, tensor in extra.items() if id(tensor) in trained]:
         raise PlanError(
             "setup.parameters_outside",
-            "plan {plan} divides the model's parameters, but the optimizer holds others: {outside}. Make them "
-            "parameters of the model, or use dp={size}.",
+            "plan {plan} divides the model's parameters, but the optimizer also contains other parameters: "
+            "{outside}. Make them parameters of the model, or use dp={size}.",
             plan=plan,
             outside=list(outside[:3]),
             size=group.size,
@@ -195,7 +195,7 @@ def _divided(
     if dealt is None:
         raise DataError(
             "setup.loader_needed",
-            "plan {plan} divides the model according to its batches. Give setup a loader, or use dp={size}.",
+            "plan {plan} needs the batches to divide the model. Pass a loader to setup, or use dp={size}.",
             plan=plan,
             size=group.size,
         )
@@ -244,14 +244,15 @@ def _check_loss(loss: Any) -> None:
     if isinstance(loss, DataLoader):
         raise JobError(
             "setup.loader_as_loss",
-            "setup got a DataLoader as its loss. Write paceline.setup(model, optimizer, loss=loss, loader=loader); or "
-            "paceline.setup(model, optimizer, loader=loader) if your loop computes the loss itself.",
+            "a DataLoader was passed to setup as the loss. Use paceline.setup(model, optimizer, loss=loss, "
+            "loader=loader), or paceline.setup(model, optimizer, loader=loader) if your loop computes the loss "
+            "itself.",
         )
     if loss is not None and not callable(loss):
         raise JobError(
             "setup.loss_invalid",
-            "setup got a {class_name} as loss. It needs a function loss(output, target) or an nn.Module, for example "
-            "torch.nn.CrossEntropyLoss().",
+            "a {class_name} was passed to setup as the loss. The loss must be a function loss(output, target) or "
+            "an nn.Module, for example torch.nn.CrossEntropyLoss().",
             class_name=type(loss).__name__,
         )
 
@@ -260,14 +261,15 @@ def _check_settings(settings: Settings) -> None:
     if settings.nonfinite not in ("stop", "skip"):
         raise JobError(
             "setup.nonfinite_invalid",
-            "nonfinite={nonfinite!r}: your own loop can stop or skip. Rewinding needs checkpoints, see paceline.train.",
+            "nonfinite={nonfinite!r}: your own loop supports only stop and skip. To rewind, use paceline.train, "
+            "which has checkpoints.",
             nonfinite=settings.nonfinite,
         )
     known = get_args(Precision)
     if settings.precision not in known:
         raise JobError(
             "setup.precision_invalid",
-            "precision={precision!r} is not one of {choices}",
+            "precision must be one of {choices}, not {precision!r}",
             precision=settings.precision,
             choices=list(known),
         )
@@ -280,7 +282,8 @@ def _check_settings(settings: Settings) -> None:
     if settings.clip_norm is not None and settings.clip_norm <= 0:
         raise JobError(
             "setup.clip_norm_invalid",
-            "clip_norm={clip_norm:g}: the largest norm of the gradient is more than 0. Leave it out to clip nothing.",
+            "clip_norm={clip_norm:g}: the largest norm of the gradient must be more than 0. Leave it out to "
+            "disable clipping.",
             clip_norm=settings.clip_norm,
         )
     if settings.buffers not in ("same", "local"):
@@ -307,14 +310,14 @@ def _refuse_own_forward(plan: Plan, loss: Any) -> None:
     if loss is None and plan.compile != "off":
         raise PlanError(
             "setup.compile",
-            "compile={compile} compiles what engine.step computes. In your own loop call model.compile().",
+            "compile={compile} compiles only engine.step. In your own loop, call model.compile().",
             compile=plan.compile,
         )
     if loss is None and plan.microbatches > 1:
         raise PlanError(
             "setup.microbatches",
-            "microbatches={microbatches} divides the batches of engine.step. In your own loop call "
-            "engine.backward(loss, sync=False) for all parts of a batch but the last.",
+            "microbatches={microbatches} divides only the batches of engine.step. In your own loop, call "
+            "engine.backward(loss, sync=False) for all parts of a batch except the last.",
             microbatches=plan.microbatches,
         )
 
@@ -323,7 +326,7 @@ def _check_ranks(plan: Plan, group: Group) -> None:
     if plan.num_workers:
         raise PlanError(
             "setup.num_workers",
-            "plan {plan} has loader processes, but here your loader starts them: DataLoader(…, "
+            "plan {plan} has loader processes, but in your own loop the loader starts them: DataLoader(…, "
             "num_workers={num_workers}), and num_workers=0 in the plan",
             plan=plan,
             num_workers=plan.num_workers,
@@ -344,7 +347,7 @@ def _check_rule(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> None
     if len(optimizers) > 1 and not sync_info(plan.sync).several_optimizers:
         raise PlanError(
             "setup.several_optimizers",
-            "sync={sync} trains one optimizer. With several, use sync=allreduce.",
+            "sync={sync} supports one optimizer. With several optimizers, use sync=allreduce.",
             sync=plan.sync,
         )
 
@@ -367,7 +370,7 @@ def _check_loss_scale(plan: Plan, settings: Settings) -> None:
         if not exact:
             raise PlanError(
                 "setup.fp16_inexact",
-                "precision=fp16 scales the loss, but {key}={value} keeps errors of scaled gradients. Use "
+                "precision=fp16 scales the loss, but {key}={value} stores errors of scaled gradients. Use "
                 "precision=bf16, or leave out {key}.",
                 key=key,
                 value=value,
@@ -380,14 +383,14 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     if not any(p in own for parameters in held for p in parameters):
         raise JobError(
             "setup.optimizer_of_other_model",
-            "the optimizer holds none of the model's parameters. Make it from model.parameters() of the model given "
-            "here.",
+            "the optimizer contains none of the model's parameters. Create it from model.parameters() of the model "
+            "that setup is given.",
         )
     if len({p for parameters in held for p in parameters}) < sum(map(len, held)):
         raise JobError(
             "setup.parameter_of_two_optimizers",
-            "two of the optimizers hold the same parameter, so it is not clear which update it waits for. Give it to "
-            "one optimizer.",
+            "two of the optimizers contain the same parameter, so it is not clear which of them updates it. Give "
+            "it to only one optimizer.",
         )
 
 
@@ -402,8 +405,8 @@ def _check_plain(model: nn.Module) -> None:
             where = f"the model's {name}" if name else "the model"
             raise JobError(
                 "setup.wrapped",
-                "{where} is wrapped by {class_name}, but paceline distributes the work itself. Give setup the plain "
-                "model (and choose fsdp=… in the plan).",
+                "{where} is wrapped in {class_name}, but paceline distributes the work itself. Pass the plain "
+                "model to setup (and choose fsdp=… in the plan).",
                 where=where,
                 class_name=kind.__name__,
             )
@@ -444,7 +447,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     if "fused" not in optimizer.defaults:
         raise PlanError(
             "setup.not_fused",
-            "fused=on: {class_name} has no fused step in torch. Leave fused out.",
+            "fused=on: torch has no fused step for {class_name}. Leave fused out.",
             class_name=type(optimizer).__name__,
         )
     for group in optimizer.param_groups:

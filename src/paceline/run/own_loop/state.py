@@ -119,7 +119,7 @@ def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, 
     if saved is None:
         raise CheckpointError(
             "checkpoint.of_train",
-            "{path} belongs to a run of paceline.train; engine.load reads what engine.save wrote",
+            "{path} belongs to a run of paceline.train, but engine.load reads only files of engine.save",
             path=loaded.path,
         )
     _check_objects(loaded, saved, objects)
@@ -203,8 +203,9 @@ def _check_folder(engine: Engine, folder: Path) -> None:
         if other != everyones[0]:
             raise CheckpointError(
                 "checkpoint.folders_differ",
-                "the folder of checkpoints is {first} on rank 0 and {other} on rank {rank}, but all ranks write into "
-                "one. Give the same name on each (every rank makes its own temporary folder).",
+                "the checkpoint folder is {first} on rank 0 and {other} on rank {rank}, but all ranks must write "
+                "into one folder. Give the same name on each rank (a temporary folder has a different name on "
+                "every rank).",
                 first=everyones[0],
                 other=other,
                 rank=rank,
@@ -223,7 +224,7 @@ def _shared_and_own(
         if local(tensor) is not tensor:
             raise CheckpointError(
                 "checkpoint.value_divided",
-                "the plan divides {name} over the ranks. Keep such state out of engine.save, or use dp.",
+                "the plan divides {name} over the ranks. Do not pass such state to engine.save, or use dp.",
                 name=name,
             )
     # A sum and a sum of squares are enough to find the tensors that differ between ranks.
@@ -237,8 +238,8 @@ def _shared_and_own(
         ]:
             raise CheckpointError(
                 "checkpoint.values_differ",
-                "{name} differs between rank 0 and rank {rank}, but what is saved by name must be the same on every "
-                "rank. Make it from engine.mean(…) or from numbers that all ranks have.",
+                "{name} differs between rank 0 and rank {rank}, but values that are saved by name must be equal on "
+                "all ranks. Compute it with engine.mean(…) or from numbers that all ranks have.",
                 name=differs[0],
                 rank=rank,
             )
@@ -252,7 +253,7 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
         there = ", ".join(saved) or "nothing by name"
         raise CheckpointError(
             "checkpoint.name_missing",
-            "{path} holds no {name!r}; engine.save was given {there}",
+            "{path} contains no {name!r}; engine.save was given {there}",
             path=loaded.path,
             name=unknown[0],
             there=there,
@@ -260,8 +261,8 @@ def _check_objects(loaded: Loaded, saved: Mapping[str, Any], objects: Mapping[st
     if plain := [name for name, value in objects.items() if not hasattr(value, "load_state_dict")]:
         raise CheckpointError(
             "checkpoint.value_not_loadable",
-            "engine.load was given {name!r}, which has no load_state_dict. Leave it out, and take its value from what "
-            "engine.load returns.",
+            "engine.load was given {name!r}, which has no load_state_dict. Leave it out, and read its value from "
+            "the result of engine.load.",
             name=plain[0],
         )
 
@@ -273,10 +274,11 @@ def _refuse_other_data(engine: Engine, loaded: Loaded) -> None:
         if what := changed_data(saved, loader.fingerprint()):
             problem = DataError(
                 "data.changed_since_saved",
-                "the data set {dataset} has changed since {path} was written: {change}. The saved position and order "
-                "belong to the earlier data set. Restore that data set. To train on the new one from these weights, "
-                "call engine.export(file) in the earlier loop. Then call "
-                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without engine.load",
+                "the data set {dataset} has changed since {path} was written: {change}. The saved position and "
+                "order belong to the earlier data set. Restore that data set. To train on the new data set from "
+                "these weights, call engine.export(file) in the earlier loop. Then call "
+                "model.load_state_dict(safetensors.torch.load_file(file)) before paceline.setup, without "
+                "engine.load",
                 dataset=loader.name,
                 path=loaded.path,
                 change=what,
@@ -329,8 +331,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {_KIND: kind, "entries": pairs}
     raise CheckpointError(
         "checkpoint.value_unsupported",
-        "{name} is a {module}.{kind}, which a checkpoint cannot hold. Give numbers, text, lists, dicts and tensors, "
-        "or an object whose state_dict has only these.",
+        "{name} is a {module}.{kind}, which a checkpoint cannot hold. Give numbers, text, lists, dicts and "
+        "tensors, or an object whose state_dict has only these.",
         name=name,
         module=type(value).__module__,
         kind=kind,
@@ -363,7 +365,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
     if engine.plan.pp > 1 or engine.plan.cp > 1:
         raise PlanError(
             "loop.measure_by_engine",
-            "plan {plan} runs the forward pass itself. Leave `measure` out, and evaluate the loss given to setup.",
+            "plan {plan} runs the forward pass itself. Leave `measure` out to evaluate the loss that setup was given.",
             plan=engine.plan,
         )
     sums: dict[str, tuple[float, float]] = {}
@@ -377,7 +379,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
             if not isinstance(found, Mapping):
                 raise JobError(
                     "loop.measure_not_a_dict",
-                    'measure(batch) returns a dict of numbers such as {{"loss": loss}}; this one returned a '
+                    'measure(batch) must return a dict of numbers such as {{"loss": loss}}, but it returned a '
                     "{class_name}",
                     class_name=type(found).__name__,
                 )
@@ -398,8 +400,8 @@ def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str
     if not engine.has_loss:
         raise JobError(
             "loop.evaluate_without_loss",
-            "setup was given no loss. Say what to measure: engine.evaluate(loader, measure) with measure(batch) -> "
-            "dict",
+            "setup was called without a loss. Pass a function that measures: engine.evaluate(loader, measure) with "
+            "measure(batch) -> dict",
         )
     batches = 0
 

@@ -120,7 +120,7 @@ class Run:
         if (path / "job.yaml").exists():
             raise RunError(
                 "run.directory_in_use",
-                "{path} holds a run already. Continue it with --resume, or name another directory.",
+                "{path} already contains a run. Continue it with --resume, or name another directory.",
                 path=path,
             )
         names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
@@ -209,8 +209,8 @@ class Run:
             ):
                 raise RunError(
                     "run.file_invalid",
-                    "{file} does not have the form in which paceline writes it: its lines are too long, its lists too "
-                    "long, or it has YAML aliases",
+                    "{file} does not have the form in which paceline writes it: its lines or lists are too long, "
+                    "or it has YAML aliases",
                     file=file,
                 )
             return Cluster.load(file)
@@ -373,7 +373,7 @@ class JsonLines:
                 if self._fd < 0 or not self.lossy:
                     raise RunError(
                         "run.record_unwritable",
-                        "{file} cannot be written: {reason}. Make room, then continue with --resume.",
+                        "{file} cannot be written: {reason}. Free some space, then continue with --resume.",
                         file=self.path,
                         reason=error.strerror,
                     ) from error
@@ -451,7 +451,7 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
+            "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror or error,
         ) from error

@@ -150,7 +150,7 @@ def step_time_ratios(run: Run) -> list[list[float]]:
     if not found:
         raise RunError(
             "run.too_few_steps",
-            "{run}: no rank has {needed} steps with compute times after the first {warm_up}. Give a number to "
+            "{run}: no rank has {needed} steps with compute times after the first {warm_up}. Pass a number to "
             "--straggler-sigma instead.",
             run=run.path,
             needed=_FEWEST,

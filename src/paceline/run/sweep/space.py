@@ -66,7 +66,7 @@ def values_of(texts: Sequence[str]) -> dict[str, Values]:
         if not (key and equals and listed):
             raise JobError(
                 "sweep.not_key_values",
-                "--grid {text}: name a key of the job and its values, {example}",
+                "--grid {text}: give a key of the job and its values, {example}",
                 text=text,
                 example=_EXAMPLE,
             )
@@ -98,7 +98,7 @@ def _range(key: str, text: str) -> Range:
     if kind not in RANGES:
         raise JobError(
             "sweep.unknown_range",
-            "--grid {key}: there is no range {kind!r}. {hint}",
+            "--grid {key}: unknown range {kind!r}. {hint}",
             key=key,
             kind=kind,
             hint=nearest(kind, RANGES),
@@ -108,7 +108,7 @@ def _range(key: str, text: str) -> Range:
     except ValueError:
         raise JobError(
             "sweep.range_ends",
-            "--grid {key}: {kind} takes two numbers, e.g. {kind}(1,8), not ({inside})",
+            "--grid {key}: {kind} needs two numbers, e.g. {kind}(1,8), not ({inside})",
             key=key,
             kind=kind,
             inside=inside,
@@ -116,17 +116,17 @@ def _range(key: str, text: str) -> Range:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise JobError(
             "sweep.range_order",
-            "--grid {key}: the first end of {text} should be less than the second one",
+            "--grid {key}: the first end of {text} must be less than the second",
             key=key,
             text=text,
         )
     if kind == "loguniform" and low <= 0:
         raise JobError(
-            "sweep.range_not_positive", "--grid {key}: the ends of {text} should be more than 0", key=key, text=text
+            "sweep.range_not_positive", "--grid {key}: the ends of {text} must be more than 0", key=key, text=text
         )
     if kind == "int" and not (low.is_integer() and high.is_integer()):
         raise JobError(
-            "sweep.range_not_whole", "--grid {key}: the ends of {text} should be whole numbers", key=key, text=text
+            "sweep.range_not_whole", "--grid {key}: the ends of {text} must be whole numbers", key=key, text=text
         )
     return Range(cast("Any", kind), low, high)
 
@@ -147,13 +147,13 @@ def combinations(space: Mapping[str, Values], draws: int | None = None, seed: in
         if ranges:
             raise JobError(
                 "sweep.range_in_grid",
-                "--grid {key}: a range is drawn from, so say how many draws: --random 20",
+                "--grid {key}: values are drawn from a range, so give the number of draws: --random 20",
                 key=ranges[0],
             )
         if size > _MOST:
             raise JobError(
                 "sweep.too_many",
-                "the grid has {size:,} combinations, more than {most:,}. Draw from it with --random",
+                "the grid has {size:,} combinations, more than {most:,}. Draw a sample of them with --random",
                 size=size,
                 most=_MOST,
             )
@@ -162,7 +162,7 @@ def combinations(space: Mapping[str, Values], draws: int | None = None, seed: in
     if draws > min(size, _MOST):
         raise JobError(
             "sweep.too_many_draws",
-            "--random {draws}: there are only {size:,.0f} combinations to draw",
+            "--random {draws}: only {size:,.0f} combinations exist",
             draws=draws,
             size=min(size, _MOST),
         )

@@ -127,7 +127,7 @@ class Sweep:
         if self.request.repeat > 1 and any("seed" in each for each in self.parameters):
             raise JobError(
                 "sweep.seed_and_repeat",
-                "--repeat gives each run of a combination a seed of its own: leave seed out of --grid",
+                "--repeat gives each run of a combination a different seed: leave seed out of --grid",
             )
         found: dict[str, dict[str, Any]] = {}
         jobs: list[Job] = []
@@ -138,7 +138,7 @@ class Sweep:
                 job = Job.load(self.request.job, set=[*self.request.set, *parameters.items()])
                 if (same := found.setdefault(job.to_yaml(), parameters)) is not parameters:
                     raise JobError(
-                        "sweep.same_job", "this is the same job as {same}: leave one of them out", same=titled(same)
+                        "sweep.same_job", "this job is the same as {same}: leave one of them out", same=titled(same)
                     )
                 self._check(job)
                 jobs.append(job)
@@ -150,7 +150,7 @@ class Sweep:
         if errors:
             refused = Problem(
                 "sweep.refused",
-                "{wrong} of {count} combinations cannot run, so nothing was started",
+                "{wrong} of {count} combinations cannot run, so no run was started",
                 wrong=len(errors),
                 count=len(self.parameters),
             )
@@ -202,7 +202,7 @@ class Sweep:
             if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
                 raise RunError(
                     "sweep.not_a_sweep",
-                    "{path} is not a sweep's directory: it has no {file}. Name a new one with --out.",
+                    "{path} is not a sweep's directory: it has no {file}. Name a new directory with --out.",
                     path=self.path,
                     file=FILE,
                 )
@@ -278,7 +278,7 @@ class Sweep:
         except OSError as error:
             raise RunError(
                 "sweep.cannot_keep",
-                "the sweep cannot be kept in {path}: {reason}. Name a directory with --out.",
+                "the sweep cannot be stored in {path}: {reason}. Name another directory with --out.",
                 path=self.path,
                 reason=error.strerror,
             ) from error
@@ -409,8 +409,8 @@ def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool
     if name not in metrics:
         raise JobError(
             "sweep.metric_not_measured",
-            "--metric {name}: the job does not measure it. {hint} List it in metrics, and hold out samples to measure "
-            "it on.",
+            "--metric {name}: the job does not measure it. {hint} Add it to metrics, and hold out samples to "
+            "measure it on.",
             name=name,
             hint=nearest(name, [*metrics, "loss"]),
         )
@@ -418,7 +418,7 @@ def compared(job: Job, metric: str | None, mode: Mode | None) -> tuple[str, bool
     if higher is None:
         raise JobError(
             "sweep.metric_direction",
-            "--metric {name}: say whether a higher value is better (--mode max) or a lower one (--mode min)",
+            "--metric {name}: state whether a higher value is better (--mode max) or a lower one (--mode min)",
             name=name,
         )
     return name, bool(higher)

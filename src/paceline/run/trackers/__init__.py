@@ -143,7 +143,7 @@ def make(name: str, run: TrackedRun, settings: Mapping[str, Any]) -> Tracker:
         return made(run, **settings)
     except TypeError as error:
         raise JobError(
-            "tracker.not_made", 'tracker "{name}" cannot be made: {error}', name=name, error=error
+            "tracker.not_made", 'tracker "{name}" cannot be created: {error}', name=name, error=error
         ) from error
 
 

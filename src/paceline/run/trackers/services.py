@@ -220,7 +220,7 @@ class TensorBoard:
     def _explained(self, error: OSError) -> RunError:
         return RunError(
             "tracker.unwritable",
-            "{path} cannot be written: {reason}. Make room, then continue with --resume.",
+            "{path} cannot be written: {reason}. Free some space, then continue with --resume.",
             path=self.path,
             reason=error.strerror,
         )

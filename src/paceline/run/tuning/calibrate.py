@@ -148,8 +148,8 @@ def _this_host(cluster: Cluster | None) -> Host:
     if cluster.has_accelerators:
         raise ClusterError(
             "calibrate.gpus",
-            "a calibration measures CPUs. The speed of GPUs is predicted from the catalogue and measured by the run "
-            "itself.",
+            "only CPUs can be calibrated. The speed of GPUs is predicted from the catalogue and measured by the "
+            "run itself.",
         )
     if cluster.emulate is None and len(cluster.hosts) > 1:
         raise ClusterError(
@@ -161,7 +161,7 @@ def _this_host(cluster: Cluster | None) -> Host:
     if cluster.hosts[0].cpu != host.cpu:
         raise ClusterError(
             "calibrate.other_cpu",
-            "{cluster} has another CPU ({cpu}) than this machine ({here}). Calibrate there.",
+            "{cluster} has a different CPU ({cpu}) than this machine ({here}). Calibrate there.",
             cluster=cluster.name,
             cpu=cluster.hosts[0].cpu,
             here=host.cpu,
@@ -275,7 +275,7 @@ def calibrate_on(
     if not runs.rows:
         raise PlanError(
             "calibrate.no_usable_run",
-            "--calibrate-on {files}: no run in it can be used\n{reasons}",
+            "--calibrate-on {files}: none of their runs can be used\n{reasons}",
             files=list(files),
             reasons="\n".join(_not_used(runs.skipped) or [f"nothing was found. It takes {_FORMS}"]),
         )
@@ -305,7 +305,7 @@ def _found(path: Path, cluster: Cluster | None) -> Iterator[Row | Skipped]:
     if not path.exists():
         raise PlanError(
             "calibrate.no_file",
-            "--calibrate-on {path}: there is no such file. The option takes {takes}",
+            "--calibrate-on {path}: there is no such file. The option accepts {takes}",
             path=path,
             takes=_FORMS,
         )
@@ -430,7 +430,7 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
     if sync_info(plan.sync).served:
         raise RunError(
             "calibrate.servers",
-            "sync={sync}: workers of servers take no steps together, so their operations are not profiled",
+            "sync={sync}: workers of servers do not step together, so their operations are not profiled",
             sync=plan.sync,
         )
     if len(cluster.hosts) > 1 and cluster.emulate is None:

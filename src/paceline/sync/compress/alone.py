@@ -38,7 +38,7 @@ class MessageCodec:
         if made is None or isinstance(made, CodedSum):
             raise PlanError(
                 "compress.code_of_sums",
-                "{text} codes sums over ranks, but these numbers are sent alone. Use int8 or topk:0.01.",
+                "{text} compresses sums over ranks, but these numbers are sent without a sum. Use int8 or topk:0.01.",
                 text=text,
             )
         self._codec, self.numel = made, numel
@@ -94,8 +94,8 @@ class Feedback:
             if error.shape != wanted.shape:
                 raise CheckpointError(
                     "compress.kept_size",
-                    "what compress={text} kept of {name} has {kept} numbers, but the tensor has {here}. Continue with "
-                    "the plan that wrote it, or with compress=none.",
+                    "the state of compress={text} for {name} has {kept} numbers, but the tensor has {here}. "
+                    "Continue with the plan that wrote it, or with compress=none.",
                     text=self.text,
                     name=name,
                     kept=error.numel(),
@@ -137,7 +137,7 @@ def decoder(text: str) -> Callable[[Tensor, int], Tensor]:
         if coded.dtype is not torch.uint8 or coded.shape != (codec.nbytes,):
             raise ServerRefused(
                 "compress.size_differs",
-                "{numel:,} numbers take {nbytes:,} bytes in the code {text}, but these are {found} of {dtype}",
+                "{text} encodes {numel:,} numbers in {nbytes:,} bytes, but {found} bytes of {dtype} were received",
                 numel=numel,
                 nbytes=codec.nbytes,
                 text=text,

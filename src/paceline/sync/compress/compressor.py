@@ -93,7 +93,7 @@ class Compressor:
         if summer.numel != coded:
             raise SyncError(
                 "compress.name_reused",
-                '"{name}" stood for {before} numbers before and now stands for {now}. Give each tensor its own name.',
+                '"{name}" had {before} numbers before and now has {now}. Give each tensor a different name.',
                 name=name,
                 before=summer.numel,
                 now=coded,
@@ -134,8 +134,9 @@ class Compressor:
         if {key: tensor.shape for key, tensor in loaded.items()} != {key: tensor.shape for key, tensor in own.items()}:
             raise CheckpointError(
                 "compress.kept_in_checkpoint",
-                'what compress={text} kept of "{name}" in the checkpoint does not fit: {saved} there, {here} here. '
-                "Continue with the plan and the number of ranks that wrote it, or with compress=none.",
+                'the state of compress={text} for "{name}" in the checkpoint does not fit: the shape is {saved} '
+                "there, and {here} here. Continue with the plan and the number of ranks that wrote it, or with "
+                "compress=none.",
                 text=self.text,
                 name=name,
                 saved=_sizes(loaded),
@@ -153,8 +154,8 @@ class Compressor:
         if flat.dtype not in _FLOATS:
             raise PlanError(
                 "compress.dtype",
-                'compress={text} codes 32-bit and 16-bit floats, but "{name}" is {dtype}. Use precision=fp32 or bf16, '
-                "or compress=none.",
+                'compress={text} supports 32-bit and 16-bit floats, but "{name}" is {dtype}. Use precision=fp32 or '
+                "bf16, or compress=none.",
                 text=self.text,
                 name=name,
                 dtype=str(flat.dtype).removeprefix("torch."),
@@ -203,7 +204,7 @@ def made_codec(
         except (JobError, TypeError, ValueError) as error:
             raise PlanError(
                 "compress.not_made",
-                "compress={text}: the codec {codec} cannot be made: {error}",
+                "compress={text}: the codec {codec} cannot be created: {error}",
                 text=text,
                 codec=CODECS[name].codec,
                 error=error,
