@@ -156,7 +156,7 @@ def test_an_argument_that_the_rule_does_not_take_is_an_error_that_says_what_it_t
 ) -> None:
     argument, codec, transport = said["refused"]
     assert 'sync=majority:3: majority is the size of every step, above 0 and at most 1, not "3"' in argument
-    assert "compresses what is sent, but sync=majority sends by itself" in codec
+    assert "compresses the data that is sent, but sync=majority sends by itself" in codec
     assert 'transport is auto or shm or gloo or tcp or loopback, not "loop"' in transport
 
 
@@ -311,7 +311,7 @@ for name, settings in (("csv", {"path": "x"}), ("cvs", {})):
 
 def test_a_tracker_from_a_package_logs_every_step(runs: Path, said: dict[str, list[str]]) -> None:
     wrong, unknown = said["tracker"]
-    assert wrong.startswith('tracker "csv" cannot be made:')
+    assert wrong.startswith('tracker "csv" cannot be created:')
     assert unknown == 'unknown tracker "cvs". Did you mean "csv"?'
     lines = [line.split(",") for line in (runs / "steps.csv").read_text().splitlines()]
     assert [(step, name) for step, name, _ in lines] == [

@@ -1,4 +1,7 @@
-"""Partition of a sequence into contiguous parts. Pipeline stages of a model's blocks, fragments of its parameters."""
+"""Partition of a sequence into contiguous parts.
+
+It is used for pipeline stages of a model's blocks, and for fragments of its parameters.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,9 @@ class HostEntry:
     """An emulated host, with the facts that a process needs to enter it.
 
     Attributes:
-        network_namespace: path; that of the bridge, which the host's link needs, is `bridge`.
-        control_group: folder of the group that limits the host's cores; None where they are not limited.
+        network_namespace: path of the host's namespace. `bridge` is the path of the bridge's namespace, which the
+            host's link needs.
+        control_group: folder of the group that limits the host's cores; None if they are not limited.
     """
 
     name: str
@@ -71,21 +72,21 @@ class RankEnvironment:
     Attributes:
         local_rank: number among the ranks of its host, `local_world_size` of them.
         master_address: host of rank 0, where torch's own store is served on `master_port`; 0 is a free port.
-        attempt: number of restarts before; every attempt has a rendezvous of its own.
-        starts: how often this rank was started in the attempt before.
-        address: where the other ranks reach this one; None where the rank finds it out.
+        attempt: number of earlier restarts; every attempt has its own rendezvous.
+        starts: number of earlier starts of this rank in the attempt.
+        address: address at which the other ranks reach this one; None if the rank determines it itself.
         interface: network interface of that address.
-        threads: of each torch operation; None leaves it to torch.
-        cores: that the rank is kept on; empty leaves it to the kernel.
-        host: emulated host to enter; None on this machine as it is.
-        status_file: where the rank says what it does; None without a launcher of paceline's.
-        error_file: where the rank leaves its error for the launcher.
+        threads: number of threads of each torch operation; None leaves the choice to torch.
+        cores: cores to which the rank is pinned; empty leaves the choice to the kernel.
+        host: emulated host to enter; None if the rank runs directly on this machine.
+        status_file: file to which the rank writes its status; None without paceline's launcher.
+        error_file: file to which the rank writes its error for the launcher.
         launcher: process id of the launcher.
-        store: the channel's store where the ranks meet: its Unix socket, or its address and port.
+        store: the channel's store in which the ranks meet: its Unix socket, or its address and port.
         key_fd: descriptor of the run's key.
-        store_fd: descriptor of the socket on which rank 0 serves torch's own store, where something needs that.
-        inherited_fds: descriptors that the rank holds open until it ends; not the processes that it starts.
-        grace_s: time to save for a rank whose launcher was killed; with 0 it is killed at once.
+        store_fd: descriptor of the socket on which rank 0 serves torch's own store, if a library needs that store.
+        inherited_fds: descriptors that the rank holds open until it ends; processes that it starts do not inherit them.
+        grace_s: seconds in which a rank can save after its launcher was killed; with 0, it is killed at once.
     """
 
     rank: int
@@ -199,7 +200,7 @@ def is_our_rank() -> bool:
 def own_rank() -> int:
     """Return this process's rank; 0 outside of ranks.
 
-    A process outside of ranks speaks for all, like rank 0.
+    A process outside of ranks acts for all ranks, like rank 0.
     """
     return int(os.environ.get(RANK, "0"))
 

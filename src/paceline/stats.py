@@ -36,10 +36,10 @@ def median_interval(values: Sequence[float]) -> Interval:
 
     The interval holds the true median in at least 95 of 100 cases.
 
-    From 6 values on, between two of them by their order, whatever the distribution is (Thompson, 1936): P(Binomial(n,
-    1/2) < k) is at most 2.5 % on each side. Of 2 to 5 values no two are far enough apart for that: Student's t of their
-    logarithms, which is right where ratios are distributed normally. A single value has no interval, so its own ends
-    stand for it.
+    With 6 or more values, its ends are two of the ordered values, for any distribution (Thompson, 1936): P(Binomial(n,
+    1/2) < k) is at most 2.5 % on each side. With 2 to 5 values, no pair of values has this coverage; the interval is
+    then Student's t of the logarithms, which is valid if the logarithms are normally distributed. A single value has no
+    interval, so both ends equal the value.
     """
     ordered, middle, n = sorted(values), statistics.median(values), len(values)
     if n in _STUDENT and ordered[0] > 0:

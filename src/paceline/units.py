@@ -72,7 +72,7 @@ def span(x: float) -> Shown:
 
 
 def milliseconds(x: float) -> Shown:
-    """A difference between durations, `+1.82 ms`; all of a table have one unit."""
+    """A difference between durations, `+1.82 ms`; all differences in a table have the same unit."""
     return Shown(x, f"{1e3 * x:+,.2f}", "ms")
 
 
@@ -138,7 +138,7 @@ def money(x: float) -> str:
 
 
 def digits(x: float) -> str:
-    """Three digits that count, thousands apart: `0.0123`, `1.52`, `23.4`, `3,320`."""
+    """Three significant digits, with thousands separators: `0.0123`, `1.52`, `23.4`, `3,320`."""
     if not math.isfinite(x):
         return str(x)
     places = 0 if x == 0 else max(0, min(6, 2 - math.floor(math.log10(abs(x)))))

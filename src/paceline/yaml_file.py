@@ -177,7 +177,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         if repeated := [
             Problem(
                 "file.key_repeated",
-                '{file}, line {line}: the key "{key}" is already set in line {first}',
+                '{file}, line {line}: the key "{key}" is there already, in line {first}',
                 file=file,
                 line=_line(key),
                 key=key.value,
@@ -301,7 +301,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         return Problem(
             "file.choice_unknown",
-            "{key} must be one of {choices}, not {value!r}{hint}",
+            "{key} should be one of {choices}, got {value!r}{hint}",
             key=key,
             choices=choices,
             value=value,
@@ -311,7 +311,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
         bound = _BOUNDS[kind].format(**context)
         return Problem(
             "file.value_out_of_range",
-            "{key} must be {bound}, not {value}",
+            "{key} should be {bound}, got {value}",
             key=key,
             bound=bound,
             value=_shown(value),
@@ -322,7 +322,7 @@ def wrong_value(key: str, details: ErrorDetails) -> Problem:
 
 def _wrong_type(key: str, wanted: str, value: Any) -> Problem:
     return Problem(
-        "file.wrong_type", "{key} must be {wanted}, not {value}", key=key, wanted=wanted, value=_shown(value)
+        "file.wrong_type", "{key} should be {wanted}, got {value}", key=key, wanted=wanted, value=_shown(value)
     )
 
 
@@ -468,7 +468,7 @@ def _step(annotation: Any) -> _Step:
 def _member(members: Sequence[Any], tag: str) -> Any:
     """Return the member of a union that `tag` stands for.
 
-    A spec is known by its kind, anything else by being the only one that can hold more.
+    A spec is identified by its kind; any other member is chosen if it is the only one with further levels.
     """
     for member in members:
         if _is_spec(member):
@@ -480,7 +480,7 @@ def _member(members: Sequence[Any], tag: str) -> Any:
 
 
 def _below(annotation: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
-    """The spec that `annotation` is (if any), and the annotation of the value under its key `part`."""
+    """Return the spec in `annotation`, if any, and the annotation of the value under its key `part`."""
     if _is_spec(annotation):
         field = annotation.model_fields.get(str(part))
         return annotation, field.annotation if field else None

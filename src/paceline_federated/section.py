@@ -198,7 +198,7 @@ def trimmed_share(text: str) -> float | None:
     if found is None or not 0 < float(found[1]) < 0.5:
         raise InvalidValue(
             "federate.aggregate_invalid",
-            "must be mean, median or trimmed:SHARE with a share below 0.5, not {text!r}",
+            "should be mean, median or trimmed:SHARE with a share below 0.5, got {text!r}",
             text=text,
         )
     return float(found[1])

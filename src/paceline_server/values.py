@@ -71,7 +71,7 @@ class Packed(NamedTuple):
     """A value in the form in which it is sent.
 
     Attributes:
-        tree: for msgpack.
+        tree: the value in msgpack types.
         parts: attached memory, `nbytes` in total.
     """
 

@@ -210,7 +210,7 @@ def test_a_setting_that_fails_is_told_and_the_others_are_kept(tmp_path: Path) ->
     [
         (["--devices", "one"], 2, "is not a list of numbers such as 1,2"),
         (["--devices", ""], 1, "no number of devices is given"),
-        (["--devices", "0"], 1, "a number of devices is at least 1, not 0"),
+        (["--devices", "0"], 1, "the number of devices must be at least 1, not 0"),
         (["--plans", "dp=1 speed=high"], 1, 'unknown key "speed"'),
         (["--repeat", "0"], 2, "--repeat"),
         (["--steps", "5"], 2, "--steps"),

@@ -92,7 +92,9 @@ def test_options_that_would_have_no_effect_are_refused(tmp_path: Path, arguments
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "says"), [("1001xH100-SXM", "do not fill hosts of 8"), ("8xH10000", "H100")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("1001xH100-SXM", "cannot be divided into hosts of 8"), ("8xH10000", "H100")]
+)
 def test_a_cluster_that_is_none_is_an_error_with_what_is_near(tmp_path: Path, name: str, says: str) -> None:
     assert says in paceline("bench", "simulate", LLAMA, "--cluster", name, folder=tmp_path).error
 

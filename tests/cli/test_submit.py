@@ -74,7 +74,7 @@ def test_hosts_train_the_overridden_job(where: list[str], here: Path) -> None:
         (["--on", "slrum"], 'Did you mean "slurm"'),
         (["--on", "slurm", "--num-hosts", "0"], "--num-hosts 0"),
         (["--on", "slurm", "--time", "1:30"], "90m, 1h30m or 2d"),
-        (["--on", "sky", "--time", "1h"], "no time limit"),
+        (["--on", "sky", "--time", "1h"], "does not support a time limit"),
         (["--on", "slurm", "--scheduler-option", "partiton=a"], 'Did you mean "partition"'),
         (["--on", "slurm", "--plan", "dq=2"], "dq"),
         (["--on", "slurm", "--set", "optimizer.lrr=1"], "--set optimizer.lrr"),

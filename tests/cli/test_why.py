@@ -55,7 +55,7 @@ def test_a_suggestion_is_predicted_and_then_tried_beside_the_run_s_plan(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("plan", "error"), [("dp=2 sync=local:4", "communicates less often than in every step"), (None, "was not")]
+    ("plan", "error"), [("dp=2 sync=local:4", "does not communicate in every step"), (None, "was not")]
 )
 def test_what_cannot_be_tried_is_refused_with_the_reason(plan: str | None, error: str, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job.yaml", stop={"steps": 12})

@@ -72,9 +72,9 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
             "\nemulate:\n  hosts: 2\n  cpu: [1, 1, 1]",
             "line 2: emulate: cpu lists 3 values, but there are 2 hosts",
         ),
-        ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: emulate.cpu: 0 is not a number of cores"),
-        ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: emulate.cpu: nan is not a number of cores"),
-        ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: emulate.cpu: True is not a number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, 0]", "line 3: emulate.cpu: 0 is not a valid number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: .nan", "line 3: emulate.cpu: nan is not a valid number of cores"),
+        ("emulate:\n  hosts: 2\n  cpu: [1, yes]", "line 3: emulate.cpu: True is not a valid number of cores"),
         (
             "emulate:\n  hosts: 2\n  cpu: 9",
             "line 1: cpu: host-0 should have 9 cores",
@@ -85,7 +85,7 @@ def test_an_emulated_cluster_survives_its_yaml_also_on_another_machine(
             "hosts:\n- {name: a, cores: 1, memory_bytes: 1}\nemulate: {hosts: 2}",
             "emulate stands for 2 hosts, but 1 are listed",
         ),
-        ("name: lab", "cluster.yaml: a cluster has at least one host. List `hosts`, or emulate some"),
+        ("name: lab", "cluster.yaml: a cluster needs at least one host. List `hosts`, emulate some"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_line_and_the_fix(tmp_path: Path, text: str, message: str) -> None:

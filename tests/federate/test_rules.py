@@ -131,7 +131,7 @@ def test_every_rule_is_made_by_its_name_and_restores_its_state(name: str) -> Non
         ({}, {"stop": {"epochs": 3}}, "A federated run counts rounds, as stop.steps"),
         ({}, {"nonfinite": "rewind"}, "always refuses updates with NaN or Inf"),
         ({"personal": ["haed.*"]}, {}, 'federate.personal: "haed.*" matches no trainable parameter'),
-        ({"personal": ["*"]}, {}, "Leave some to share"),
+        ({"personal": ["*"]}, {}, "Share at least one parameter"),
     ],
 )
 def test_what_does_not_go_together_is_refused(federate: dict[str, Any], changes: dict[str, Any], told: str) -> None:
@@ -148,7 +148,7 @@ def test_what_does_not_go_together_is_refused(federate: dict[str, Any], changes:
         ({"clients": 3, "least": 4}, "least is 4, but a round has 3 clients"),
         ({"aggregate": "trimmed:0.6"}, "mean, median or trimmed:SHARE"),
         ({"privacy": {"clip": 1, "noise": 1}, "aggregate": "median"}, "privacy needs aggregate: mean"),
-        ({"privacy": {"clip": 1, "noise": 1}, "norm_bound": 1}, "privacy.clip already bounds the norm of updates"),
+        ({"privacy": {"clip": 1, "noise": 1}, "norm_bound": 1}, "privacy.clip already limits the norm of updates"),
         ({"partition": {"kind": "iid", "alpha": 0.3}}, "alpha belongs to kind: dirichlet"),
         ({"client": 3}, 'unknown key "client" in federate. Did you mean "clients"'),
     ],

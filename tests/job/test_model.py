@@ -167,7 +167,7 @@ def test_a_view_stays_within_its_own_image() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "complaint"),
     [
-        ("gtp", {}, 'the zoo has no model "gtp". Did you mean "gpt"?'),
+        ("gtp", {}, 'unknown zoo model "gtp". Did you mean "gpt"?'),
         (
             "gpt",
             {"layer": 3, "hidden": "wide"},
@@ -307,7 +307,7 @@ def test_the_number_of_classes_can_be_overridden(tmp_path: Path) -> None:
             SMALL_GPT2,
             {},
             "image_classification",
-            "a gpt2 cannot be made for image_classification. Its tasks: causal_lm, sequence_class",
+            "a gpt2 model does not support the task image_classification. It supports these tasks: causal_lm",
         ),
         ({"n_layer": 3}, {}, "causal_lm", 'has no "model_type", so it is not a Hugging Face model configuration'),
         ({"model_type": "gpt9000"}, {}, "causal_lm", 'has no model_type "gpt9000"'),
@@ -346,7 +346,7 @@ def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.M
     "values", [{}, {"zoo": "mlp", "factory": "a:b"}, {"hf": __file__}, {"zoo": "mlp", "task": "causal_lm"}]
 )
 def test_a_model_has_exactly_one_source(values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"name exactly one of zoo, factory, hf|hf needs a task"):
+    with pytest.raises(ValueError, match=r"exactly one of zoo, factory, hf|hf needs a task"):
         spec(**values)
 
 

@@ -138,7 +138,7 @@ def test_without_shuffle_the_samples_come_in_the_datasets_order() -> None:
         {"spec": PartitionSpec(shuffle=False), "samples": 10, "global_batch": 4, "seed": 0, "replicas": 2}
     )
     assert epochs(parts, 5) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
-    with pytest.raises(ValidationError, match="shuffle: false works with uniform"):
+    with pytest.raises(ValidationError, match="Use shuffle: false only with uniform"):
         PartitionSpec(kind="stratified", shuffle=False)
 
 
@@ -315,9 +315,9 @@ def test_hosts_that_do_not_hold_the_set_are_refused() -> None:
     spec = PartitionSpec(kind="hierarchical", host_files=True)
     assert "samples on each of 2 hosts, 100 in all; got []" in refusal(spec=spec, hosts=[0, 1])
     assert "got [50, 40]" in refusal(spec=spec, hosts=[0, 1], host_samples=[50, 40])
-    assert "host 1 holds no training files" in refusal(spec=spec, hosts=[0, 1], host_samples=[100, 0])
-    assert "do not place 2 replicas" in refusal(spec=spec, hosts=[0, 2], host_samples=[50, 50])
-    with pytest.raises(ValidationError, match="host_files needs kind: hierarchical"):
+    assert "host 1 has no training files" in refusal(spec=spec, hosts=[0, 1], host_samples=[100, 0])
+    assert "are not valid for 2 replicas" in refusal(spec=spec, hosts=[0, 2], host_samples=[50, 50])
+    with pytest.raises(ValidationError, match="host_files works only with kind: hierarchical"):
         PartitionSpec(host_files=True)
 
 

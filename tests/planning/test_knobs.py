@@ -105,7 +105,9 @@ def test_a_network_for_images_on_cores_has_all_knobs_but_those_of_gpus() -> None
     assert list(found)[-1] == "precision=bf16", "it is only told of, so what may be taken comes first"
     tried = [knob for knob, untried in found.items() if untried is None]
     assert set(found) - set(tried) <= {"compile=reduce-overhead", "compile=on"}, "compile=on where there is no compiler"
-    assert found["compile=reduce-overhead"] == "replays graphs of kernels, and this cluster has no GPU that can"
+    assert (
+        found["compile=reduce-overhead"] == "replays graphs of kernels, but this cluster has no GPU that supports this"
+    )
 
 
 def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
@@ -118,12 +120,17 @@ def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "cluster", "knob", "reason"),
     [
-        ({"model": "gpt"}, cores(2), "memory_format=channels_last", "is for images, and the model (gpt) takes none"),
+        (
+            {"model": "gpt"},
+            cores(2),
+            "memory_format=channels_last",
+            "is for images, but the model (gpt) has no image input",
+        ),
         (
             {"optimizer": "lamb"},
             cores(2),
             "fused=on",
-            "needs a fused step of lamb; torch has one of sgd, adam, adamw only",
+            "needs a fused step of lamb, but torch has fused steps only for sgd, adam, adamw",
         ),
         (
             {"partition": {"weights": [2, 1]}},

@@ -309,7 +309,7 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
         ("allreduce:ring,period=3", "allreduce takes no period"),
         ("local", "local needs the number of steps between agreements, at least 1, e.g. sync=local:8"),
         ("local:0", 'local is the number of steps between agreements, at least 1, not "0"'),
-        ("local:8,8", '"8" is not understood. Write local:VALUE,KEY=VALUE, each key once'),
+        ("local:8,8", '"8" is not a valid option. Write local:VALUE,KEY=VALUE, and each key only once'),
         ("diloco:8,fragment=2", '"fragment" is not one of its settings. Did you mean "fragments"?'),
         ("diloco:8,fragments=9", "fragments=8 at most"),
         ("diloco:8,fragments=0", "fragments is into how many parts the model is divided"),
@@ -317,11 +317,11 @@ def test_a_rule_is_read_with_its_settings_and_their_defaults(
         ("diloco:8,overlap=8", "overlap=7 at most"),
         ("diloco:8,lr=0", 'lr is the outer learning rate, above 0, not "0"'),
         ("diloco:8,lr=fast", 'lr is the outer learning rate, above 0, not "fast"'),
-        ("diloco:8,lr=1,lr=2", "each key once"),
+        ("diloco:8,lr=1,lr=2", "each key only once"),
         ("server:4", "server takes no '4'; it takes staleness=, period=, servers="),
         ("server:staleness=-1", "staleness is by how many global batches a worker may be ahead"),
         ("server:lr=0.1", "period of 2 or more"),
-        ("server:staleness=1,staleness=2", "each key once"),
+        ("server:staleness=1,staleness=2", "each key only once"),
     ],
 )
 def test_a_rule_that_is_none_is_refused_with_what_would_be_one(text: str, message: str) -> None:
@@ -351,8 +351,8 @@ def test_a_compression_is_read_with_its_values(text: str, codecs: tuple[tuple[st
         ("int8:4", "int8 takes no '4'"),
         ("topk:2", "topk is the share of the numbers that is kept"),
         ("powersgd:0", "powersgd is the rank of the factors"),
-        ("int8+bf16", "Other codecs stand alone"),
-        ("topk+bf16+int8", "may be followed by one of"),
+        ("int8+bf16", "Other codecs cannot be combined"),
+        ("topk+bf16+int8", "may be followed only by one of"),
         ("", "compress is text"),
     ],
 )

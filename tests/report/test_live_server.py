@@ -282,5 +282,5 @@ async def _take(reader: asyncio.StreamReader) -> None:
 
 def test_a_port_that_is_taken_is_an_error_that_says_so(run: Run, tmp_path: Path, page: Served) -> None:
     error = paceline("dashboard", run.path, "--listen", f"127.0.0.1:{page.port}", folder=tmp_path).error
-    assert f"no page at 127.0.0.1:{page.port}" in error
+    assert f"the page cannot be served at 127.0.0.1:{page.port}" in error
     assert "Name another port" in error

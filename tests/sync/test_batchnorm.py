@@ -230,7 +230,7 @@ class OwnSync(nn.SyncBatchNorm):
 def test_a_layer_whose_statistics_cannot_be_global_is_refused(ranks: Ranks) -> None:
     reasons = [
         "ByHand extends BatchNorm but computes without torch.nn.functional.batch_norm",
-        '"0" is a LazyBatchNorm1d that has not seen its first batch',
+        '"0" is a LazyBatchNorm1d without a first batch',
         '"0" is a OwnSync, which extends torch\'s SyncBatchNorm',
     ]
     for texts in ranks(2, refused, [ByHand(CHANNELS), nn.LazyBatchNorm1d(), OwnSync(CHANNELS)]):

@@ -275,7 +275,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         engine = place.engine if place else "torchrun"
         raise LaunchError(
             "hosts.started_already",
-            "{engine} has already started this command on every host: leave out --hosts.",
+            "{engine} has started this command on every host already: leave out --hosts.",
             engine=engine,
         )
     from paceline.elastic.ssh import run_on_hosts

@@ -78,7 +78,7 @@ class Cluster(Part):
         if self.emulate and self.emulate.hosts != len(self.hosts):
             raise InvalidValue(
                 "cluster.emulated_hosts_differ",
-                "emulate describes {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
+                "emulate stands for {emulated} hosts, but {listed} are listed. Leave `hosts` out.",
                 emulated=self.emulate.hosts,
                 listed=len(self.hosts),
             )

@@ -84,7 +84,8 @@ def enter_host(entry: HostEntry | None) -> None:
 class Emulation:
     """Emulated hosts, which run inside the context.
 
-    They last as long as this process or a process inside them. If this process dies, processes inside get time to save.
+    They exist as long as this process or a process inside them. If this process dies, processes inside get time to
+    save.
     """
 
     def __init__(self, emulate: Emulate) -> None:

@@ -165,8 +165,8 @@ class Emulate(Part):
             if isinstance(value, tuple) and len(value) != self.hosts:
                 raise InvalidValue(
                     "cluster.values_per_host",
-                    "{key} lists {values} values, but the cluster has {hosts} hosts. Give one value for each host, "
-                    "or a single value for all.",
+                    "{key} lists {values} values, but there are {hosts} hosts. Give one value for each host, or a "
+                    "single value for all.",
                     key=key,
                     values=len(value),
                     hosts=self.hosts,

@@ -35,8 +35,8 @@ _EXAMPLES = "64x8xH100-SXM, 400gbit · 8xA100-SXM-80 · H100-SXM · 4x16xCPU, 10
 class NamedCluster(NamedTuple):
     """Parts of a cluster's name.
 
-    `rate_gbps` is the rate of one host, and is `assumed` if the name gives none. It is divided by `oversubscription`
-    among more than `beyond` hosts.
+    `rate_gbps` is the rate of one host, and is `assumed` if the name gives none. Among more than `beyond` hosts, the
+    rate is divided by `oversubscription`.
     """
 
     hosts: int

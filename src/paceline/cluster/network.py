@@ -248,7 +248,7 @@ def _in_thread(function: Callable[[], T]) -> T:
 
 
 def call_libc(name: str, *arguments: int) -> None:
-    """Call a function of libc that Python has from 3.12 on only."""
+    """Call a function of libc that Python provides only since 3.12."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

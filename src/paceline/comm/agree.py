@@ -48,7 +48,7 @@ def agree_on(group: Group, what: Sequence[str]) -> None:
     )
     raise SyncError(
         "ranks.models_differ",
-        "the ranks hold different models: parameter {number} is {first} on rank 0, and {other} on rank {rank}. "
+        "the ranks hold different models: number {number} of rank 0 is {first}, and of rank {rank} it is {other}. "
         "Every rank must build the same model. Look for code that depends on the rank, on a file of its host, or "
         "on the order of a set.",
         number=number + 1,

@@ -65,7 +65,7 @@ class CommStream:
         return StreamTask(done)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no thread has to be ended."""
 
 
 @dataclass

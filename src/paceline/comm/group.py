@@ -197,7 +197,7 @@ class Group:
         The result has the same bits on all ranks.
 
         Raises:
-            SyncError: a rank is gone, or did not come within the deadline.
+            SyncError: a rank is gone, or did not arrive within the deadline.
         """
         if self.size == 1:
             return
@@ -367,7 +367,7 @@ class Group:
         if "DataLoader worker" in str(error):  # torch raises it from a SIGCHLD handler, anywhere in the main thread
             raise LoaderProcessError(
                 "loader.worker_ended_in_wait",
-                "rank {rank} failed while it waited for other ranks ({what}): {error}",
+                "rank {rank}, in a wait for other ranks ({what}): {error}",
                 rank=self.rank,
                 what=what,
                 error=str(error).strip(),

@@ -20,7 +20,7 @@ answers with the current generation, and sometimes with a wanted generation, whi
                                                                         +--------+
 
     held (too few hosts), or no whole replica: the next generation has no members. All processes wait with their state,
-    and note() begins a generation as soon as enough of them have come.
+    and note() begins a generation as soon as enough of them have arrived.
 
 A *process* is starting, joining, a member, left out (lost too often, or released), or away (its host may come back)::
 

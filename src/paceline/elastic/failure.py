@@ -242,7 +242,7 @@ def _describe(end: RankEnd, ranks: int, oom_kills: int | None) -> LaunchError:
         )
     return LaunchError(
         "launch.rank_left",
-        "{who} ended with exit code {code} in {where} without an error message. Check whether the job's code calls "
+        "{who} ended with exit code {code} in {where} and reported no error. Check whether the job's code calls "
         "os._exit(). {then}.",
         who=_who(end),
         code=end.code,

@@ -63,7 +63,7 @@ _LENGTH = struct.Struct("!I")
 
 @dataclass
 class ForkedRank:
-    """Forked rank. It stays a zombie until `wait`, so that its process id is not reused before."""
+    """Forked rank. It remains a zombie until `wait`, so that its process id is not reused earlier."""
 
     pid: int
     forkserver: Forkserver
@@ -346,7 +346,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def made_for(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Inherited state of a fork: what a forkserver's ranks must have in common."""
+    """State that a fork inherits, and that all ranks of a forkserver share."""
     return {
         "environment": {name: value for name, value in _without_ranks(variables).items() if name not in AFTER_FORK},
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
@@ -412,7 +412,7 @@ class StartedRank:
 
     @property
     def known_ns(self) -> int:
-        """Time of the newest information about the rank: now, by the monotonic clock."""
+        """Time of the newest information about the rank, by the monotonic clock; for a local rank, the current time."""
         return time.monotonic_ns()
 
     @property

@@ -256,8 +256,8 @@ class RunLock(Leadership):
         the sign of life.
 
     Args:
-        succeeds: the holder is lost to the run's hosts, which continue the run: wait for its end, or until it shows
-            no sign of life.
+        succeeds: the run's hosts have lost the holder and continue the run. Wait for the holder's end, or until it
+            shows no sign of life.
         has_ended: called if the lost holder was a process of another host; returns True if that process is known to
             have ended.
     """
@@ -296,7 +296,7 @@ class RunLock(Leadership):
         except OSError as error:
             raise RunError(
                 "run.directory_unwritable",
-                "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
+                "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
                 run=self.run,
                 reason=error.strerror,
             ) from error

@@ -534,8 +534,8 @@ def all_take_part(number: int, what: str) -> LaunchError:
     """Error of a run that cannot grow."""
     return LaunchError(
         "scale.all_take_part",
-        "all {number} {what} of this run's plan already take part or are about to join. To use more, end the run "
-        "(Ctrl-C saves) and continue with --resume and a larger --plan.",
+        "all {number} {what} of this run's plan take part or are about to join. To use more, end the run (Ctrl-C "
+        "saves) and continue with --resume and a larger --plan.",
         number=number,
         what=what,
     )

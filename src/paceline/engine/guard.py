@@ -142,7 +142,7 @@ def gave_up(problem: str, skipped: int) -> NonFiniteError:
     """Return the error for the case that skipping updates does not help."""
     return NonFiniteError(
         "nonfinite.not_recovering",
-        "{problem}, and {skipped} updates in a row were skipped: the model does not recover. Lower the learning "
+        "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "
         "rate, set clip_norm, or resume from an earlier checkpoint.",
         problem=problem,
         skipped=skipped,

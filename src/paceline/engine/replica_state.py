@@ -47,7 +47,7 @@ class ReplicaState:
 
     Attributes:
         due: number of the next update that needs a call of `before_update`.
-        corruption: restores the one that differs among three or more ranks, and records it.
+        corruption: restores a rank that differs from at least two equal ranks, and records the repair.
     """
 
     def __init__(self, engine: RankEngine) -> None:
@@ -163,8 +163,8 @@ class ReplicaState:
         what, instead = ("parameter", _PARAMETER) if name in parameters else ("buffer", _BUFFER)
         raise SyncError(
             "ranks.state_differs",
-            "step {step}: {what} {name!r} differs between rank {others} and rank {holders}{more}. The parameters "
-            "were not updated. {advice}",
+            "step {step}: {what} {name!r} differs between rank {others} and rank {holders}{more}. Nothing was "
+            "updated. {advice}",
             step=self.engine.step_count + 1,
             what=what,
             name=name,
@@ -378,8 +378,8 @@ class Corruption:
             raise SyncError(
                 "ranks.state_corrupted",
                 "step {step}: the values of {name!r} on rank {rank} (host {host}) differ from those on most ranks, "
-                "for the {times}rd time. The parameters were not updated. Check the memory of that host, or train "
-                "without it. Or look for code that changes parameters or buffers on one rank only.",
+                "for the {times}rd time. Nothing was updated. Check the memory of that host, or train without it. "
+                "Or look for code that changes parameters or buffers on one rank only.",
                 step=step,
                 rank=rank,
                 host=host,

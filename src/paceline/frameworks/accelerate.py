@@ -40,7 +40,7 @@ def code_gradients(owner: Any, codec: str) -> None:
     if accelerator._models:
         raise LaunchError(
             "frameworks.prepared_already",
-            "a model was prepared before this call. Call code_gradients before accelerator.prepare or trainer.train.",
+            "a model is already prepared. Call code_gradients before accelerator.prepare or trainer.train.",
         )
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     if before.comm_hook != DDPCommunicationHookType.NO:

@@ -384,7 +384,8 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if target.is_floating_point():
         raise DataError(
             "loss.labels_not_integers",
-            "labels must be whole numbers, not {target}. If the targets are not classes, use the loss mse, mae or bce.",
+            "labels should be whole numbers, got {target}. If the targets are not classes, use the loss mse, mae "
+            "or bce.",
             target=described(target),
         )
     if logits.dim() == 3:

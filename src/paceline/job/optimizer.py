@@ -140,7 +140,7 @@ class OptimizerSpec(Spec):
                 )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise InvalidValue(
-                "optimizer.betas", "betas must be at least 0 and less than 1, not {betas}", betas=self.betas
+                "optimizer.betas", "betas should be at least 0 and less than 1, got {betas}", betas=self.betas
             )
         return self
 

@@ -95,7 +95,7 @@ class ScheduleSpec(Spec):
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise InvalidValue(
                 "schedule.decay_before_warmup",
-                "the decay must end after the warm-up of {warmup_steps} steps, but decay_steps is {decay_steps}",
+                "the decay should end after the warm-up of {warmup_steps} steps, but decay_steps is {decay_steps}",
                 warmup_steps=self.warmup_steps,
                 decay_steps=self.decay_steps,
             )

@@ -269,7 +269,7 @@ def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: A
     except TypeError as error:
         raise JobError(
             "job.args_do_not_fit",
-            "{path}{signature} does not accept the job's args ({args}): {error}",
+            "{path}{signature} does not fit the job's args ({args}): {error}",
             path=path,
             signature=signature,
             args=", ".join(args) or "none",

@@ -78,7 +78,7 @@ class CalibrationPoint:
         microbatches: microbatches in a data-parallel rank's part of the batch.
         compute_s: mean over the ranks, including the collectives inside the passes.
         comm_s: the remaining time of the step, including the wait for slower ranks.
-        peak_bytes: peak memory of a rank's process, of the rank with the smallest peak, since that rank had the least
+        peak_bytes: smallest peak memory of the ranks' processes, because the rank with the smallest peak had the least
             previous work.
     """
 

@@ -289,7 +289,7 @@ class CompressSpec:
 
     @property
     def first(self) -> CodecInfo:
-        """Description of the only codec, or of the one that keeps numbers."""
+        """Description of the first codec: the only one, or the one that selects the numbers to keep."""
         return CODECS[self.codecs[0][0]]
 
     def sent_bytes(self, plain_bytes: float, matrices: Sequence[tuple[float, float, float]]) -> float:
@@ -563,7 +563,7 @@ class TransportInfo:
         one_host: True if all ranks must be on one host.
         within_hosts: False if its groups on one host use another transport under its name.
         shares_memory: True if tensors of a group lie in memory that its ranks share, as described in
-            `paceline.comm.process_group.Transport`. Reductions in a step then take the same time as alone.
+            `paceline.comm.process_group.Transport`. Reductions in a step then take as long as reductions alone.
         obstacle: import path of a function of (store, rank, size, timeout_s), called by all ranks together before they
             have a group. It returns the reason why they cannot use the transport, or None.
     """

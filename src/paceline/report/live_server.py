@@ -82,7 +82,7 @@ class LiveServer:
         except OSError as error:
             raise RunError(
                 "report.port_unusable",
-                "the page cannot be served at {address}:{port}: {reason}. Choose another port.",
+                "the page cannot be served at {address}:{port}: {reason}. Name another port.",
                 address=ADDRESS,
                 port=self.port,
                 reason=error.strerror or error,

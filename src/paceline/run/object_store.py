@@ -124,7 +124,7 @@ class RemoteRun:
         if self.kind != RUN and JOB in listed:
             raise RunError(
                 "run.url_of_other_kind",
-                "{url} contains a run, not a {kind}. Name another URL.",
+                "{url} holds a run, not a {kind}. Name another URL.",
                 url=self.url,
                 kind=self.kind.name,
             )
@@ -132,7 +132,7 @@ class RemoteRun:
             if not self.resume:
                 raise RunError(
                     "run.url_in_use",
-                    "{url} already contains a run. Continue it with --resume, or name another URL.",
+                    "{url} holds a run already. Continue it with --resume, or name another URL.",
                     url=self.url,
                 )
             if here and goes_on_from(self.store, self.path, self.kind.lines):
@@ -277,7 +277,7 @@ def _fetch(store: Store, name: str, into: Path) -> None:
     except OSError as error:
         raise RunError(
             "run.object_not_kept",
-            "{url}/{name} cannot be stored in {folder}: {reason}",
+            "{url}/{name} cannot be kept in {folder}: {reason}",
             url=store.url,
             name=name,
             folder=into.parent,

@@ -26,12 +26,12 @@ from paceline.run.saved_model import SETS, data_of
 
 
 class Inputs(NamedTuple):
-    """What a model is asked about.
+    """Inputs of a model for predictions.
 
     Attributes:
         samples: number of samples.
-        batches: the batches in order, each with columns that go to the output as they are.
-        example: a data set with a batch that the model takes.
+        batches: the batches in order, each with the columns to copy to the output.
+        example: data set with an example batch for the model.
         classes: names of the classes, if the data has them.
     """
 
@@ -46,7 +46,7 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
 
     Args:
         source: a set of the job, or a file, folder or factory of its kind of data; targets are not needed.
-        columns: of a Parquet file, copied to the output.
+        columns: columns of a Parquet file to copy to the output.
         classes: names of the classes that the run has recorded.
 
     Raises:

@@ -41,21 +41,21 @@ def predict(
     """Write a model's predictions for all samples of a source, in their order.
 
     Only a batch is in memory. The output has the number of each row, the chosen columns of a Parquet file, and the
-    names of classes where the data has them.
+    names of classes if the data has them.
 
     Args:
         source: a set of the job, or a file, folder or factory of its kind of data; targets are not needed.
         out: a `.parquet`, `.npz` or `.npy` file.
-        outputs: of `OUTPUTS`; none: what the loss is for.
-        columns: of a Parquet file, copied to the output.
-        batch: samples at a time; None: the job's global batch.
+        outputs: names from `OUTPUTS`; none: the outputs that the loss is made for.
+        columns: columns of a Parquet file to copy to the output.
+        batch: number of samples per batch; None: the job's global batch.
 
     Returns:
         The number of samples.
 
     Raises:
         RunError: there is no such checkpoint, or `out` exists, cannot be written or has an unknown ending.
-        JobError: the outputs are not those of the loss.
+        JobError: the loss does not give these outputs.
         DataError: the source cannot be read.
     """
     if out.suffix not in _WRITERS:
@@ -199,7 +199,7 @@ _TEXT = 256  # characters of a text in an array
 
 
 class _Npz:
-    """Arrays of an archive, each written beside it first."""
+    """Arrays of an archive; each is first written to a file beside it."""
 
     def __init__(self, file: Path, samples: int) -> None:
         self.file, self.samples, self._arrays = file, samples, dict[str, Any]()
@@ -243,7 +243,7 @@ class _Npz:
 
 
 class _Npy(_Npz):
-    """One array; rows are its index."""
+    """A single array, indexed by row."""
 
     def write(self, columns: dict[str, Any]) -> None:
         kept: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The model of a run's checkpoint in this process, to measure or to predict."""
+"""The model of a run's checkpoint in this process, for evaluation and predictions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class SavedModel:
         return self.engine.evaluate(batches, build_metrics(self.job.metrics, self.engine.loss))
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[Any]:
-        """The model's output for each batch, in eval mode; targets are not looked at."""
+        """Return the model's output for each batch, in eval mode; targets are ignored."""
         compute, evaluation = self.engine.compute, self.engine.evaluation
         compute.normalization.prepared = True  # which looks at targets
         with evaluation.measuring(self.engine.rule):
@@ -99,7 +99,7 @@ class SavedModel:
                 yield found[0]
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self.engine.close()
 
 

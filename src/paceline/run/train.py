@@ -388,7 +388,7 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
+            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror,
         ) from error

@@ -331,7 +331,7 @@ def hooked_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def refuse_lost_hooks(hooked: Mapping[str, str], parts: Parts, plan: Plan, shared: Collection[str]) -> None:
-    """Refuse hooks that would see only a part of a gradient. Every rank decides alike.
+    """Refuse hooks that would see only a part of a gradient. Every rank makes the same decision.
 
     Args:
         hooked: result of `hooked_parameters`.

@@ -387,7 +387,7 @@ def fetched(url: str, say: Say = to_stderr) -> Path:
     except OSError as error:
         raise StorageError(
             "storage.cache_unusable",
-            "{url} cannot be stored in {folder}: {reason}. Choose another folder with XDG_CACHE_HOME.",
+            "{url} cannot be kept in {folder}: {reason}. Choose another folder with XDG_CACHE_HOME.",
             url=store.url,
             folder=cache_folder() / "data",
             reason=error.strerror or error,

@@ -38,13 +38,13 @@ class Listener:
     Args:
         where: address and port, for TLS with the run's key; the path of a Unix socket to create in a private folder; or
             a listening socket.
-        key: of the run; None for Unix sockets, where the peer's user is asked of the kernel.
-        messages: what peers may send: a tagged Struct, or a union of them.
+        key: key of the run; None for Unix sockets, for which the kernel names the peer's user.
+        messages: type of the messages that peers may send: a tagged Struct, or a union of them.
         on_connection: called for each connection, in the listener's thread.
         on_message: if given, connections stay with the listener, which calls this for each message. The function
             answers with `Connection.post`, which never blocks.
         on_close: called when a connection of the listener has ended.
-        limits: of what may come.
+        limits: limits of received data.
 
     Attributes:
         admission: admission control of the listener.
@@ -226,7 +226,7 @@ class Admission:
 
     Args:
         listening: socket from `listen`; it is closed with the admission.
-        key: of the run; None for Unix sockets, where the peer's user is asked of the kernel.
+        key: key of the run; None for Unix sockets, for which the kernel names the peer's user.
         welcome: called with a connection, which it then owns, and with the received message.
         expects: length of the message that the other end must send inside TLS, after its proof.
         unauthenticated_per_s: rate of unauthenticated peers above which the listener pauses. None: no limit.

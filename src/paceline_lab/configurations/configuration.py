@@ -349,7 +349,7 @@ class Keys:
         except ValueError:
             raise PlanError(
                 "config.not_a_number",
-                "{system}: {name} must be a number, not {value!r}",
+                "{system}: {name} should be a number, got {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -357,7 +357,7 @@ class Keys:
         if not whole.is_integer():
             raise PlanError(
                 "config.not_whole",
-                "{system}: {name} must be a whole number, not {value!r}",
+                "{system}: {name} should be a whole number, got {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,
@@ -393,7 +393,7 @@ class Keys:
         except (TypeError, ValueError):
             raise PlanError(
                 "config.not_a_number",
-                "{system}: {name} must be a number, not {value!r}",
+                "{system}: {name} should be a number, got {value!r}",
                 system=self.system,
                 name=name,
                 value=value,
@@ -412,7 +412,7 @@ class Keys:
         if text not in (*_TRUE, *_FALSE):
             raise PlanError(
                 "config.not_boolean",
-                "{system}: {name} must be true or false, not {value!r}",
+                "{system}: {name} should be true or false, got {value!r}",
                 system=self.system,
                 name=names[0],
                 value=value,

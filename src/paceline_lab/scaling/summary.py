@@ -387,7 +387,7 @@ class BenchmarkDirectory:
             except OSError as error:
                 raise RunError(
                     "bench.directory_unwritable",
-                    "the benchmark cannot be stored in {path}: {reason}. Name a directory with --out.",
+                    "the benchmark cannot be kept in {path}: {reason}. Name a directory with --out.",
                     path=self.path,
                     reason=error.strerror,
                 ) from error

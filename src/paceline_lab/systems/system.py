@@ -116,7 +116,7 @@ class System:
         requirements: files of its pinned packages, installed in this order beside paceline's own; may be empty.
         build_environment: environment variables for their installation.
         apart: True if its environment contains neither paceline nor torch.
-        tuned: its own settings that are also tried, with paceline's settings for memory and data.
+        tuned: the system's own settings for its tuned variant, which also has paceline's settings for memory and data.
         takes_channels_last: True if it can train channels-last weights.
         is_killed: True if benchmarks may kill one of its ranks; False if surviving that needs another script.
         one_machine: the reason why it cannot run on emulated hosts; None if it can.

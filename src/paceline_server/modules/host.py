@@ -109,7 +109,7 @@ class Answer:
         """Wait for the result. It can be retrieved once.
 
         Raises:
-            RemoteError: the function raised there.
+            RemoteError: the function raised an error there.
             DeadlineError: the call was not answered in time. The function may still be running.
             ChannelError: the connection was lost and could not be restored.
         """
@@ -396,10 +396,10 @@ def create(host: str | Host, factory: Named, *args: Any, name: str | None = None
 
     Args:
         factory: a function or class that the serving process serves.
-        name: under which clients share one object: the first makes it, the others get it, too.
+        name: name under which clients share one object: the first client makes it, and the others get the same object.
 
     Raises:
-        RemoteError: it is not served there, or raised.
+        RemoteError: the factory is not served there, or raised an error.
     """
     at = host_of(host)
     what = path_of(factory)
@@ -424,7 +424,7 @@ def call(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Any:
     Calls from several threads of this process run concurrently.
 
     Raises:
-        RemoteError: it is not served there, or raised.
+        RemoteError: the function is not served there, or raised an error.
     """
     at, what = host_of(host), path_of(function)
     return at.call("call", f"call {what}", what, None, *sent_to(at, (args, kwargs)), what=what)
@@ -434,7 +434,7 @@ def stream(host: str | Host, function: Named, *args: Any, **kwargs: Any) -> Iter
     """Iterate over the results of a generator function in another process.
 
     Raises:
-        RemoteError: it is not served there, or raised.
+        RemoteError: the function is not served there, or raised an error.
         ChannelError: the connection was lost. A stream is not restarted.
     """
     at = host_of(host)

@@ -32,7 +32,7 @@ def module(
     Args:
         host: name of a connection (`remote.connect`).
         factory: a function or class that the serving process serves, or its import path.
-        name: under which clients share one module: the first makes it, the others get it, too.
+        name: name under which clients share one module: the first client makes it, and the others get the same module.
         seed: seed for the initial weights (as after `torch.manual_seed(seed)`) and for the random numbers of forward
             passes, independent of other work in the serving process. Without a seed, the module uses the process's
             generator.
@@ -356,7 +356,7 @@ def optimizer(
         settings: settings of the optimizer, such as `lr`.
 
     Raises:
-        RemoteError: it is not served there, or raised.
+        RemoteError: the optimizer is not served there, or raised an error.
         PacelineError: there are no modules, or `together` is greater than one without a `name`.
     """
     chosen = [modules] if isinstance(modules, RemoteModule) else list(modules)

@@ -454,7 +454,7 @@ class Line:
         return Asked(self, function, args, waits_s, more)
 
     def connected(self, until: float) -> Client:
-        """A connection to the primary, made where there is none. Raises ServerLost when the time is over."""
+        """Return a connection to the primary; make one if there is none. Raises ServerLost when the time is over."""
         with self._lock:
             problem: Exception | None = None
             attempt_s = _CONNECT_S[0]

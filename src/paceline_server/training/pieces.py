@@ -15,7 +15,7 @@ class Pieces:
 
     Args:
         like: a partition of the whole data.
-        pieces: of a global batch.
+        pieces: number of pieces of a global batch.
         data_rank, data_ranks: index and number of the worker's ranks that compute different samples of a piece.
     """
 

@@ -286,8 +286,8 @@ def settings_of(job: Job, plan: Plan, tensors: tuple[TensorSpec, ...], total_ste
 def _outer(pieces: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Scale the outer optimizer to step on every push instead of once per round.
 
-    Over the pushes of a round, the momentum decays as in one outer step, and a constant change moves the parameters by
-    the same distance.
+    The pushes of a round together decay the momentum as much as one outer step, and a constant change moves the
+    parameters by the same distance.
     """
     decay = arguments["momentum"] ** (1 / pieces)
     rate = arguments["lr"] / pieces * (1 - decay) / (1 - arguments["momentum"])

@@ -143,7 +143,7 @@ def left(folder: Path) -> None:
 
 
 def test_a_rank_that_ends_well_but_too_early_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 ended with exit code 0 before it had a result"):
+    with pytest.raises(RankError, match="rank 1 ended with exit code 0 before it returned a result"):
         ranks(3, left, tmp_path, backend="shm")
     for rank in (0, 2):
         assert re.search(r"rank 1 \(pid \d+\) has ended", (tmp_path / f"error-{rank}").read_text())

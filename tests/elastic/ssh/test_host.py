@@ -49,10 +49,10 @@ def test_the_exit_code_and_the_environment_are_those_of_the_order(tmp_path: Path
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", b"standard input has no order"),
-        (b"{}\n", b"the order comes from another version of paceline"),
-        (b"\xff\xfe\n", b"the order comes from another version of paceline"),
-        (b"x" * (2**20 + 1), b"standard input has no order"),
+        (b"", b"standard input contains no instructions"),
+        (b"{}\n", b"the instructions come from another version of paceline"),
+        (b"\xff\xfe\n", b"the instructions come from another version of paceline"),
+        (b"x" * (2**20 + 1), b"standard input contains no instructions"),
         (order(Path("/"), key="-----BEGIN PRIVATE KEY-----"), b"not a key of a paceline run"),
         (order(Path("/nowhere/at/all"), "-c", ""), b"cannot be started in /nowhere/at/all: No such file or directory"),
     ],

@@ -92,7 +92,9 @@ def test_impossible_dimensions_are_refused(wrong: dict[str, Any], code: str) -> 
 
 @pytest.mark.parametrize("also", [{"zoo": "gpt"}, {"weights": "."}, {"args": {"layers": 3}}])
 def test_dimensions_are_all_that_is_known_of_a_model(also: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"exactly one of zoo, factory, hf, transformer|neither weights nor args"):
+    with pytest.raises(
+        ValueError, match=r"exactly one of zoo, factory, hf and transformer|cannot have weights or args"
+    ):
         ModelSpec(transformer=SMALL, **also)
 
 

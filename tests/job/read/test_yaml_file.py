@@ -122,7 +122,7 @@ def test_a_good_file_becomes_the_job_it_describes(job_file: Path) -> None:
         ),
         ("{zoo: mlp}", "{hf: config.json, task: causal_lm}", "job.yaml, line 1: model.hf: no such file: "),
         ("{zoo: mlp}", "./net.py:make", "job.yaml, line 1: model.factory: no such file: "),
-        ("{zoo: mlp}", "{zoo: mlp, factory: 'a:b'}", "job.yaml, line 1: model: name exactly one of zoo, factory, hf"),
+        ("{zoo: mlp}", "{zoo: mlp, factory: 'a:b'}", "job.yaml, line 1: model: exactly one of zoo, factory, hf"),
         ("metrics: [accuracy]", "metrics: 3", "job.yaml, line 4: metrics should be a list, got 3"),
     ],
 )
@@ -169,10 +169,7 @@ def test_all_mistakes_are_listed_at_once_in_the_order_of_the_file(job_file: Path
 
 def test_a_metric_that_is_never_measured_cannot_stop_a_run(job_file: Path) -> None:
     (found,) = complaints(job_file, changed("  epochs: 2", "  metric_above: {acuracy: 0.9}"))
-    assert (
-        found
-        == "job.yaml: stop.metric_above waits for acuracy, which metrics does not list, so it would never be measured"
-    )
+    assert found == "job.yaml: stop.metric_above uses acuracy, which is not in metrics, so it would never be measured"
 
 
 @pytest.mark.parametrize(

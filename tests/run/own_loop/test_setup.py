@@ -110,19 +110,19 @@ class NotFused(torch.optim.SGD):
     ("changes", "error", "said"),
     [
         ({"model": lambda x: x}, JobError, "setup needs an nn.Module as model, got function"),
-        ({"nonfinite": "rewind"}, JobError, "can stop or skip. Rewinding needs checkpoints, see paceline.train"),
+        ({"nonfinite": "rewind"}, JobError, "supports only stop and skip. To rewind, use paceline.train"),
         ({"nonfinite": "ignore"}, JobError, "nonfinite='ignore'"),
-        ({"precision": "fp8"}, JobError, "precision='fp8' is not one of fp32, bf16, fp16, fp64"),
+        ({"precision": "fp8"}, JobError, "precision must be one of fp32, bf16, fp16, fp64, not 'fp8'"),
         ({"batch_norm": "global"}, JobError, "batch_norm='global' is neither local"),
-        ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient is more than 0"),
+        ({"clip_norm": 0.0}, JobError, "clip_norm=0: the largest norm of the gradient must be more than 0"),
         (
             {"optimizer": other_parameters()},
             JobError,
-            "holds none of the model's parameters. Make it from model.parameters()",
+            "contains none of the model's parameters. Create it from model.parameters()",
         ),
         ({"loss": DataLoader(dataset()), "loader": None}, JobError, "paceline.setup(model, optimizer, loader=loader)"),
         ({"loss": "mse"}, JobError, "torch.nn.CrossEntropyLoss()"),
-        ({"loader": [1, 2]}, DataError, "setup needs a torch DataLoader, got list"),
+        ({"loader": [1, 2]}, DataError, "setup needs a torch DataLoader, not a list"),
         ({"loader": DataLoader(dataset(), batch_size=64, drop_last=True)}, DataError, "64"),
         (
             {"plan": "dp=3"},
@@ -132,7 +132,8 @@ class NotFused(torch.optim.SGD):
         (
             {"plan": "num_workers=2"},
             PlanError,
-            "plan num_workers=2 has loader processes, but here your loader starts them: DataLoader(…, num_workers=2)",
+            "plan num_workers=2 has loader processes, but in your own loop the loader starts them: "
+            "DataLoader(…, num_workers=2)",
         ),
         ({"plan": "dp=tree"}, PlanError, "tree"),
         ({"plan": "dq=2"}, PlanError, "dp"),

@@ -144,7 +144,7 @@ def test_a_tracker_that_fails_or_dies_is_said_once_and_the_run_and_the_others_go
     assert outcome.code == 0, outcome.err
     said = 'tracker "noting" failed: ConnectionError: no answer. Training goes on without it.'
     assert outcome.err.count(said) == 1
-    assert "cannot be made" in outcome.err
+    assert "cannot be created" in outcome.err
     assert "colour" in outcome.err
     assert outcome.err.count('tracker "dies" ended by SIGABRT') == 1
     assert noted(tmp_path / "good.jsonl")[-1]["end"] == "finished"

@@ -408,7 +408,7 @@ def test_compiling_is_tried_where_the_run_is_long_enough_for_it(
     )
     assert (
         verdicts(choice)["compile=reduce-overhead"]
-        == "not tried: replays graphs of kernels, and this machine has no GPU that can"
+        == "not tried: replays graphs of kernels, but this machine has no GPU that supports this"
     )
 
 

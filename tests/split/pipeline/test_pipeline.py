@@ -287,14 +287,14 @@ def test_cuts_that_cannot_be_are_named(ranks: Ranks) -> None:
     """Before any weight has memory, and on every rank alike: a rank that went on alone would wait for ever."""
     expected = {
         ("looks", "pp=2"): ["its code depends on values", "torch.export cannot trace", "or train without pp"],
-        ("odd", "pp=2"): ["blocks.3 (Block) cannot be followed", "arguments other than tensors"],
+        ("odd", "pp=2"): ["blocks.3 (Block) cannot be traced", "arguments other than tensors"],
         ("gpt", "pp=2 cut=block.2"): ['there is no module "block.2" in the model. Did you mean "blocks.2"?'],
         ("gpt", "pp=2 cut=blocks.1,blocks.2"): ["2 stages have 1 cut between them, and there are 2: cut=blocks.2."],
         ("gpt", "pp=2 schedule=interleaved cut=blocks.2,blocks.1,blocks.3"): [
             "called in the order blocks.1,blocks.2,blocks.3"
         ],
         ("gpt", "pp=2 fsdp=2 schedule=zero-bubble"): [
-            "would shard tokens.weight twice, which two stages of a rank share",
+            "would shard tokens.weight twice, because two stages of a rank share it",
             "schedule=1f1b, gpipe or interleaved",
         ],
         ("mlp", "pp=2 cut=0"): ["nothing is computed before 0"],

@@ -178,7 +178,7 @@ def fetch(wanted: Path, copy: Path, deadline_s: float) -> None:
         deadline_s: longest time without new data.
 
     Raises:
-        CheckpointError: nothing came in time.
+        CheckpointError: nothing arrived in time.
     """
     if os.environ.get(FOLDER_IS_COPY) != "1":
         return

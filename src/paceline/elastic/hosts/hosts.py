@@ -209,7 +209,7 @@ class Hosts:
 
         Raises:
             LaunchError: a host does not answer in time.
-            SystemExit: 130 or 143, when SIGINT or SIGTERM came to one of them meanwhile.
+            SystemExit: 130 or 143, if one of them received SIGINT or SIGTERM meanwhile.
         """
         links = [link for link in self.links if link.lost is None]
         for link in links:
@@ -437,7 +437,7 @@ class RemoteRanks:
                 link.send(part)
 
     def expect(self, host: int, *, again: bool) -> bool:
-        """Choose if a lost host may come back; return True if it may."""
+        """Decide whether a lost host may come back; return True if it may."""
         if self.hosts.returns is None:
             return False
         self.hosts.returns.expect(host) if again else self.hosts.returns.leave_out(host)

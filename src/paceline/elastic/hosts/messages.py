@@ -202,7 +202,7 @@ class Begin(Struct, tag=True, frozen=True):
         host: number of the host.
         port: port for the ranks' store, as requested; 0 takes a free one.
         pulse_port: the coordinator's port for this host's `Pulse`; 0 if silence has no consequences.
-        silence_s: seconds of silence after which each counts the other as lost.
+        silence_s: seconds of silence after which each side considers the other lost.
     """
 
     attempt: int

@@ -250,7 +250,7 @@ def _are_enough(place: HostPlace, links: dict[int, Link], before: Coordinator, h
 
 
 def _absence(host: Successor, key: RunKey) -> str:
-    """Reason why a host is absent; "" if it may be there.
+    """Reason why a host is absent; "" if it may be present.
 
     "ended" if its kernel reports that the process has ended, or "silent".
     """

@@ -132,7 +132,7 @@ def ask(
     except FileNotFoundError:
         raise LaunchError(
             "submit.command_missing",
-            "the command {command} is not installed on this machine. {advice}",
+            "the command {command} is not on this machine. {advice}",
             command=command[0],
             advice=advice,
         ) from None
@@ -163,7 +163,7 @@ def show(command: list[str], advice: str) -> int:
     except FileNotFoundError:
         raise LaunchError(
             "submit.command_missing",
-            "the command {command} is not installed on this machine. {advice}",
+            "the command {command} is not on this machine. {advice}",
             command=command[0],
             advice=advice,
         ) from None

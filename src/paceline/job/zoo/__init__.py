@@ -79,7 +79,7 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     if isinstance(factory, nn.Module) or not callable(factory):
         raise JobError(
             "model.not_a_factory",
-            "{path} is a {class_name}. Name a function or class that creates the model from the job's seed.",
+            "{path} is a {class_name}. Name a function or class that makes the model from the job's seed.",
             path=path,
             class_name=type(factory).__name__,
         )
@@ -88,7 +88,7 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(
             "model.not_a_module",
-            "{path} returned {found}, but a model must be a torch.nn.Module",
+            "{path} returned {found}; a model is a torch.nn.Module",
             path=path,
             found=_described(model),
         )

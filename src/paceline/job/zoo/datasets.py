@@ -120,7 +120,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
         )
     if len(dataset) == 0:
         raise DataError(
-            "data.dataset_empty", "data {factory} returned an empty {kind}: its length is 0", factory=factory, kind=kind
+            "data.dataset_empty", "data {factory} made an empty {kind}: its length is 0", factory=factory, kind=kind
         )
     try:
         sample = apart(dataset)[0]

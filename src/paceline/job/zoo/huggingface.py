@@ -129,7 +129,7 @@ def bert(
     if hidden % heads:
         raise JobError(
             "model.hidden_not_multiple",
-            "model {name}: hidden ({hidden}) must be a multiple of heads ({heads}), such as {fitting}",
+            "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
             name="bert",
             hidden=hidden,
             heads=heads,
@@ -300,7 +300,7 @@ class SimCLR(nn.Module):
         if encoder == "cifar_cnn" and image_size not in (None, 32):
             raise JobError(
                 "model.image_size",
-                "model simclr: the encoder cifar_cnn needs images of 32 x 32, not {image_size}. Leave image_size "
+                "model simclr: the encoder cifar_cnn takes images of 32 x 32, not {image_size}. Leave image_size "
                 "out, or use resnet50.",
                 image_size=image_size,
             )

@@ -64,7 +64,7 @@ def torch_losses() -> frozenset[str]:
 
 
 class CrossEntropy:
-    """Mean cross-entropy over the labels that are not -100; 0 if all are.
+    """Mean cross-entropy over the labels that are not -100; 0 if all labels are -100.
 
     Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same
     without classes. `weight` is one number per class; the mean is then over the weights of the labels.

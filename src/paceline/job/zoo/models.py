@@ -41,7 +41,7 @@ class GPT(nn.Module):
             name, fitting = type(self).__name__.lower(), heads * max(1, round(hidden / heads))
             raise JobError(
                 "model.hidden_not_multiple",
-                "model {name}: hidden ({hidden}) must be a multiple of heads ({heads}), such as {fitting}",
+                "model {name}: hidden ({hidden}) should be a multiple of heads ({heads}), such as {fitting}",
                 name=name,
                 hidden=hidden,
                 heads=heads,

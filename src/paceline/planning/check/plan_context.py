@@ -35,7 +35,7 @@ class PlanContext:
     Attributes:
         world: the number of ranks that were started already, for example by torchrun; None if the plan says how many to
             start.
-        weighed: True if the state is compared with the memory even if the plan does not divide the model. The model is
+        floor_s: minimum time that Python takes to launch a kernel, in seconds. The model is
             then built.
         per_host: number of ranks that fit on each host; taken from the cluster.
     """

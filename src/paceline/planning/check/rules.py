@@ -131,8 +131,8 @@ def _share_too_small(context: PlanContext) -> PlanProblem | None:
     if plan.data_ranks > batch:
         return PlanProblem(
             "plan.too_few_samples",
-            "plan {plan} has {has} for a global batch of {global_batch}, but each of them needs a sample. Use "
-            "{limited} of at most {global_batch}, or a global_batch of at least {data_ranks} in the job.",
+            "plan {plan} has {has} for a global batch of {global_batch}, but each of them needs a sample: "
+            "{limited} is at most {global_batch}, or the job's global_batch at least {data_ranks}.",
             has=_data_ranks(plan),
             data_ranks=plan.data_ranks,
             global_batch=batch,

@@ -142,7 +142,7 @@ def _offloaded_s(layout: Layout, slow: StageCost, shown_s: float) -> float:
 def beside_passes_s(layout: Layout, slow: StageCost) -> tuple[float, float, float]:
     """Return the seconds of fsdp, dp and the update beside the slowest rank's passes.
 
-    The search computes bounds with it, for stages that compute nothing, or for ever.
+    The search uses it to compute bounds for stages whose compute time is zero or infinite.
     """
     return _fsdp_s(layout, slow), _dp_s(layout, slow), _optimizer_s(layout, slow)
 

@@ -198,7 +198,7 @@ FRAMEWORKS = (
 
 
 def summed(layout: Layout, parameters: float) -> float:
-    """Return the size of an equivalent all-reduce to a rank's gradient reduction.
+    """Return the size of the all-reduce that costs as much as a rank's gradient reduction.
 
     For sparse tables, every rank gets the rows of all ranks, as in an all-gather, which moves half as much as an
     all-reduce.

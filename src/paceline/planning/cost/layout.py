@@ -58,10 +58,10 @@ class FrameworkProfile:
         node_limit: maximum number of hosts with a token's experts; a token is sent once to each. 0 for no limit.
         loss: memory traffic of its loss over a vocabulary, relative to torch's.
         kernels: number of kernels launched for each of the trace's; above 1 if less is fused.
-        softmax_of: number of score matrices that its fused softmax needs a multiple of; for other numbers it takes
+        softmax_of: the fused softmax needs a multiple of this number of score matrices; for other numbers it takes
             several kernels.
-        stops_early: True if recomputation of a block stops before its last product, since all saved tensors are there
-            (as in torch).
+        stops_early: True if recomputation of a block stops before its last product, because all saved tensors are
+            available (as in torch).
         scatters_hops: True if each tp rank sends a part of a stage's output, which is gathered in the next stage.
     """
 

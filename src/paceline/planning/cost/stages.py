@@ -304,8 +304,8 @@ def pipeline_s(
 ) -> float:
     """Return the seconds from the first microbatch's start to the last gradient's end.
 
-    Every stage works on a microbatch once (Narayanan et al., 2021, arXiv:2104.04473): all of them in sequence fill and
-    drain the pipeline, and the slowest rank determines the time between. Interleaved stages fill it with only one chunk
+    A microbatch passes through all stages in sequence, which fills and drains the pipeline (Narayanan et al., 2021,
+    arXiv:2104.04473). In between, the slowest rank determines the time. Interleaved stages fill it with only one chunk
     of each rank.
     """
     times = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]

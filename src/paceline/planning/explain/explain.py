@@ -324,12 +324,12 @@ class FailureOutlook:
 
     @property
     def best_goodput(self) -> float:
-        """Predicted goodput with the best interval."""
+        """Predicted goodput with the best checkpoint interval."""
         return self.costs.goodput(self.best_s)
 
     @property
     def best_s(self) -> float:
-        """Seconds of steps between checkpoints that lose the least."""
+        """Checkpoint interval that loses the least time, in seconds of steps."""
         return self.costs.best_every_steps * self.costs.step_s
 
     @property

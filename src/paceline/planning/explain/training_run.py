@@ -244,7 +244,7 @@ def training_run(
 ) -> TrainingRun:
     """Predict the training of a candidate on a cluster.
 
-    Failures come at the cluster's rate; on spot machines, preemptions are added.
+    Failures occur at the cluster's rate; on spot machines, preemptions are added.
     """
     ranks, device = candidate.plan.ranks, candidate.layout.machines.device
     slowdown = straggler_slowdown(ranks, conditions.straggler_sigma)

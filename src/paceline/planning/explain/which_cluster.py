@@ -130,7 +130,7 @@ class ClusterChoice:
 
     @property
     def error(self) -> float:
-        """Half of the widest 80 % interval of the predictions, relative to a time."""
+        """Half of the widest 80 % interval of the predictions, relative to the predicted time."""
         return max(option.run.error for option in self.options)
 
     @property

@@ -617,7 +617,7 @@ class _Fused(Function):
 
 
 def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move real arguments, such as token indices, to meta if other arguments are there."""
+    """Move real arguments, such as token indices, to meta if other arguments are on meta."""
     if len({tensor.is_meta for tensor in tensors_in((args, kwargs))}) < 2:
         return args, kwargs
     moved: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(

@@ -534,7 +534,7 @@ def _forward_with_values(job: Job, autocast: bool) -> Pass:
 
 
 def _needs_values(error: Exception, forward: Pass) -> bool:
-    """True if likely the lack of values is the cause, rather than the model's code."""
+    """True if the lack of values is probably the cause, rather than the model's code."""
     return isinstance(error, NotImplementedError) or bool(forward.seen.asked) or "meta" in str(error).lower()
 
 

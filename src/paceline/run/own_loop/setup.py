@@ -93,7 +93,7 @@ def setup(
         loader: a `DataLoader` as one process would use it. Its `batch_size` is the *global* batch, which paceline
             divides among the replicas, so the same script does the same work on any number of them. The order of its
             sampler and its other arguments are kept, see docs/how-to/feed_data.md. None: every rank brings its own
-            data, and the losses of all ranks count alike.
+            data, and the losses of all ranks have the same weight.
         plan: a `Plan`, its text, e.g. `"dp=2 precision=bf16 microbatches=4"`, or `"auto"`: one replica per rank.
         precision: `fp32`, `bf16` (autocast; weights stay fp32), `fp16` (autocast with a loss scale that adapts itself)
             or `fp64`.

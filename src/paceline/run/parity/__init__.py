@@ -17,8 +17,8 @@ from paceline.planning.plan import Plan
 class Parts:
     """Division of a batch for one process: the microbatches of data-parallel ranks, in turn.
 
-    With `together`, the first microbatches of all ranks form one part, then the second ones, as layers that the ranks
-    share see them.
+    With `together`, the first microbatches of all ranks form one part, the second ones the next part, and so on. Layers
+    that the ranks share see the batch in this form.
     """
 
     microbatches: int

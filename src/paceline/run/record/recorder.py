@@ -197,7 +197,8 @@ class ResourceUse:
     compression saved, and `compression_error` the L2 norm of the compression error relative to the L2 norm of the
     uncompressed data. All count from the previous reading.
 
-    Readings are taken with the first step, then at twice, four times, … that age, and then every second. So even a
+    Readings are taken after the first step, then after twice and four times that time and so on, and later every
+    second. So even a
     short run has a reading, and the newest reading is from its second half.
 
     Attributes:

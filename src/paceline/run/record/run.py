@@ -120,7 +120,7 @@ class Run:
         if (path / "job.yaml").exists():
             raise RunError(
                 "run.directory_in_use",
-                "{path} already contains a run. Continue it with --resume, or name another directory.",
+                "{path} holds a run already. Continue it with --resume, or name another directory.",
                 path=path,
             )
         names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
@@ -157,7 +157,8 @@ class Run:
     def continue_with(self, job: Job, cluster: Cluster, plan: Plan) -> None:
         """Set a job to continue this run with.
 
-        The stop rule, the cadence, the cluster and the plan may differ; the work may not.
+        The stop rule, the intervals of evaluations and checkpoints, the cluster and the plan may differ; the work may
+        not.
 
         Raises:
             JobError: the job would train something else. The message names every key that differs.
@@ -247,7 +248,7 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step; NaN where it was not finite."""
+        """The training loss of every step; NaN if it was not finite."""
         return [math.nan if line["loss"] is None else line["loss"] for line in self.steps()]
 
     @property
@@ -451,7 +452,7 @@ def _describe(path: Path, job: Job, cluster: Cluster, plan: Plan) -> None:
     except OSError as error:
         raise RunError(
             "run.directory_unwritable",
-            "the run cannot be stored in {run}: {reason}. Name a writable directory with --run.",
+            "the run cannot be kept in {run}: {reason}. Name a writable directory with --run.",
             run=path,
             reason=error.strerror or error,
         ) from error

@@ -116,17 +116,17 @@ def _range(key: str, text: str) -> Range:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise JobError(
             "sweep.range_order",
-            "--grid {key}: the first end of {text} must be less than the second",
+            "--grid {key}: the first end of {text} should be less than the second one",
             key=key,
             text=text,
         )
     if kind == "loguniform" and low <= 0:
         raise JobError(
-            "sweep.range_not_positive", "--grid {key}: the ends of {text} must be more than 0", key=key, text=text
+            "sweep.range_not_positive", "--grid {key}: the ends of {text} should be more than 0", key=key, text=text
         )
     if kind == "int" and not (low.is_integer() and high.is_integer()):
         raise JobError(
-            "sweep.range_not_whole", "--grid {key}: the ends of {text} must be whole numbers", key=key, text=text
+            "sweep.range_not_whole", "--grid {key}: the ends of {text} should be whole numbers", key=key, text=text
         )
     return Range(cast("Any", kind), low, high)
 

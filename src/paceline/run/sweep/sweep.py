@@ -52,7 +52,7 @@ class SweepRequest:
     Attributes:
         job: YAML file of the job, or its URL.
         grid: `KEY=V1,V2` and `KEY=loguniform(LOW,HIGH)` texts.
-        set: `KEY=VALUE` texts that hold for every run.
+        set: `KEY=VALUE` texts that apply to every run.
         draws: number of random combinations; None is the whole grid.
         seed: seed of the draws.
         repeat: number of runs of every combination, with consecutive seeds from the job's seed.
@@ -278,7 +278,7 @@ class Sweep:
         except OSError as error:
             raise RunError(
                 "sweep.cannot_keep",
-                "the sweep cannot be stored in {path}: {reason}. Name another directory with --out.",
+                "the sweep cannot be kept in {path}: {reason}. Name another directory with --out.",
                 path=self.path,
                 reason=error.strerror,
             ) from error

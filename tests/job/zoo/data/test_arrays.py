@@ -126,7 +126,7 @@ def test_the_row_and_column_of_a_value_that_is_not_finite_are_told(rows: int, co
         ({"x": np.ones(2), "label": [0, 1]}, 'there is no "y" in it.*Known: label, x'),
         ({"x": np.array(["a", "b"]), "y": [0, 1]}, "'x' is of type <U1, but only real numbers"),
         ({"x": np.array([None, 1], dtype=object), "y": [0, 1]}, "cannot be read: Object arrays cannot be loaded"),
-        ({"x": np.ones(1), "y": [0]}, "1 sample leaves none to train on"),
+        ({"x": np.ones(1), "y": [0]}, "1 sample leaves no samples for training"),
     ],
 )
 def test_an_array_that_cannot_be_trained_on_is_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
