@@ -168,7 +168,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
             wanted = f"a {kind.name} is a group of keys with values, such as {kind.example}"
             raise kind.error(
                 "file.not_a_mapping",
-                "{file}, line {line}: expected {wanted}, found {found}",
+                "{file}, line {line}: {wanted}, not {found}",
                 file=file,
                 line=_line(root),
                 wanted=wanted,

@@ -156,7 +156,7 @@ def test_thousands_of_hosts_share_what_is_alike() -> None:
         ("8xH100, oversubscribed 0.5:1", "oversubscription must be at least 1:1"),
         ("8xH100, oversubscribed 2:1, oversubscribed 3:1", "two values for its oversubscription"),
         ("8xH100, fast", '"fast" is not a rate such as 400gbit or 3200gbit/host, a price such as 2.5/h'),
-        ("2x8xH100, 0gbit", "carries nothing"),
+        ("2x8xH100, 0gbit", "needs a rate above 0"),
         ("2x8xH100, 400gbit, 200gbit", "two values for its rate"),
         ("2x8xH100, 2/h, 3/h", "two values for its price"),
     ],
@@ -238,7 +238,7 @@ def test_more_devices_than_a_host_has_are_usual_hosts(name: str, shape: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(" ; ", "is not the name of a cluster"), ("1001xH100-SXM", "name 1000xH100-SXM or 1008xH100-SXM")],
+    [(" ; ", "is not the name of a cluster"), ("1001xH100-SXM", "use 1000xH100-SXM or 1008xH100-SXM")],
 )
 def test_a_list_that_names_no_whole_hosts_is_refused_with_what_would_work(text: str, says: str) -> None:
     with pytest.raises(ClusterError, match=re.escape(says)):

@@ -335,7 +335,7 @@ def test_a_flip_in_the_optimizers_state_is_healed_with_what_came_of_it(
 def test_the_third_time_ends_the_run_and_names_the_host(tmp_path: Path, ranks: Ranks) -> None:
     with pytest.raises(RankError) as raised:
         trained_with_corruption(tmp_path / "run", ranks, *((at, 1, 20, False) for at in (2, 4, 8)))
-    said = f"step 8: rank 1 (host {socket.gethostname()}) differ from those on most ranks, for the 3rd"
+    said = f"on rank 1 (host {socket.gethostname()}) differ from those on most ranks, for the 3rd"
     assert said in str(raised.value)
     assert "Check the memory of that host" in str(raised.value)
     assert len(corruptions(Run(tmp_path / "run"))) == 2

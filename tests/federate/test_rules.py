@@ -95,10 +95,10 @@ def test_one_client_with_one_step_is_sgd(tmp_path: Path) -> None:
     ("text", "told"),
     [
         ("fedavgg", 'unknown federated rule "fedavgg". Did you mean "fedavg"'),
-        ("fedprox,mu=0.1", "takes no mu"),
+        ("fedprox,mu=0.1", "does not accept mu"),
         ("fedadam,beta=0.1", '"beta" is not one of its settings. Did you mean "beta'),
         ("fedbuff:0", 'is the number of updates of a server step, at least 1, not "0"'),
-        ("fedavg,lr", 'federate.rule fedavg,lr: "lr" is not understood'),
+        ("fedavg,lr", 'federate.rule fedavg,lr: "lr" is not a valid option'),
         ("scaffold,lr=-1", 'lr is the server\'s learning rate, above 0 and at most 100, not "-1"'),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_does_not_go_together_is_refused(federate: dict[str, Any], changes:
     [
         ({"local_epochs": 1, "local_steps": 1}, "give either local_epochs or local_steps"),
         ({"clients": 3, "per_round": 4}, "per_round is 4, but there are 3 clients"),
-        ({"clients": 3, "least": 4}, "least is 4, but a round has 3 clients"),
+        ({"clients": 3, "least": 4}, "least is 4, but a round has only 3 clients"),
         ({"aggregate": "trimmed:0.6"}, "mean, median or trimmed:SHARE"),
         ({"privacy": {"clip": 1, "noise": 1}, "aggregate": "median"}, "privacy needs aggregate: mean"),
         ({"privacy": {"clip": 1, "noise": 1}, "norm_bound": 1}, "privacy.clip already limits the norm of updates"),

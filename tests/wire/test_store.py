@@ -263,7 +263,7 @@ def test_another_user_of_the_host_reads_and_changes_nothing(clients: Clients, tm
     shown = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "store")], capture_output=True, text=True, timeout=60, check=True
     ).stdout
-    assert f"user {os.geteuid()}" in shown or "this socket belongs to root" in shown
+    assert f"user {os.geteuid()}" in shown or "this socket belongs to user root" in shown
     assert own.get("secret") == b"ours"
 
 

@@ -147,7 +147,7 @@ def converted(where: str, name: str, takes: Mapping[str, Argument], given: Mappi
         except ValueError:
             raise PlanError(
                 "plan.rule_value_invalid",
-                '{where}: {word} must be {what}, not "{given}"',
+                '{where}: {word} is {what}, not "{given}"',
                 where=where,
                 word=word or name,
                 what=argument.what,

@@ -53,7 +53,7 @@ def test_the_exit_code_and_the_environment_are_those_of_the_order(tmp_path: Path
         (b"{}\n", b"the instructions come from another version of paceline"),
         (b"\xff\xfe\n", b"the instructions come from another version of paceline"),
         (b"x" * (2**20 + 1), b"standard input contains no instructions"),
-        (order(Path("/"), key="-----BEGIN PRIVATE KEY-----"), b"not a key of a paceline run"),
+        (order(Path("/"), key="-----BEGIN PRIVATE KEY-----"), b"not the key of a paceline run"),
         (order(Path("/nowhere/at/all"), "-c", ""), b"cannot be started in /nowhere/at/all: No such file or directory"),
     ],
     ids=["nothing", "other", "no text", "long", "key", "directory"],

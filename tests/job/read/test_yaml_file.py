@@ -109,7 +109,7 @@ def test_a_good_file_becomes_the_job_it_describes(job_file: Path) -> None:
         ),
         ("global_batch: 64\n", "", 'job.yaml: the job needs the key "global_batch"'),
         ("  epochs: 2", "  plateau: {over: 3}", 'job.yaml, line 10: stop.plateau needs the key "less_than"'),
-        ("stop:\n  epochs: 2", "stop: {}", "job.yaml, line 9: stop: name at least one of epochs, steps, seconds"),
+        ("stop:\n  epochs: 2", "stop: {}", "job.yaml, line 9: stop: at least one of epochs, steps, seconds"),
         (
             "stop:\n  epochs: 2",
             "stop: soon",

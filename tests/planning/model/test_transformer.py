@@ -239,10 +239,10 @@ def test_parallel_parts_are_summed_once() -> None:
         ({"source_seq": 64}, "Set its number of layers with encoder_layers"),
         ({"mamba": MAMBA}, "mark its layers in pattern"),
         ({"delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16}}, "delta: mark its layers in pattern"),
-        ({"pattern": "*-"}, "2 letters for 4 layers"),
+        ({"pattern": "*-"}, "pattern has 2 letters, but the model has 4 layers"),
         ({"pattern": "*-x-"}, 'unknown letter "x"'),
-        ({"pattern": "M-*-"}, '"M" without mamba. Give mamba, too'),
-        ({"pattern": "*E*E"}, '"E" without experts. Give experts, too'),
+        ({"pattern": "M-*-"}, '"M", but mamba is not set. Set mamba, too'),
+        ({"pattern": "*E*E"}, '"E", but experts is not set. Set experts, too'),
     ],
 )
 def test_dimensions_that_do_not_belong_together_are_refused(wrong: dict[str, Any], message: str) -> None:
