@@ -480,7 +480,7 @@ def _member(members: Sequence[Any], tag: str) -> Any:
 
 
 def _below(annotation: Any, part: str | int) -> tuple[type[BaseModel] | None, Any]:
-    """Return the spec in `annotation`, if any, and the annotation of the value under its key `part`."""
+    """Return the spec in `annotation`, and the annotation of its key `part`."""
     if _is_spec(annotation):
         field = annotation.model_fields.get(str(part))
         return annotation, field.annotation if field else None

@@ -412,7 +412,7 @@ class StartedRank:
 
     @property
     def known_ns(self) -> int:
-        """Time of the newest information about the rank, by the monotonic clock; for a local rank, the current time."""
+        """Monotonic time of the newest information about the rank; here, the current time."""
         return time.monotonic_ns()
 
     @property

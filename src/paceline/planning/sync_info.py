@@ -289,7 +289,7 @@ class CompressSpec:
 
     @property
     def first(self) -> CodecInfo:
-        """Description of the first codec: the only one, or the one that selects the numbers to keep."""
+        """Description of the only codec, or of the codec that selects the numbers."""
         return CODECS[self.codecs[0][0]]
 
     def sent_bytes(self, plain_bytes: float, matrices: Sequence[tuple[float, float, float]]) -> float:

@@ -179,7 +179,7 @@ class RankTrial:
         return self._greatest(candidate.turn())
 
     def _spent_s(self) -> float:
-        """Return the seconds spent so far by rank 0's clock, so that all ranks make the same decision."""
+        """Return the seconds spent by rank 0's clock, so that all ranks decide equally."""
         own_s = self.spent_before_s + (time.monotonic() - self.since if self.since else 0.0)
         return self._greatest(own_s if self.group.rank == 0 else 0.0)
 
