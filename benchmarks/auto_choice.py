@@ -6,9 +6,9 @@ All are measured by hand, for the digits and a small GPT.
 
 Figures, for `digits` and `gpt`, each as its example has it (a run of seconds, in which little or nothing is measured)
 and as a `long` run:
-- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its knobs
-  / that of the best plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
-- `digits_gain`, …: step time of the chosen plan with its knobs / that of the plain default.
+- `digits_regret`, `gpt_regret`, `digits_long_regret`, `gpt_long_regret`: step time of the chosen plan without its
+  settings / that of the best plan measured by hand − 1, in neighbouring blocks; 0 where it is that plan.
+- `digits_gain`, …: step time of the chosen plan with its settings / that of the plain default.
 - `digits_seconds`, …: what the choice took, on a machine that knows nothing of the job.
 
 By hand, every plan has ranks of its own, as in a run, started anew in each of some rounds over all plans; a block's
@@ -38,7 +38,7 @@ from paceline.job.stop import StopSpec
 from paceline.planning.check.plan_errors import auto_plan
 from paceline.planning.plan import Plan, cores_of
 from paceline.planning.search.space import legal_plans
-from paceline.planning.shortlist import KNOBS
+from paceline.planning.shortlist import SETTINGS
 from paceline.run.tuning.auto import AutoChoice, choose
 from paceline.run.tuning.trial import TrialCandidate, part_of
 from paceline.stats import Interval, median_interval
@@ -100,7 +100,7 @@ def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[f
 
     Plans that fail are left out, and told.
     """
-    plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_knobs, chosen)])
+    plans = dict.fromkeys([*legal_plans(job, cluster, range(1, RANKS + 1)), *chosen, *map(without_settings, chosen)])
     times: dict[Plan, list[float]] = {plan: [] for plan in plans}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.yaml").write_text(job.to_yaml())
@@ -117,9 +117,9 @@ def by_hand(job: Job, cluster: Cluster, chosen: list[Plan]) -> dict[Plan, list[f
     return times
 
 
-def without_knobs(plan: Plan) -> Plan:
-    """The plan with its knobs as they are by default."""
-    defaults: dict[str, Any] = {knob: getattr(Plan(), knob) for knob in KNOBS}
+def without_settings(plan: Plan) -> Plan:
+    """The plan with its settings as they are by default."""
+    defaults: dict[str, Any] = {key: getattr(Plan(), key) for key in SETTINGS}
     return replace(plan, **defaults)
 
 
@@ -137,7 +137,7 @@ def print_table(found: dict[Plan, list[float]], choices: dict[str, Timed]) -> No
 
 def figures_of(case: str, timed: Timed, found: dict[Plan, list[float]], default: Plan) -> dict[str, float]:
     """Regret, gain and seconds of a choice."""
-    plain, best = without_knobs(timed.plan), best_of(found)
+    plain, best = without_settings(timed.plan), best_of(found)
     figures = {f"{case}_seconds": timed.seconds}
     if plain in found:
         figures[f"{case}_regret"] = ratio(found[plain], found[best]).middle - 1
@@ -147,8 +147,8 @@ def figures_of(case: str, timed: Timed, found: dict[Plan, list[float]], default:
 
 
 def best_of(found: dict[Plan, list[float]]) -> Plan:
-    """The fastest plan without knobs."""
-    return min((plan for plan in found if plan == without_knobs(plan)), key=lambda p: statistics.median(found[p]))
+    """The fastest plan without settings."""
+    return min((plan for plan in found if plan == without_settings(plan)), key=lambda p: statistics.median(found[p]))
 
 
 def ratio(one: list[float], other: list[float]) -> Interval:

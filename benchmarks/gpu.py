@@ -5,7 +5,7 @@
 It uses up to eight accelerators of any type that the installed torch knows, and writes a page for you and a file to
 send back: `report.html` and `result.json` in a new folder here. The file names neither the host nor a folder of it.
 
-It checks every path: each split and their products, exact sync rules, codecs, precisions, knobs, pinned loading,
+It checks every path: each split and their products, exact sync rules, codecs, precisions, settings, pinned loading,
 asynchronous checkpoints and resuming, loops of users' own with fp16. Losses, gradients and parameters of small models
 are held to one process on the CPU, in float64 where the devices have it. Then it measures a GPT of 124 million
 parameters (smaller where memory is) and a CNN beside plain PyTorch, DDP and FSDP2, each with paceline's prediction.

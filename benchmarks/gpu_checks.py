@@ -1,6 +1,6 @@
 """Checks of `gpu.py`: which paths there are, and how each is held to one process on the CPU.
 
-Splits, rules and knobs go through `paceline.run.parity`: losses, gradients and parameters of a few steps against one
+Splits, rules and settings go through `paceline.run.parity`: losses, gradients and parameters of a few steps against one
 process in float64 on the CPU. Rules that are not exact, and whole runs, are held to the same run on CPU ranks, by
 their losses.
 """

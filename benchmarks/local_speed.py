@@ -9,9 +9,9 @@ Figures; step times are compared:
 - `ratio_to_ddp_same_layout`: DDP / paceline, both in the default layout and with the memory-allocator settings of
   paceline's launcher.
 - `ratio_to_ddp_as_run_same_layout`: the same, DDP with the allocator as torchrun leaves it.
-- `ratio_to_ddp`: DDP as written and as run / paceline with the knobs that it chooses itself.
+- `ratio_to_ddp`: DDP as written and as run / paceline with the settings that it chooses itself.
 - `ratio_to_ddp_equal_allocator`: the same, DDP with those allocator settings.
-- `share_of_no_communication_limit`: two ranks that train alone, side by side and with the same knobs / paceline; the
+- `share_of_no_communication_limit`: two ranks that train alone, side by side and with the same settings / paceline; the
   smaller one of both layouts.
 - `memory_ratio_to_ddp`: memory of a rank after 60 steps (proportional set size: shared pages count by their share),
   paceline / DDP with `gradient_as_bucket_view`, each as run. `memory_ratio_to_ddp_large`: the same for 25 million
@@ -49,7 +49,7 @@ from paceline.elastic.forkserver import ALLOCATOR
 from paceline.job.job import Job
 from paceline.job.partition import Partition
 from paceline.planning.plan import Plan, cores_of
-from paceline.planning.shortlist import KNOBS
+from paceline.planning.shortlist import SETTINGS
 from paceline.run.build import build_engine
 from paceline.run.loop import Loop
 from paceline.run.record.run import Run
@@ -63,7 +63,7 @@ MEMORY_STARTS, MEMORY_STEPS, MEMORY_STEPS_LARGE = 3, 60, 8
 AS_RUN = dict.fromkeys(ALLOCATOR)  # not set
 DDP, DDP_EQUAL = "DDP", "DDP, same allocator"
 OURS, LIMIT = "paceline, same layout", "no communication, same layout"
-OURS_TUNED, LIMIT_TUNED = "paceline, own knobs", "no communication, own knobs"
+OURS_TUNED, LIMIT_TUNED = "paceline, own settings", "no communication, own settings"
 Times = dict[str, list[float]]  # seconds a step of every block; the i-th blocks are neighbours in time
 CNN: dict[str, Any] = {
     "model": "cifar_cnn",
@@ -89,8 +89,8 @@ def main() -> None:
         serve(Path(arguments.serve[0]), arguments.serve[1])
         return
     with tempfile.TemporaryDirectory(prefix="paceline-speed-") as folder:
-        tuned = own_knobs(Path(folder))
-        print(f"paceline's own knobs: {tuned}")
+        tuned = own_settings(Path(folder))
+        print(f"paceline's own settings: {tuned}")
         print(
             f"cifar_cnn, 32 samples a rank, 2 ranks of one thread, {STARTS} x {BLOCKS} blocks of {BLOCK_STEPS} "
             "steps (invented data)"
@@ -105,18 +105,18 @@ def main() -> None:
         print_figures(figures(found, memory))
 
 
-def own_knobs(folder: Path) -> Plan:
-    """The knobs that `--plan auto` finds for this job, measured now, whatever an earlier start found.
+def own_settings(folder: Path) -> Plan:
+    """The settings that `--plan auto` finds for this job, measured now, whatever an earlier start found.
 
     On two ranks of one thread.
     """
     os.environ["XDG_CACHE_HOME"] = str(folder)
     chosen = choose(Job.model_validate(CNN), discover(), lambda line: print(line, flush=True)).plan
     if chosen.dp != 2:
-        print(f"note: the choice is {chosen}; its knobs are measured here with two replicas, as DDP has")
+        print(f"note: the choice is {chosen}; its settings are measured here with two replicas, as DDP has")
     # all read in the same way
-    knobs: dict[str, Any] = {knob: getattr(chosen, knob) for knob in KNOBS if knob != "num_workers"}
-    return Plan(dp=2, threads=1, **knobs)
+    settings: dict[str, Any] = {key: getattr(chosen, key) for key in SETTINGS if key != "num_workers"}
+    return Plan(dp=2, threads=1, **settings)
 
 
 # The work, the same for all

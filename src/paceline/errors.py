@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 if TYPE_CHECKING:
     from paceline.planning.plan import Plan
 
-_to_be_told: list[Callable[[BaseException], None]] = []  # at most one
+_failure_callbacks: list[Callable[[BaseException], None]] = []  # at most one
 
 
 def on_failure(tell: Callable[[BaseException], None]) -> None:
@@ -20,12 +20,12 @@ def on_failure(tell: Callable[[BaseException], None]) -> None:
 
     It is called before the rank releases any resource.
     """
-    _to_be_told[:] = [tell]
+    _failure_callbacks[:] = [tell]
 
 
-def tell_of_failure(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """Call the registered callback with the error that ends this rank."""
-    for tell in _to_be_told:
+    for tell in _failure_callbacks:
         tell(error)
 
 

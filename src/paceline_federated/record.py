@@ -30,7 +30,7 @@ from paceline.state.reader import Loaded, load_latest
 from paceline.state.writer import Checkpointer, Snapshot
 from paceline.units import count
 from paceline_federated.client import ClientState, LocalTraining, tensors_of
-from paceline_federated.server import Aggregator, Agreed, Server
+from paceline_federated.server import Aggregate, Aggregator, Server
 
 _MODEL, _BUFFER, _SERVER, _EXTRA = "model/", "buffer/", "server/", "extra/"
 
@@ -77,7 +77,7 @@ class FederatedRecord:
         began_s: float,
         compute_s: float = 0.0,
         clipped: int | None = None,
-    ) -> Agreed | None:
+    ) -> Aggregate | None:
         """Step the server on a round's updates, and write the round's line.
 
         A round with too few updates takes no step, and counts as a failure. A round is a step of the run, and the times
@@ -95,43 +95,45 @@ class FederatedRecord:
         Raises:
             JobError: too many consecutive rounds took no step.
         """
-        agreed = aggregator.agree() if aggregator.clients >= server.spec.least else None
-        self._step(server, number, agreed, turnout.chosen, aggregator.refused)
+        aggregate = aggregator.aggregate() if aggregator.clients >= server.spec.least else None
+        self._step(server, number, aggregate, turnout.chosen, aggregator.refused)
         step_s = time.perf_counter() - began_s
         parts = dict.fromkeys(PARTS, 0.0) | {"compute": compute_s, "comm": step_s - compute_s}
-        samples = 0 if agreed is None else agreed.samples
+        samples = 0 if aggregate is None else aggregate.samples
         values: dict[str, Any] = {
             "step": number,
             "epoch": 0,
             "time": round(time.time(), 3),
-            "loss": None if agreed is None or not math.isfinite(agreed.loss) else agreed.loss,
+            "loss": None if aggregate is None or not math.isfinite(aggregate.loss) else aggregate.loss,
             "samples": samples,
             "local_samples": samples,
             "lr": server.lr_in(number),
-            "grad_norm": None if agreed is None else float(agreed.delta.norm()),
+            "grad_norm": None if aggregate is None else float(aggregate.delta.norm()),
             "step_s": round(step_s, 6),
             **{f"{part}_s": round(seconds, 6) for part, seconds in parts.items()},
-            "clients": 0 if agreed is None else agreed.clients,
+            "clients": 0 if aggregate is None else aggregate.clients,
             "chosen": turnout.chosen,
             "dropped": turnout.dropped,
             "late": turnout.late,
             "refused": len(aggregator.refused),
-            "clipped": 0 if agreed is None else agreed.clipped if clipped is None else clipped,
+            "clipped": 0 if aggregate is None else aggregate.clipped if clipped is None else clipped,
             "down_bytes": turnout.chosen * server.task_bytes,
             "up_bytes": turnout.answered * server.update_bytes,
             **({} if server.privacy is None else {"epsilon": server.privacy.epsilon}),
             **turnout.more,
         }
         self.rounds.write(json.dumps(values))
-        return agreed
+        return aggregate
 
-    def _step(self, server: Server, round: int, agreed: Agreed | None, chosen: int, refused: Mapping[int, str]) -> None:
+    def _step(
+        self, server: Server, round: int, aggregate: Aggregate | None, chosen: int, refused: Mapping[int, str]
+    ) -> None:
         if refused:
             named = {str(client): reason for client, reason in list(refused.items())[:10]}
             self.events.event("refused", {"step": round, "clients": len(refused), "reasons": named})
-        if agreed is not None:
+        if aggregate is not None:
             self.failures = 0
-            server.apply(agreed)
+            server.apply(aggregate)
             return
         self.failures += 1
         details = {"step": round, "chosen": chosen, "refused": len(refused), "failures": self.failures}

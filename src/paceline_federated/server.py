@@ -103,15 +103,15 @@ class Server:
             noise = torch.Generator().manual_seed(one_key(self.job.seed, _NOISE, round))
         return Aggregator(self.spec, self.layout, self.rule, chosen=float(self.per_round), noise=noise)
 
-    def apply(self, agreed: Agreed) -> None:
+    def apply(self, aggregate: Aggregate) -> None:
         """Step on the aggregate of a round.
 
         Raises:
             NonFiniteError: the new weights are not finite.
         """
         parameters = self.layout.parameters
-        self.rule.step(self._parameters, agreed.delta[:parameters], agreed.returned, agreed.clients)
-        self.weights[parameters:] += agreed.delta[parameters:]
+        self.rule.step(self._parameters, aggregate.delta[:parameters], aggregate.returned, aggregate.clients)
+        self.weights[parameters:] += aggregate.delta[parameters:]
         if not bool(self.weights.norm().isfinite()):
             raise NonFiniteError(
                 "federate.weights_diverged",
@@ -193,7 +193,7 @@ class Cohort:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Aggregate:
     """Aggregate of a round's updates.
 
     Attributes:
@@ -287,11 +287,11 @@ class Aggregator:
         self._delta += total.to(self._delta)
         self._add(weight, returned, clients, samples, samples * loss)
 
-    def agree(self) -> Agreed | None:
+    def aggregate(self) -> Aggregate | None:
         """Return the aggregate, or None if no update was accepted."""
         if not self.clients:
             return None
-        return Agreed(
+        return Aggregate(
             self._mean(),
             {name: tensor / self.clients for name, tensor in self._returned.items()},
             self.clients,

@@ -160,14 +160,16 @@ class Rounds:
         aggregator = self.server.aggregator(self.round)
         turnout = (self._flights.fill if self._flights is not None else self._filled)(self.round, aggregator)
         compute_s = time.perf_counter() - began_s
-        agreed = self.record.round(self.server, self.round, aggregator, turnout, began_s=began_s, compute_s=compute_s)
+        aggregate = self.record.round(
+            self.server, self.round, aggregator, turnout, began_s=began_s, compute_s=compute_s
+        )
         if self.trainer.why_in_turn and not self._told_in_turn:
             self._told_in_turn = True
             said = f"clients train one by one: {self.trainer.why_in_turn}"
             self.record.events.event("sync", {"said": [said]})
             self.simulation.say(said)
         every = self.job.evaluate.every_steps
-        reason = stop.after_step(self.round, float("nan") if agreed is None else agreed.loss)
+        reason = stop.after_step(self.round, float("nan") if aggregate is None else aggregate.loss)
         if every and self.round % every == 0:
             reason = self._measure() or reason
         if self._due():

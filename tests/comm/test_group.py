@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from paceline.comm import Group
-from paceline.comm.agree import CheckedGroup
 from paceline.comm.backend import joined
+from paceline.comm.checks import CheckedGroup
 from paceline.errors import SyncError
 from ranks import Backend, RankError, Ranks
 from refusals import raises

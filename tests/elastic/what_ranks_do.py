@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from paceline.errors import JobError, SyncError, tell_of_failure
+from paceline.errors import JobError, SyncError, report_failure
 from paceline.wire.status import Phase, StatusBoard
 
 RANK = int(os.environ.get("RANK", 0))
@@ -101,7 +101,7 @@ def fail_and_never_leave(_: list[str]) -> None:
     """Lose the link to the other host, and then wait for it in vain while the groups are left."""
     StatusBoard.of_this_rank().mark("sync", 37)
     waiting = f"rank {RANK} (host a{RANK}) for rank {1 - RANK} (host a{1 - RANK}): no answer"
-    tell_of_failure(SyncError("test.planted", "all-reduce: timeout after 1.0 s, waiting: {waiting}", waiting=waiting))
+    report_failure(SyncError("test.planted", "all-reduce: timeout after 1.0 s, waiting: {waiting}", waiting=waiting))
     time.sleep(60)
 
 

@@ -185,7 +185,7 @@ def measured() -> dict[str, Any]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, loader=loader, plan="dp=2 sync=local:4"
     )
     for batch, _ in zip(engine.loader, range(6), strict=False):
-        assert engine.step(batch).agreed == (engine.step_count % 4 == 0)
+        assert engine.step(batch).reduced == (engine.step_count % 4 == 0)
     held_out, before = Points(11), [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
     parts = held_out_batches(held_out, batch=4, replica=engine.group.rank, replicas=2)
     metrics = engine.evaluate(parts, build_metrics(("accuracy",), loss))

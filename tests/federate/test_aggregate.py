@@ -34,7 +34,7 @@ def aggregator(rule: FederatedRule | None = None, **spec: Any) -> Aggregator:
 def agreed(taking: Aggregator, *updates: Update) -> Tensor:
     for one in updates:
         taking.add(one)
-    found = taking.agree()
+    found = taking.aggregate()
     assert found is not None
     return found.delta
 
@@ -57,7 +57,7 @@ def test_a_bad_update_is_refused_with_the_reason_and_changes_nothing(bad: Update
     told = taking.add(bad)
     assert told is not None
     assert reason in told
-    found = taking.agree()
+    found = taking.aggregate()
     assert found is not None
     assert found.delta.tolist() == [1, 1, 1, 1]
     assert (found.clients, taking.refused) == (1, {7: told})
@@ -77,7 +77,7 @@ def test_samples_weigh_updates_unless_the_job_says_equal() -> None:
 def test_a_norm_bound_scales_long_updates_down_and_tells_of_them() -> None:
     taking = aggregator(norm_bound=1.0)
     assert agreed(taking, update(0, [3, 4, 0, 0]), update(1, [0, 0, 0.5, 0])).tolist() == [0.3, 0.4, 0.25, 0]
-    found = taking.agree()
+    found = taking.aggregate()
     assert found is not None
     assert (found.clipped, found.norm) == (1, 5.0)
 
@@ -93,7 +93,7 @@ def test_a_poisoner_moves_the_mean_but_not_a_robust_aggregate(aggregate: str) ->
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.floats(-5, 5), min_size=N, max_size=N), min_size=1, max_size=7), st.sampled_from([1, 3]))
-def test_updates_together_or_one_by_one_agree_on_the_same(rows: list[list[float]], together: int) -> None:
+def test_updates_together_or_one_by_one_give_the_same_aggregate(rows: list[list[float]], together: int) -> None:
     single, grouped = aggregator(norm_bound=2.0), aggregator(norm_bound=2.0)
     for client, row in enumerate(rows):
         single.add(update(client, row, samples=client + 1))
@@ -102,7 +102,7 @@ def test_updates_together_or_one_by_one_agree_on_the_same(rows: list[list[float]
         deltas = torch.tensor([rows[client] for client in part], dtype=torch.float64)
         samples = [client + 1 for client in part]
         grouped.add_cohort(Cohort(part, deltas, {}, samples, [2] * len(part), [1.0] * len(part)))
-    one, other = single.agree(), grouped.agree()
+    one, other = single.aggregate(), grouped.aggregate()
     assert one is not None
     assert other is not None
     torch.testing.assert_close(one.delta, other.delta)
@@ -121,13 +121,13 @@ def test_stale_updates_count_less_by_fedbuff() -> None:
     taking = aggregator(FedBuff(2))
     taking.add(update(0, [4, 0, 0, 0]), staleness=0)
     taking.add(update(1, [0, 4, 0, 0]), staleness=3)
-    found = taking.agree()
+    found = taking.aggregate()
     assert found is not None
     assert found.delta.tolist() == [2, 1, 0, 0]
 
 
 def test_no_update_at_all_is_no_agreement() -> None:
-    assert aggregator().agree() is None
+    assert aggregator().aggregate() is None
 
 
 @pytest.mark.parametrize("text", ["int8", "bf16", "topk:0.3", "int4"])

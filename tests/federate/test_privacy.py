@@ -39,7 +39,7 @@ def test_the_sum_of_clipped_updates_is_divided_by_the_expected_number_and_noised
     deltas = torch.zeros(2, numbers, dtype=torch.float64)
     deltas[:, 0] = torch.tensor([100.0, 1.0])
     taking.add_cohort(Cohort([0, 1], deltas, {}, [10, 1000], [1, 1], [1.0, 1.0]))
-    found = taking.agree()
+    found = taking.aggregate()
     assert found is not None
     assert found.clipped == 1
     assert float(found.delta[1:].std()) == pytest.approx(0.5 * 2.0 / 4, rel=0.03)

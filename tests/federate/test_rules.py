@@ -70,7 +70,7 @@ def test_the_mean_of_clients_control_variates_is_the_servers(tmp_path: Path) -> 
         aggregator = server.aggregator(number)
         for cohort in trainer.train(server.task(number), list(range(5))):
             aggregator.add_cohort(cohort)
-        found = aggregator.agree()
+        found = aggregator.aggregate()
         assert found is not None
         server.apply(found)
     kept = torch.stack([trainer.kept.state(client).rule[CONTROL] for client in range(5)])

@@ -34,7 +34,7 @@ def a_loop(sync: str, codec: str | None, count: int, state: dict[str, Any] | Non
         optimizer.step()
         steps.stepped()
     own = weights(model)
-    with steps.in_agreement():
+    with steps.shared_parameters():
         agreed = weights(model)
     back, saved = weights(model), steps.state_dict()
     steps.end()

@@ -251,7 +251,7 @@ from paceline.cluster.host import Host
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
 from paceline.planning.check.plan_errors import auto_plan
-from paceline.planning import shortlist as knobs
+from paceline.planning import shortlist
 from paceline.planning.check.plan_errors import plan_errors
 from paceline.planning.check.plan_errors import warnings_about
 cluster = Cluster(hosts=(Host(name="a", cores=2, memory_bytes=2**34),))

@@ -127,7 +127,7 @@ def test_the_numbers_are_those_of_the_report(shown: Browser) -> None:
         values.command,
         values.cluster,
         *map(on_cores, values.limits),
-        *(row.knob for row in values.tried),
+        *(row.change for row in values.tried),
         values.reason,
         "2.13.0+cpu",
         "0.04, 0.17, 0.08",

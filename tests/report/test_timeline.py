@@ -104,7 +104,7 @@ def test_replicas_that_step_alone_wait_only_where_they_agree(tmp_path: Path) -> 
     parts = {0: {"compute": 20, "comm": 1, "optimizer": 3}, 1: {"compute": 19, "comm": 2, "optimizer": 3}}
     run = record(tmp_path, parts, plan="dp=2 sync=local:6", losses={0: alone, 1: other})
     timeline = timeline_of(run, StepRange.parse("3-8"))
-    assert sorted(timeline.agreed) == [2, 8]
+    assert sorted(timeline.exchanged) == [2, 8]
     path = critical_path(timeline)
     assert [arrival.step for arrival in path.arrivals] == [8]
     assert milliseconds_of(path, "compute") == {0: 120.0}

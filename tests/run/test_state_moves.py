@@ -56,7 +56,7 @@ class Kept:
 class KeptRule(Kept):
     """A rule whose replicas never differ."""
 
-    def in_agreement(self) -> AbstractContextManager[None]:
+    def shared_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -276,7 +276,7 @@ def test_ranks_check_a_share_of_the_files_each_and_fall_back_together(
             rank=rank.group.rank,
             world=rank.group.size,
             report=lambda *_: None,
-            agree=lambda value: rank.group.gather_json(value),
+            gather=lambda value: rank.group.gather_json(value),
         )
         assert found is not None
         return found.step

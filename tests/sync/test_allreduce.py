@@ -157,7 +157,7 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_refused(ranks: Ranks
 
 
 def of_microbatches() -> list[float]:
-    """Agreed gradients of two steps of three microbatches each; a bucket holds two parameters."""
+    """Reduced gradients of two steps of three microbatches each; a bucket holds two parameters."""
     with joined(deadline_s=30) as group:
         group.hosts = (0, 1)  # as between hosts, full buckets are sent at once
         transport_info.BUCKET_BYTES_BETWEEN_HOSTS = 40
@@ -242,7 +242,7 @@ def one_rule_after_another() -> list[int]:
 
 
 def test_a_rule_that_lets_go_of_the_model_lets_go_of_its_shared_memory(ranks: Ranks) -> None:
-    """A trial of knobs attaches one rule after another; a large model's gradients must not pile up."""
+    """A trial of settings attaches one rule after another; a large model's gradients must not pile up."""
     assert ranks(2, one_rule_after_another) == [[0, 0, 0]] * 2
 
 

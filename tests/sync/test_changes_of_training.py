@@ -37,7 +37,7 @@ def train(rule: str, change: str, by_step: bool) -> list[Tensor]:
             first.requires_grad_(change != "frozen")
             if change == "added":
                 optimizer.add_param_group({"params": added.parameters()})
-                engine.agree()
+                engine.broadcast_new_parameters()
                 model.append(added)
         if by_step:
             engine.step(batch)

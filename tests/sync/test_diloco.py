@@ -178,7 +178,7 @@ def interrupted(settings: dict[str, Any], at: int) -> tuple[bool, bool]:
         disturbed, undisturbed, resumed = (Rank(group, settings) for _ in range(3))
         for _ in disturbed.train(at):
             pass
-        with disturbed.rule.in_agreement():
+        with disturbed.rule.shared_parameters():
             pass
         parameters = values(disturbed.model)
         state = {

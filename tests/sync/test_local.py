@@ -62,7 +62,7 @@ def apart(steps: int, period: int) -> dict[str, Any]:
             optimizer.step()
             rule.after_step(step)
             found["parameters"].append(values(model))
-        with rule.in_agreement():
+        with rule.shared_parameters():
             found["within"] = values(model)
         found["after"] = values(model)
         found["seen"], found["traffic"] = model.seen.item(), replica.traffic.sent_bytes
@@ -147,7 +147,7 @@ def test_a_moment_of_agreement_that_is_broken_off_leaves_the_parameters_and_thei
         tensor.add_(1)
 
     rule.sum = lost_in_the_second  # type: ignore[method-assign]
-    with pytest.raises(GenerationOver), rule.in_agreement():
+    with pytest.raises(GenerationOver), rule.shared_parameters():
         pass
     assert sums == 2, "one for each dtype"
     assert all(torch.equal(one, other) for one, other in zip(values(model), own, strict=True))

@@ -29,7 +29,7 @@ from paceline.comm.process_group import register as register_transport
 from paceline.comm.rendezvous import close_stores, drop_torchs_port, register, rendezvous_store, tell_all, torchs_store
 from paceline.comm.transport import SEVERAL_HOSTS, choose
 from paceline.device import default_backend, is_accelerator, use
-from paceline.errors import tell_of_failure
+from paceline.errors import report_failure
 from paceline.planning.sync_info import BETWEEN_HOSTS
 from paceline.rank_environment import LOCAL_RANK, RankEnvironment
 from paceline.wire.status import Generation, ends_generation
@@ -54,7 +54,7 @@ def joined(
             raise
         over = ends_generation(error)
         if not over:
-            tell_of_failure(error)  # before anything slow: the others may be gone
+            report_failure(error)  # before anything slow: the others may be gone
         abort_all(0.0 if over else LAST_WORD_S)
         raise
     finally:

@@ -74,7 +74,7 @@ class StepResult:
     """Result of one step, the same on every rank but for `timing`.
 
     With local rules, `grad_norm` and `problem` describe only this replica. So does `loss` in steps that are not
-    `agreed`.
+    `reduced`.
 
     Attributes:
         step: number of optimizer steps so far, this one included.
@@ -85,7 +85,7 @@ class StepResult:
         votes: number of ranks that asked for a stop, for a checkpoint, and so on.
         timing: this rank's times. On accelerators they belong to the previous step, and are None at the first step,
             unless the engine runs ahead.
-        agreed: True if loss and votes cover all replicas.
+        reduced: True if loss and votes cover all replicas.
     """
 
     step: int
@@ -95,7 +95,7 @@ class StepResult:
     problem: str | None
     votes: dict[str, int]
     timing: Timing | None
-    agreed: bool = True
+    reduced: bool = True
 
     def __repr__(self) -> str:
         """Return step, loss and gradient norm, and the problem if the update was skipped."""
@@ -180,7 +180,7 @@ class RankEngine:
             statistics=settings.batch_norm != "sync",
             seed=settings.seed,
             on_phase=lambda phase: self.on_phase(phase, self.step_count),
-            on_end=lambda: self.replica_state.max_norm.agree(),
+            on_end=lambda: self.replica_state.max_norm.renormalize(),
             weights=self._measured_weights,
         )
         self.signals = StepSignals(group, pipelined=split is not None and split.pipeline is not None)
@@ -230,7 +230,7 @@ class RankEngine:
         if problem is None:  # neither NaN, nor Inf, nor a spike
             self._update(step, reduced.norm)
         if self.local_steps:
-            self._agree_on_parameters(step)
+            self._synchronize_parameters(step)
         return self._end(step, position.total, reduced, problem)
 
     def settle(self, begun: StepResult | UnreadStep) -> StepResult:
@@ -473,8 +473,8 @@ class RankEngine:
         if added and forward_is_done and self.group.size > 1:
             raise JobError(
                 "loop.parameters_added",
-                "{count} parameters were added to the optimizer since setup, and the ranks may hold different "
-                "values of them. Call engine.agree() after add_param_group, before the forward pass.",
+                "{count} parameters were added to the optimizer since setup, and the ranks may hold different values "
+                "of them. Call engine.broadcast_new_parameters() after add_param_group, before the forward pass.",
                 count=len(added),
             )
         if self.local_steps and forward_is_done:
@@ -496,7 +496,7 @@ class RankEngine:
 
     def _average_replicas(self) -> None:
         """Set the parameters that were or are trained to their mean over the replicas."""
-        with self.rule.in_agreement():
+        with self.rule.shared_parameters():
             together = [p.detach().clone() for p in self._parameters]
         # the rule does not know new parameters, and the optimizer may have stepped on them already
         for parameter, mean in zip(self._parameters, together, strict=True):
@@ -579,7 +579,7 @@ class RankEngine:
             self.before_update(step)
             self.meter.mark(CHECKPOINT)
 
-    def _agree_on_parameters(self, step: int) -> None:
+    def _synchronize_parameters(self, step: int) -> None:
         """Synchronize parameters as the local rule asks in every step.
 
         A replica that skipped its update takes part, because the others wait for it. If the generation ends during this

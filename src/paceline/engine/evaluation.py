@@ -68,7 +68,7 @@ class Evaluation:
         try:
             with self.weights():
                 with (
-                    rule.in_agreement(),
+                    rule.shared_parameters(),
                     self.averaged_buffers(),
                     forked_random(compute.device),
                     # not inference mode: a model may cache a tensor that it made and train with it later

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm import Group
-from paceline.comm.agree import greatest, same_machines
+from paceline.comm.checks import greatest, same_machines
 from paceline.device import widened
 from paceline.errors import SyncError
 from paceline.planning.model.recorder import has_max_norm
@@ -68,7 +68,7 @@ class ReplicaState:
             SyncError: ranks differ in a parameter or buffer, and there is no majority; names the tensor and the ranks.
                 Also raised if one rank differs from the others repeatedly.
         """
-        self.max_norm.agree()
+        self.max_norm.renormalize()
         self.due = (
             update + 1 if self.max_norm.tables else next(n for n in count(update + 1) if self._compared_before(n))
         )
@@ -272,7 +272,7 @@ class MaxNorm:
             [] if alone else [_Table(module) for module in engine.model.modules() if has_max_norm(module)]
         )
 
-    def agree(self) -> None:
+    def renormalize(self) -> None:
         """Renormalize the rows that only other ranks looked up since the last update."""
         for table in self.tables:
             anywhere = table.seen.clone()

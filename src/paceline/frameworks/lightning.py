@@ -50,7 +50,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self.codec, self.sync = codec, sync
         self._steps: LocalSteps | None = None
         self._loaded: dict[str, Any] = {}
-        self._in_agreement = ExitStack()
+        self._shared_parameters = ExitStack()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -105,7 +105,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         """Return the model's state with synchronized parameters; every rank calls it."""
         if self._steps is None:
             return dict(super().lightning_module_state_dict())
-        with self._steps.in_agreement():
+        with self._steps.shared_parameters():
             return {
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in super().lightning_module_state_dict().items()
@@ -125,11 +125,11 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     def on_validation_start(self) -> None:
         """Validate the synchronized parameters."""
         super().on_validation_start()
-        self._in_agreement.enter_context(nullcontext() if self._steps is None else self._steps.in_agreement())
+        self._shared_parameters.enter_context(nullcontext() if self._steps is None else self._steps.shared_parameters())
 
     def on_validation_end(self) -> None:
         """Restore each replica's own parameters."""
-        self._in_agreement.close()
+        self._shared_parameters.close()
         super().on_validation_end()
 
     def on_train_end(self) -> None:
@@ -141,7 +141,7 @@ class PacelineStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     def teardown(self) -> None:
         """Release the model, even after a failure."""
-        self._in_agreement.pop_all()
+        self._shared_parameters.pop_all()
         self._steps = None
         super().teardown()
 

@@ -237,9 +237,9 @@ class LocalSteps:
         self.rule.after_step(self.step)
 
     @contextmanager
-    def in_agreement(self) -> Iterator[None]:
+    def shared_parameters(self) -> Iterator[None]:
         """Return a context with synchronized parameters on all ranks; all ranks enter it."""
-        with self.rule.in_agreement():
+        with self.rule.shared_parameters():
             yield
 
     def end(self) -> None:
@@ -247,10 +247,10 @@ class LocalSteps:
 
         Every rank calls it.
         """
-        with self.rule.in_agreement():
-            agreed = [parameter.detach().clone() for parameter in self.rule.parameters]
+        with self.rule.shared_parameters():
+            shared = [parameter.detach().clone() for parameter in self.rule.parameters]
         with torch.no_grad():
-            for parameter, value in zip(self.rule.parameters, agreed, strict=True):
+            for parameter, value in zip(self.rule.parameters, shared, strict=True):
                 parameter.copy_(value)
         self.rule.detach()
 

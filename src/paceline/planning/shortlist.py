@@ -268,8 +268,8 @@ def _place(layout: Layout) -> tuple[float, ...]:
 
 
 # the plan keys that change how a rank computes, but not its result
-KNOBS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
-# seconds for measuring knobs, if steps are short
+SETTINGS = ("memory_format", "fused", "pin", "onednn", "num_workers", "compile")
+# seconds for measuring plan changes, if steps are short
 BUDGET_S = 8.0
 # further seconds for each additional plan; two thirds of them are spent on dividing the model again
 PLAN_S = 3.0
@@ -297,7 +297,7 @@ _LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
-class Knob:
+class PlanChange:
     """A change of a plan that may make its steps faster.
 
     Attributes:
@@ -320,7 +320,7 @@ class Knob:
     of_update: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, predicted_s: float | None) -> Knob:
+    def of(cls, plan: Plan, predicted_s: float | None) -> PlanChange:
         """Return the change to another plan."""
         return cls({f.name: getattr(plan, f.name) for f in fields(plan)}, whole=True, predicted_s=predicted_s)
 
@@ -339,16 +339,16 @@ class Trial:
     """Result of trying one setting.
 
     Attributes:
-        knob: text of the knob; for the plan that the search begins with, text of the plan.
+        change: text of the change; for the plan that the search begins with, text of the plan.
         verdict: text for people: `kept`, `not kept: slower`, `not tried: …`.
-        step_s: step time of the plan with the knob; None if it was not measured.
+        step_s: step time of the plan with the change; None if it was not measured.
         ratio: `step_s` over the step time of the previous best plan, in the same rounds; None if there is none.
         predicted_s: the cost model's step time of a whole plan; None if there is no prediction.
         best_s: the step time of that best plan in the same rounds, in which the machine may be slower or faster than in
             others.
     """
 
-    knob: str
+    change: str
     verdict: str
     step_s: Interval | None = None
     ratio: Interval | None = None
@@ -368,7 +368,7 @@ class Trial:
         ratio += f" of {seconds(self.best_s.middle)}" if self.best_s else ""
         predicted = seconds(self.predicted_s) if self.predicted_s else ""
         step = _shown(self.step_s) if self.step_s else ""
-        return f"  {self.knob:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
+        return f"  {self.change:<30} {predicted:<10} {step:<30} {ratio:<36} {self.verdict}".rstrip()
 
 
 HEADING = (
@@ -377,30 +377,30 @@ HEADING = (
 )
 
 
-def knobs(job: Job, cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Return knobs that may make `plan` faster, in the order of trying.
+def plan_changes(job: Job, cluster: Cluster, plan: Plan) -> list[PlanChange]:
+    """Return plan changes that may make `plan` faster, in the order of trying.
 
     All of them keep the job's precision, except hints.
     """
-    onednn = Knob({"onednn": True}, untried=_why_no_onednn(job))
+    onednn = PlanChange({"onednn": True}, untried=_why_no_onednn(job))
     # torch's own products do not use AVX-512 on AMD's processors
     gains = any("AMD" in host.cpu and host.cpu_avx512 is not False for host in cluster.hosts)
     found = [
         *idle_cores(cluster, plan),
         *([onednn] if gains else []),
-        Knob({"memory_format": "channels_last"}),
-        Knob({"fused": True}, of_update=True),
+        PlanChange({"memory_format": "channels_last"}),
+        PlanChange({"fused": True}, of_update=True),
         *_other_divisions(cluster, plan),
-        *([Knob({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
-        Knob({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
+        *([PlanChange({"threads": 1})] if _has_threads_to_spare(cluster, plan) else []),
+        PlanChange({"pin": True}, untried="its ranks compute on GPUs" if cluster.has_accelerators else None),
         *([] if gains else [onednn]),
-        Knob(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
-        Knob({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
-        Knob({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        PlanChange(_reading_ahead(cluster, plan), untried=_why_no_workers(job)),
+        PlanChange({"compile": "on"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
+        PlanChange({"compile": "reduce-overhead"}, untried=_why_no_compiler(), cost_s=_COMPILE_S),
         *_hints(job, cluster),
     ]
-    new = [knob for knob in found if knob.on(plan) != plan]
-    return [replace(knob, untried=_why_not(knob.on(plan), plan, job, cluster) or knob.untried) for knob in new]
+    new = [change for change in found if change.on(plan) != plan]
+    return [replace(change, untried=_why_not(change.on(plan), plan, job, cluster) or change.untried) for change in new]
 
 
 def _why_no_onednn(job: Job) -> str | None:
@@ -439,7 +439,7 @@ def longest_run_s(job: Job, step_s: float, steps_per_epoch: int) -> float | None
 
 
 def budget_s(
-    step_s: float, run_s: float | None, *, plans: int = 0, knobs: int = 0, share: float = SHARE_OF_RUN
+    step_s: float, run_s: float | None, *, plans: int = 0, changes: int = 0, share: float = SHARE_OF_RUN
 ) -> float:
     """Return the seconds that measuring may take.
 
@@ -448,24 +448,24 @@ def budget_s(
 
     Args:
         plans: number of other plans to measure.
-        knobs: number of knobs to measure.
+        changes: number of changes to measure.
     """
     wanted = max(BUDGET_S + plans * PLAN_S, (1 + plans / 3) * _LONG_STEPS * step_s)
     if run_s is None:
         return wanted
-    every_one_s = (plans + knobs) * _COMPARED_STEPS * step_s
+    every_one_s = (plans + changes) * _COMPARED_STEPS * step_s
     return min(max(wanted, min(every_one_s, _SHARE_FOR_ALL * run_s)), share * run_s)
 
 
-def why_not_now(knob: Knob, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
+def why_not_now(change: PlanChange, *, run_s: float | None, left_s: float, comparison_s: float) -> str | None:
     """Return the reason why a setting is not tried now, or None."""
-    if knob.untried:
-        return knob.untried
-    if knob.cost_s and run_s is None:
-        return f"it takes about {knob.cost_s:.0f} s to begin, and the stop rule does not say how long the run is"
-    if knob.cost_s and run_s is not None and knob.cost_s > SHARE_OF_RUN * run_s:
-        return f"it takes about {knob.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
-    if not knob.cost_s and left_s < comparison_s:
+    if change.untried:
+        return change.untried
+    if change.cost_s and run_s is None:
+        return f"it takes about {change.cost_s:.0f} s to begin, and the stop rule does not say how long the run is"
+    if change.cost_s and run_s is not None and change.cost_s > SHARE_OF_RUN * run_s:
+        return f"it takes about {change.cost_s:.0f} s to begin, and the run at most {run_s:.0f} s"
+    if not change.cost_s and left_s < comparison_s:
         return "there was no time left to measure it"
     return None
 
@@ -495,8 +495,8 @@ class Comparison:
         hopeless.
         """
         ratios = self.ratios
-        agree = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
-        return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and agree) or self.hopeless
+        alike = all(r < 1 - 2 * _LEAST_GAIN for r in ratios) or all(r > 1 for r in ratios)
+        return len(ratios) >= MOST_ROUNDS or (len(ratios) >= LEAST_ROUNDS and alike) or self.hopeless
 
     @property
     def hopeless(self) -> bool:
@@ -516,11 +516,11 @@ class Comparison:
         """True if the whole interval of the ratio lies clearly below 1."""
         return len(self.ratios) >= LEAST_ROUNDS and median_interval(self.ratios).high < 1 - _LEAST_GAIN
 
-    def tried(self, knob: Knob) -> Trial:
-        """Return the verdict on the challenger's knob."""
+    def tried(self, change: PlanChange) -> Trial:
+        """Return the verdict on the challenger's change."""
         ratio = median_interval(self.ratios)
-        if knob.hint:
-            verdict = f"not taken: {knob.hint}" if self.wins else "not taken: no faster"
+        if change.hint:
+            verdict = f"not taken: {change.hint}" if self.wins else "not taken: no faster"
         elif self.wins:
             verdict = "kept"
         elif ratio.low > 1:
@@ -533,35 +533,35 @@ class Comparison:
         # compare medians alone, since few rounds give no useful interval
         if len(self.ratios) < LEAST_REPEATS:
             ratio, step, best = (Interval(i.middle, i.middle, i.middle) for i in (ratio, step, best))
-        return Trial(str(knob), verdict, step, ratio, knob.predicted_s, best)
+        return Trial(str(change), verdict, step, ratio, change.predicted_s, best)
 
 
-def _other_divisions(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Return knobs with fewer ranks and more threads each, on CPUs only.
+def _other_divisions(cluster: Cluster, plan: Plan) -> list[PlanChange]:
+    """Return plan changes with fewer ranks and more threads each, on CPUs only.
 
     Fewer ranks spend less time waiting for one another.
     """
     if cluster.has_accelerators or plan.splits:
         return []
-    return [Knob({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
+    return [PlanChange({"dp": plan.dp >> shift}) for shift in range(1, plan.dp.bit_length())]
 
 
 def _has_threads_to_spare(cluster: Cluster, plan: Plan) -> bool:
     return plan.ranks == 1 and not cluster.has_accelerators and threads_on(cluster, plan) > 1
 
 
-def idle_cores(cluster: Cluster, plan: Plan) -> list[Knob]:
-    """Return the knob that gives all cores to a single rank. It is tried before plans of several ranks."""
+def idle_cores(cluster: Cluster, plan: Plan) -> list[PlanChange]:
+    """Return the change that gives all cores to a single rank. It is tried before plans of several ranks."""
     spare = plan.threads > 0 and _has_threads_to_spare(cluster, replace(plan, threads=0))
-    return [Knob({"threads": 0})] if spare else []
+    return [PlanChange({"threads": 0})] if spare else []
 
 
-def _hints(job: Job, cluster: Cluster) -> list[Knob]:
+def _hints(job: Job, cluster: Cluster) -> list[PlanChange]:
     if job.precision != "fp32":
         return []
     in_hardware = all(device.bf16 for host in cluster.hosts_in_use for device in host.devices)
     why_not = None if in_hardware else "no bf16 arithmetic in this hardware, as far as is known"
-    return [Knob({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
+    return [PlanChange({"precision": "bf16"}, untried=why_not, hint="the job says fp32; set precision: bf16 for it")]
 
 
 def _why_not(changed: Plan, plan: Plan, job: Job, cluster: Cluster) -> str | None:

@@ -18,7 +18,7 @@ from paceline.planning.cost.layout import Prediction
 from paceline.planning.explain.advice import INEXACT, WORTH
 from paceline.planning.plan import DEGREES, Plan, on_devices, spelled_out
 from paceline.planning.prediction import modelled
-from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED, knobs
+from paceline.planning.shortlist import DOUBT, DOUBT_UNCALIBRATED, plan_changes
 from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord, typical_parts
 from paceline.run.record.run import WARM_UP_STEPS, Run, Speed, differences, timed, work_of_run
@@ -413,8 +413,8 @@ def from_predictions(model: Model) -> list[Suggestion]:
     """Suggest plans, batches and sync rules with predicted gains, and settings that need a measurement."""
     if model.why_not:
         plans = [replace(one, gain=None, known="not predicted") for one in _plans(model)]
-        return [*plans, *_knobs(model)]
-    return [*_plans(model), *_batch(model), *_inexact(model), *_knobs(model)]
+        return [*plans, *_settings(model)]
+    return [*_plans(model), *_batch(model), *_inexact(model), *_settings(model)]
 
 
 def _plans(model: Model) -> list[Suggestion]:
@@ -453,14 +453,15 @@ def _inexact(model: Model) -> list[Suggestion]:
     return sorted(found, key=lambda one: -one.order)[:2]
 
 
-def _knobs(model: Model) -> list[Suggestion]:
+def _settings(model: Model) -> list[Suggestion]:
     """Suggest plan settings with equal results that the cost model does not cover."""
     run = model.run
-    tried = [knob for knob in knobs(run.run.job, run.run.cluster, run.plan) if not (knob.untried or knob.hint)]
+    found = plan_changes(run.run.job, run.run.cluster, run.plan)
+    tried = [change for change in found if not (change.untried or change.hint)]
     # loader processes are suggested if the run waits for data (`from_parts`)
     told = {*DEGREES, "num_workers"}
-    same = [knob for knob in tried if not knob.cost_s and not knob.whole and not set(knob.changes) & told]
-    plans = {str(knob): knob.on(run.plan) for knob in same}
+    same = [change for change in tried if not change.cost_s and not change.whole and not set(change.changes) & told]
+    plans = {str(change): change.on(run.plan) for change in same}
     return [Suggestion(what, None, "not predicted", plan) for what, plan in plans.items()]
 
 

@@ -185,8 +185,8 @@ def critical_path(timeline: Timeline) -> CriticalPath:
     pieces: list[Piece] = []
     arrivals: list[Arrival] = []
     begun = _begun_after(timeline)
-    agreed = sorted(step for step in timeline.agreed if timeline.first <= step <= timeline.last)
-    for step in agreed:
+    exchanged = sorted(step for step in timeline.exchanged if timeline.first <= step <= timeline.last)
+    for step in exchanged:
         own = {rank: _until(timeline, rank, begun, step) for rank in timeline.ranks}
         there = {rank: steps for rank, steps in own.items() if steps and steps[-1].step == step}
         if not there:
@@ -199,9 +199,9 @@ def critical_path(timeline: Timeline) -> CriticalPath:
         begun = step
     rest = {rank: _until(timeline, rank, begun, timeline.last) for rank in timeline.ranks}
     rest = {rank: steps for rank, steps in rest.items() if steps}
-    if rest and (not agreed or begun != timeline.last):
+    if rest and (not exchanged or begun != timeline.last):
         last = max(rest, key=lambda rank: rest[rank][-1].end_s)
-        prior = _prior(timeline, last, begun) if agreed else None
+        prior = _prior(timeline, last, begun) if exchanged else None
         _join(pieces, prior)
         pieces += _pieces(timeline, prior, rest[last], whole=True)
     return CriticalPath(timeline, pieces, arrivals)
@@ -210,7 +210,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 def _begun_after(timeline: Timeline) -> int | None:
     """Return the step before the first one, if the path can begin at its exchange."""
     step = timeline.first - 1
-    return step if step in timeline.agreed and timeline.before else None
+    return step if step in timeline.exchanged and timeline.before else None
 
 
 def _until(timeline: Timeline, rank: int, after: int | None, until: int) -> list[RankStep]:

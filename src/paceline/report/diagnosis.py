@@ -239,11 +239,11 @@ def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object
     def tell(rows: list[Trial]) -> None:
         nonlocal told
         for row in rows[told:]:
-            say(replace(row, predicted_s=predicted.get(row.knob)).line())
+            say(replace(row, predicted_s=predicted.get(row.change)).line())
         told = max(told, len(rows))
 
     say(HEADING)
-    begin = TuningResult(str(run.plan), str(run.plan), forecasts=forecasts, knobs=False)
+    begin = TuningResult(str(run.plan), str(run.plan), forecasts=forecasts, settings=False)
     job = run.run.job.model_copy(update={"stop": _ENDLESS})
     try:
         rows = measure(job, run.run.cluster, begin, tell).tried
@@ -267,7 +267,7 @@ def _results(
     own = rows[0].step_s
     if own is not None:
         recorded = units.seconds(diagnosis.run.speed.step_s)
-        yield f"measured now: plan {rows[0].knob} takes {units.seconds(own)} a step; the run recorded {recorded}"
+        yield f"measured now: plan {rows[0].change} takes {units.seconds(own)} a step; the run recorded {recorded}"
     for one in tried:
         expected = f"predicted {one.gain_words}, " if one.known == "predicted" else ""
         yield f"  {one.what}: {expected}{_measured(str(one.plan), ratios, rows)}"
@@ -289,18 +289,18 @@ def _ratios(rows: list[Trial]) -> dict[str, Interval]:
     Each plan was measured against the best plan so far.
     """
     best = Interval(1.0, 1.0, 1.0)
-    found = {rows[0].knob: best}
+    found = {rows[0].change: best}
     for row in rows[1:]:
         if row.ratio is not None:
             ratio = row.ratio
-            found[row.knob] = Interval(ratio.low * best.low, ratio.middle * best.middle, ratio.high * best.high)
-            best = found[row.knob] if row.verdict == "kept" else best
+            found[row.change] = Interval(ratio.low * best.low, ratio.middle * best.middle, ratio.high * best.high)
+            best = found[row.change] if row.verdict == "kept" else best
     return found
 
 
 def _measured(plan: str, ratios: dict[str, Interval], rows: list[Trial]) -> str:
     if plan not in ratios:
-        return next((row.verdict for row in rows if row.knob == plan), "not tried")
+        return next((row.verdict for row in rows if row.change == plan), "not tried")
     ratio = ratios[plan]
     low, middle, high = (_signed(1 / value - 1) for value in (ratio.high, ratio.middle, ratio.low))
     verdict = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "no difference"

@@ -105,7 +105,7 @@ class Timeline:
         origin_s: Unix time of the timeline's zero.
         ranks: the requested steps, by rank, in order.
         before: the step before the requested ones, by rank, if recorded.
-        agreed: steps with an exchange between all ranks, in which the ranks wait for each other.
+        exchanged: steps with an exchange between all ranks, in which the ranks wait for each other.
         events: time in seconds and event, for events during the steps.
         spread_s: remaining difference, in seconds, between the times at which hosts leave an exchange after their
             clocks are aligned. None if there is one clock.
@@ -118,7 +118,7 @@ class Timeline:
     origin_s: float
     ranks: Mapping[int, Sequence[RankStep]]
     before: Mapping[int, RankStep]
-    agreed: frozenset[int]
+    exchanged: frozenset[int]
     events: Sequence[tuple[float, Mapping[str, Any]]]
     spread_s: float | None
     hosts: Mapping[int, str]
@@ -171,12 +171,12 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
     local = info.local_steps and not info.served
     origin_s = float(int(min(line["time"] - line["step_s"] for lines in near.values() for line in lines)))
     placed = {rank: _placed(rank, near[rank], origin_s, _LOCAL_ORDER if local else _ORDER) for rank in sorted(near)}
-    agreed = frozenset() if info.served or len(placed) < 2 else _agreed(placed, every_step=not local)
+    exchanged = frozenset() if info.served or len(placed) < 2 else _exchanged(placed, every_step=not local)
     hosts = _hosts(run, placed)
-    shifts, spread_s = _shifts(placed, {} if run.cluster.emulate else hosts, agreed)
+    shifts, spread_s = _shifts(placed, {} if run.cluster.emulate else hosts, exchanged)
     placed = {rank: [step.moved(shifts[rank]) for step in steps] for rank, steps in placed.items()}
     if spread_s is None and not local and not run.cluster.has_accelerators:
-        placed = _waits_by_clock(placed, agreed)
+        placed = _waits_by_clock(placed, exchanged)
     ranks = {rank: [step for step in steps if first <= step.step <= last] for rank, steps in placed.items()}
     before = {rank: step for rank, steps in placed.items() for step in steps if step.step == first - 1}
     begin_s, end_s = min(s[0].start_s for s in ranks.values()), max(s[-1].end_s for s in ranks.values())
@@ -187,7 +187,7 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
         origin_s,
         ranks,
         before,
-        agreed,
+        exchanged,
         [(seconds, event) for seconds, event in events if begin_s <= seconds <= end_s],
         spread_s,
         hosts,
@@ -261,7 +261,7 @@ def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]
     return found
 
 
-def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
+def _exchanged(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
     """Find steps with an exchange of all ranks; in other steps, their losses differ."""
     losses: dict[int, list[Any]] = {}
     for steps in placed.values():
@@ -274,7 +274,7 @@ def _agreed(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> fr
 
 
 def _shifts(
-    placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], agreed: Iterable[int]
+    placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], exchanged: Iterable[int]
 ) -> tuple[dict[int, float], float | None]:
     """Compute corrections of the ranks' clocks, and the remaining difference between hosts.
 
@@ -285,7 +285,7 @@ def _shifts(
     Args:
         hosts: host of each rank; empty if all ranks share one clock.
     """
-    common = set(agreed)
+    common = set(exchanged)
     left_s: dict[str, dict[int, float]] = {}
     for rank, steps in placed.items():
         own = left_s.setdefault(hosts.get(rank, ""), {})
@@ -303,12 +303,12 @@ def _shifts(
     return {rank: shifts[hosts.get(rank, "")] for rank in placed}, max(spreads, default=None)
 
 
-def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], agreed: Iterable[int]) -> dict[int, list[RankStep]]:
+def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], exchanged: Iterable[int]) -> dict[int, list[RankStep]]:
     """Correct the steps so that ranks wait until the last rank arrives.
 
     The record assumes that all ranks left the previous exchange together, but on busy cores some wake up late.
     """
-    arrived = dict.fromkeys(agreed, float("-inf"))
+    arrived = dict.fromkeys(exchanged, float("-inf"))
     for steps in placed.values():
         for step in steps:
             if step.step in arrived:

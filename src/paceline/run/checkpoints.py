@@ -358,6 +358,6 @@ class Checkpoints:
             rank=group.rank,
             world=group.size,
             report=self.events,
-            agree=group.gather_json,
+            gather=group.gather_json,
             fetch=partial(fetch, copy=self.run.path, deadline_s=self.run.job.deadline_s),
         )

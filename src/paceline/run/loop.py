@@ -13,7 +13,7 @@ from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine, StepResult
 from paceline.engine.evaluation import batches_of
 from paceline.engine.reduction import UnreadStep
-from paceline.errors import NonFiniteError, SyncError, tell_of_failure
+from paceline.errors import NonFiniteError, SyncError, report_failure
 from paceline.job.batch import Batch
 from paceline.job.experts import add_counts
 from paceline.job.job import Job
@@ -110,7 +110,7 @@ class Loop:
             return True
         except BaseException as error:
             if not ends_generation(error):
-                tell_of_failure(error)
+                report_failure(error)
             raise
         finally:
             self.engine.loader.close()
@@ -198,7 +198,7 @@ class Loop:
         result = self.engine.settle(begun.step)
         info = StepInfo(result, begun.position.epoch, begun.position.local, begun.lr)
         info.busy_s = self.engine.signals.take_busy()
-        if self._last is not None and not self._last.result.agreed:
+        if self._last is not None and not self._last.result.reduced:
             self._before.append(self._last)
         else:
             self._before.clear()
@@ -248,7 +248,7 @@ class Loop:
         if "interrupted" in result.votes:
             return self.signal or "interrupted"
         # A loss that only this replica knows must not end the run of this replica alone.
-        reason = self.stop.after_step(result.step, result.loss) if result.agreed else self.stop.ended(result.step)
+        reason = self.stop.after_step(result.step, result.loss) if result.reduced else self.stop.ended(result.step)
         if reason is None and "out_of_time" in result.votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
         return reason

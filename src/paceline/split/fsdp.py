@@ -161,7 +161,7 @@ class FullySharded:
 
         FSDP2 would leave zeros, whereas a single process has no gradient.
         """
-        self._used.agree(self._devices)
+        self._used.drop_unused(self._devices)
 
     def close(self) -> None:
         """Free gathered parameters, even after a failed step. The modules stay sharded."""
@@ -287,7 +287,7 @@ class _Used:
 
         return note_and_reduce
 
-    def agree(self, devices: DeviceMesh) -> None:
+    def drop_unused(self, devices: DeviceMesh) -> None:
         flags = uploaded([float(f) for f in self.flags.values()], torch.float32, torch.device(devices.device_type))
         dist.all_reduce(flags, group=devices.get_group())
         for one, used in zip(self.flags, flags.tolist(), strict=True):

@@ -126,7 +126,7 @@ def _agreed_parameters(engine: RankEngine, share: ModelShare) -> tuple[dict[str,
     With local parameters, the parameters hold the synchronized values only temporarily, so they are copied.
     """
     shared: dict[str, Tensor] = {}
-    with engine.rule.in_agreement():
+    with engine.rule.shared_parameters():
         for name, parameter in share.parameters.items():
             own = local(parameter).detach()
             shared[f"model/{name}"] = own.clone() if engine.local_steps else own

@@ -34,7 +34,7 @@ SYNC, OWN = "sync/", "own/"
 NEWEST, BEST = "newest", "best"
 
 Report = Callable[[str, dict[str, Any]], None]
-Agree = Callable[[Any], list[Any]]
+Gather = Callable[[Any], list[Any]]
 
 
 class TensorPieces(Mapping[str, Tensor]):
@@ -201,7 +201,7 @@ def load_latest(
     rank: int,
     world: int,
     report: Report,
-    agree: Agree | None = None,
+    gather: Gather | None = None,
     fetch: Callable[[Path], None] = lambda _: None,
 ) -> Loaded | None:
     """Load the newest whole checkpoint in `folder`; None if there is none.
@@ -209,9 +209,9 @@ def load_latest(
     Damaged ones are skipped, each after `report("checkpoint_damaged", {"path": …, "reason": …})`.
 
     Args:
-        agree: gathers a value of every rank on all ranks (`Group.gather_json`). With it, every rank checks its share of
-            the files, and all ranks take the same checkpoint, which is read from disk once. Without it, this rank
-            checks every file alone.
+        gather: function that gathers a value of every rank on all ranks (`Group.gather_json`). With it, every rank
+            checks its share of the files, and all ranks use the same checkpoint, which is read from disk once. Without
+            it, this rank checks every file alone.
         fetch: called with a checkpoint before it is read, to copy it to this host.
 
     Raises:
@@ -219,16 +219,16 @@ def load_latest(
     """
     names = [path.name for _, path in reversed(checkpoints(folder))]
     reasons: list[str] = []
-    for name in names if agree is None else agree(names)[0]:
+    for name in names if gather is None else gather(names)[0]:
         loaded, found = None, None
         try:
             fetch(folder / name)
             manifest = Manifest.read(folder / name)
-            share = range(len(manifest.shards)) if agree is None else _share(manifest, rank, world)
+            share = range(len(manifest.shards)) if gather is None else _share(manifest, rank, world)
             loaded = _checked(folder / name, manifest, share, MeshCoordinate.plain(rank, world))
         except CheckpointError as error:
             found = str(error)
-        trouble = [reason for reason in ([found] if agree is None else agree(found)) if reason is not None]
+        trouble = [reason for reason in ([found] if gather is None else gather(found)) if reason is not None]
         if not trouble:
             return loaded
         report("checkpoint_damaged", {"path": name, "reason": trouble[0]})

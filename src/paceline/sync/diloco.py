@@ -75,7 +75,7 @@ class DiLoCo(LocalRule):
     def connections(self, dp: Group) -> Group:
         return dp.copy() if self.overlap and dp.size > 1 else dp
 
-    def agrees_in(self, step: int) -> bool:
+    def communicates_in(self, step: int) -> bool:
         return step % self.period in self.sent_in
 
     def after_step(self, step: int) -> None:
@@ -84,7 +84,7 @@ class DiLoCo(LocalRule):
                 self._apply(fragment)
             if step % self.period == self.sent_in[fragment.number]:
                 self._send(fragment, step)
-        self.identical = not self.overlap and len(self.sent_in) == 1 and self.agrees_in(step)
+        self.identical = not self.overlap and len(self.sent_in) == 1 and self.communicates_in(step)
 
     def wait(self) -> None:
         for fragment in self.fragments:

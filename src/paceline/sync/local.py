@@ -40,7 +40,7 @@ class LocalRule(SyncRule):
         """Return the all-reduce that sums over the replicas."""
         return algorithm_for(group, "auto")[0]
 
-    def agrees_in(self, step: int) -> bool:
+    def communicates_in(self, step: int) -> bool:
         """True if the replicas communicate in a step, at least once per period.
 
         In these steps, losses and votes are summed as well.
@@ -48,14 +48,14 @@ class LocalRule(SyncRule):
         raise NotImplementedError
 
     def after_backward(self, step: int, scalars: Tensor) -> Reduction:
-        everywhere = self.agrees_in(step)
+        everywhere = self.communicates_in(step)
         if everywhere and len(scalars):
             self.replica.dp.all_reduce(scalars)
         self.identical = False
         return Reduction([p.grad for p in self.parameters if p.grad is not None], scalars, everywhere)
 
     @contextmanager
-    def in_agreement(self) -> Iterator[None]:
+    def shared_parameters(self) -> Iterator[None]:
         """Within this context, every replica has the mean of the parameters of all replicas.
 
         The mean includes the changes since the last exchange. The context can be entered after any step.
@@ -177,11 +177,11 @@ class LocalSGD(LocalRule):
         nbytes = sum(flat.values.nbytes for flat in self.flats)
         replica.log(f"sync=local: every rank's {nbytes:,} bytes of parameters are averaged every {self.period} steps")
 
-    def agrees_in(self, step: int) -> bool:
+    def communicates_in(self, step: int) -> bool:
         return step % self.period == 0
 
     def after_step(self, step: int) -> None:
-        if not self.agrees_in(step):
+        if not self.communicates_in(step):
             return
         for flat in self.flats:
             flat.copy_in()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.comm.agree import CheckedGroup, agree_on
+from paceline.comm.checks import CheckedGroup, check_equal
 from paceline.comm.group import Group
 from paceline.errors import JobError, PlanError, SyncError
 from paceline.job.spec import load_object
@@ -205,8 +205,8 @@ class SyncRule(Protocol):
         """
         return
 
-    def in_agreement(self) -> AbstractContextManager[None]:
-        """Context in which every replica has the shared parameters.
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which every replica has the shared parameters.
 
         Afterwards each replica has its own parameters again. Every rank must enter this context, for evaluation and
         checkpoints. If replicas of a rule never differ, this has no effect.
@@ -240,7 +240,7 @@ def broadcast_state(replica: Replica) -> None:
     if replica.dp.size == 1 or replica.identical:
         return
     if not replica.dp.is_fake:
-        agree_on(replica.dp, _descriptions(replica))
+        check_equal(replica.dp, _descriptions(replica))
     broadcast_tensors(replica.dp, [tensor.detach() for tensor in replica.tensors()], root=0)
 
 

@@ -186,14 +186,14 @@ class JobStrategy(Strategy):
         missing = self._chosen - self._answered
         turnout = Turnout(self._chosen, self._answered, missing)
         clipped = None if self.spec.privacy is None else self._clipped  # Flower clips updates before they arrive here
-        agreed = self.record.round(
+        aggregate = self.record.round(
             server, server_round, aggregator, turnout, began_s=self._round_began_s, clipped=clipped
         )
         told = {"chosen": self._chosen, "missing": missing, "refused": len(aggregator.refused)}
-        if agreed is None:
+        if aggregate is None:
             return None, MetricRecord(told)
         more = {"epsilon": server.privacy.epsilon} if server.privacy is not None else {}
-        return self._arrays(), MetricRecord({**told, "clients": agreed.clients, "loss": agreed.loss, **more})
+        return self._arrays(), MetricRecord({**told, "clients": aggregate.clients, "loss": aggregate.loss, **more})
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -351,7 +351,7 @@ def _tried(row: Trial) -> Row:
         "" if row.ratio is None else units.ratio(row.ratio),
         row.verdict,
     ]
-    return Row(row.knob, cells, loud=row.verdict in ("chosen", "kept"))
+    return Row(row.change, cells, loud=row.verdict in ("chosen", "kept"))
 
 
 def _speedup(setting: MeasuredSetting) -> Cell:

@@ -45,7 +45,7 @@ def meeting(place: HostPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         lost = Link(Connection(here, FromHost, "b"), 1, "b", "127.0.0.9", cluster.hosts[1])
         lost.lose("it was killed")
         hosts = Hosts(cluster, place.coordinator, [lost], KEY)
-        hosts.agreed.append(Look([], [str(tmp_path / "data.txt")], []))
+        hosts.compared.append(Look([], [str(tmp_path / "data.txt")], []))
         with Readmission(hosts, place, Meeting(place.coordinator, PORT, KEY)) as meeting:
             yield meeting
 

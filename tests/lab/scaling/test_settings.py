@@ -38,7 +38,7 @@ def chosen(
     return [(s.key, str(s.plan), s.devices, s.global_batch, s.steps) for s in found]
 
 
-def test_one_and_all_devices_are_compared_with_one_thread_each_and_the_knobs_of_the_plan() -> None:
+def test_one_and_all_devices_are_compared_with_one_thread_each_and_the_settings_of_the_plan() -> None:
     assert chosen(weak=True) == [
         ("1-device", "threads=1 fused=on", 1, 8, DEFAULT_STEPS),
         ("4-devices", "dp=4 threads=1 fused=on", 4, 8, DEFAULT_STEPS),

@@ -267,7 +267,7 @@ def layers_unfrozen_and_added_later() -> list[float]:
     seeded()
     added = nn.Linear(CLASSES, CLASSES)
     optimizer.add_param_group({"params": added.parameters(), "lr": 0.1})
-    engine.agree()
+    engine.broadcast_new_parameters()
     for x, y in engine.loader:
         engine.backward(F.cross_entropy(added(model(x)), y))
         losses.append(engine.update().loss)

@@ -16,7 +16,7 @@ from paceline.elastic.membership import StepBoundary
 from paceline.engine.engine import RankEngine
 from paceline.job.job import Job
 from paceline.planning.plan import Plan
-from paceline.run.recovery.kept import KeptModel, KeptPart, agree_on_start
+from paceline.run.recovery.kept import KeptModel, KeptPart, common_start
 from paceline.wire.status import GenerationOver
 from ranks import Ranks
 from small_jobs import small_job
@@ -39,7 +39,7 @@ def parts_after(job: Job, plan: str, broken: Mapping[int, str]) -> list[Tensor]:
         except GenerationOver:
             kept.broken_off(engine)
         kept.keep(engine)
-        start = agree_on_start(group, boundary(engine, kept), replica_size=2)
+        start = common_start(group, boundary(engine, kept), replica_size=2)
         engine.close()
         engine = kept.engine(job, replace(Plan.parse(plan), cut=start.boundary.cut), data, group, begins=False)
         kept.restore(engine, group, start)

@@ -78,7 +78,7 @@ def network(folder: Path, body: str, **changes: Any) -> Job:
 
 
 def verdicts(choice: AutoChoice) -> dict[str, str]:
-    """What was said of each plan and knob."""
+    """What was said of each plan and change."""
     left = [line.strip() for line in choice.lines if line.startswith("  not tried (")]
     rows = [re.split(r" {2,}", line.strip()) for line in choice.lines if line.startswith("  ")]
     found = {row[0]: row[-1] for row in rows[1:] if len(row) > 1}
@@ -110,11 +110,11 @@ def does_not_begin(*_: object, **__: object) -> None:
 
 def kept() -> list[Path]:
     """The files of what was measured."""
-    return list((cache_folder() / "knobs").glob("*.json"))
+    return list((cache_folder() / "tuning").glob("*.json"))
 
 
 @pytest.mark.slow
-def test_the_knob_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
+def test_the_change_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
     slow = "clock.now += 0.0 if channels_last else 0.02"
     network(tmp_path, slow, stop={"loss_below": 1e9})
     first = paceline("train", "job.yaml", folder=tmp_path)
@@ -167,7 +167,7 @@ def test_what_was_measured_holds_for_the_same_work_only(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_knob_that_fails_is_told_and_the_others_are_tried_until_a_second_one_fails(
+def test_a_change_that_fails_is_told_and_the_others_are_tried_until_a_second_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By an error of one rank, while the others wait for it; then by a death."""
@@ -240,7 +240,7 @@ def test_plans_that_divide_the_model_are_measured_and_the_fastest_is_kept_beside
     monkeypatch.setattr(cache, "MOST_OTHER_WORK", 2.0)
     predictions = [steps_of_1_ms(plan, ms) for plan, ms in (("dp=2", 20), ("ep=2", 21), ("fsdp=2", 22), ("dp=1", 23))]
     forecasts(monkeypatch, *predictions)
-    measured_with(monkeypatch, knobs=False)
+    measured_with(monkeypatch, settings=False)
     two = Cluster(hosts=(CLUSTER.hosts[0].model_copy(update={"cores": 2, "affinity": ()}),))
     job = network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.02")
     choice = choose(job, two)
@@ -266,7 +266,7 @@ def test_one_rank_that_is_predicted_to_need_one_core_is_measured_on_all_before_o
     """A network that is slow wherever a rank has one thread."""
     forecasts(monkeypatch, steps_of_1_ms(str(ONE_CORE)), steps_of_1_ms("dp=2", 2.5))
     slow = "clock.now += 0.02 if torch.get_num_threads() == 1 else 0.0"
-    job = network(tmp_path, f"trial.knobs = lambda *_: []; {slow}", **WITHOUT_BOUND)  # plans alone are of interest
+    job = network(tmp_path, f"trial.plan_changes = lambda *_: []; {slow}", **WITHOUT_BOUND)  # only plans
     choice = choose(job, TWO_CORES)
     found = verdicts(choice)
     assert list(found)[:3] == ["threads=1", "threads=0", "dp=2"], choice.lines
@@ -387,8 +387,8 @@ def test_a_plan_of_fewer_ranks_that_divides_the_model_has_a_start_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forecasts(monkeypatch, steps_of_1_ms("dp=4", 20), steps_of_1_ms("fsdp=2", 21), steps_of_1_ms("tp=2", 22))
-    # On a busy machine knobs take all the time, and a start of three plans more than there is.
-    measured_with(monkeypatch, knobs=False, spent_s=-300.0)
+    # On a busy machine plan changes take all the time, and a start of three plans more than there is.
+    measured_with(monkeypatch, settings=False, spent_s=-300.0)
     four = Cluster(hosts=(Host(name="a", cores=4, memory_bytes=2**34),))
     choice = choose(network(tmp_path, "clock.now += 0.0 if type(self).__name__ == 'FSDPNet' else 0.02"), four)
     found = verdicts(choice)

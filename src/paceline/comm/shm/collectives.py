@@ -58,7 +58,7 @@ class ShmCollectives(Collectives):
         self.rounds.count()
         while not self.rounds.met():
             yield
-        if self.rounds.agree(line) and place[0]:
+        if self.rounds.calls_match(line) and place[0]:
             yield from self._reduce_in_place(tensor, reduction, place)
         else:
             yield from self._reduce_through_slots(tensor, reduction)
@@ -217,7 +217,7 @@ class ShmCollectives(Collectives):
         self.rounds.count()
         while not self.rounds.met():
             yield
-        self.rounds.agree(line)
+        self.rounds.calls_match(line)
 
     def _call(self, name: str, how: str, tensor: Tensor) -> bytes:
         key = (name, how, tensor.dtype, len(tensor))
@@ -356,7 +356,7 @@ class Rounds:
         self.segments[self.rank].map[at : at + len(line) + 1] = line + b"\0"
         return line
 
-    def agree(self, line: bytes) -> bool:
+    def calls_match(self, line: bytes) -> bool:
         """After the round, return True if all ranks announced the same call and place.
 
         Raises:

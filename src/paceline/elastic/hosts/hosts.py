@@ -161,7 +161,7 @@ class Hosts:
         cluster: devices and links of the hosts.
         address: address at which the others reach this host.
         key: key of the run.
-        agreed: code and data that were found to be the same on all hosts.
+        compared: code and data that were found to be the same on all hosts.
         takeover: the run to continue, if the previous coordinator was lost.
         past: losses of the run, as last recorded.
         returns: meeting place for lost hosts; None if they cannot come back.
@@ -180,7 +180,7 @@ class Hosts:
     ) -> None:
         self.cluster, self.address, self.key, self._namespace = cluster, address, key, namespace
         self.links = sorted(links, key=lambda link: link.number)
-        self.agreed: list[messages.Look] = []
+        self.compared: list[messages.Look] = []
         self.least = 0
         self.meeting: Meeting | None = None
         self.past = messages.Past()

@@ -76,10 +76,10 @@ def must_agree(job: Job) -> None:
     if hosts is None:
         return
     look = what_to_look_at(job)
-    if look in hosts.agreed or not look.modules + look.files:
+    if look in hosts.compared or not look.modules + look.files:
         return
     if hosts.takeover is not None:  # compared with the previous coordinator already
-        hosts.agreed.append(look)
+        hosts.compared.append(look)
         return
     answers = hosts.ask(look, Looked, _ANSWER_S)
     found = [text for link, answer in answers for text in differences(look, link, answer)]
@@ -92,7 +92,7 @@ def must_agree(job: Job) -> None:
             more=more,
             host=hosts.cluster.hosts[0].name,
         )
-    hosts.agreed.append(look)
+    hosts.compared.append(look)
 
 
 def what_to_look_at(job: Job) -> Look:

@@ -509,7 +509,7 @@ class Readmission:
             if reason := self._unexpected(link) or self._other(link):
                 _refuse(link, reason)
             link.send(Welcome([host.name for host in self.hosts.cluster.hosts]))
-            for look in self.hosts.agreed:
+            for look in self.hosts.compared:
                 link.send(look)
                 answer = link.answer(Looked, _LOOKED_S)
                 if answer is None:

@@ -52,7 +52,7 @@ def search(
         top: number of plans to list, each with different degrees.
         calibration: measurements of the cluster, or the factors of measured runs, which determine the order of the
             plans found; without it, the catalogue is used.
-        base: values of keys that do not vary: precision, sync, compress and the knobs; `Plan()` by default.
+        base: values of keys that do not vary: precision, sync, compress and the settings; `Plan()` by default.
 
     Raises:
         JobError: the model cannot be built.
@@ -271,8 +271,8 @@ class BranchAndBound:
             choice = plans.choice(i)
             if choice not in self._seen:
                 self._seen.add(choice)
-                for knobs in self.space.knobs(choice.row):
-                    self._evaluate(choice, knobs)
+                for settings in self.space.settings(choice.row):
+                    self._evaluate(choice, settings)
         return None
 
     def plans_of(self, rows: Ints) -> PlanTable:
@@ -362,16 +362,16 @@ class BranchAndBound:
         plans.bound_s = plans.bound_s + self.bounds.beside_s(costs, rows, plans.fsdp, plans.zero)
         return plans.at(plans.bound_s < self.limit)
 
-    def _evaluate(self, choice: Choice, knobs: dict[str, Any]) -> None:
+    def _evaluate(self, choice: Choice, settings: dict[str, Any]) -> None:
         """Predict a plan if it is legal and fits. Keep the best plan for each set of degrees."""
-        layout = self.layout_of(choice, **knobs)
+        layout = self.layout_of(choice, **settings)
         fits = self.bounds.fits(smallest(layout)) and self.bounds.fits(layout)
         if not fits or sum(memory(layout).values()) > usable_bytes(layout):
             self.rejections.out_of_memory += 1
-        elif (refusal := self.space.legal.refusal(self.values_of(choice) | knobs)) is not None:
+        elif (refusal := self.space.legal.refusal(self.values_of(choice) | settings)) is not None:
             self.rejections.refuse(*refusal)
         else:
-            self._keep(self.values_of(choice) | knobs, layout)
+            self._keep(self.values_of(choice) | settings, layout)
 
     def values_of(self, choice: Choice) -> dict[str, Any]:
         """Return a plan's keys and values."""

@@ -97,8 +97,8 @@ class Space:
         several, place = numbered(rows["ranks"])
         threads = [self._threads(*key) for key in several]
         rows["threads"] = np.array(threads, np.int64)[place]
-        rows["knobs"] = np.array(
-            [len(self._knobs(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
+        rows["settings"] = np.array(
+            [len(self._settings(ranks, most)) for (ranks,), most in zip(several, threads, strict=True)], np.int64
         )[place]
         # samples of the fullest data-parallel rank
         share = -(-self.job.global_batch // (rows["shared"] * rows["ep"]))
@@ -110,11 +110,11 @@ class Space:
     def factorisations(self) -> Ints:
         """Return the number of variants of each row.
 
-        Variants are factorisations into dp × fsdp, each with its `zero` stages and knobs.
+        Variants are factorisations into dp × fsdp, each with its `zero` stages and settings.
         """
         shared, place = np.unique(self.rows["shared"], return_inverse=True)
         ways = np.array([len(divisors(int(n))) for n in shared], np.int64)[place]
-        return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["knobs"])
+        return np.asarray((ways + np.where(self.rows["pp"] == 1, 2 * (ways - 1), 0)) * self.rows["settings"])
 
     @cached_property
     def plans_per_row(self) -> Ints:
@@ -172,14 +172,14 @@ class Space:
             if refusal := self.legal.fsdp_refusal(PIPELINES[pipeline].schedule, pp):
                 yield place == i, refusal
 
-    def knobs(self, row: int) -> list[dict[str, Any]]:
-        """Return the knobs of a row, in trying order.
+    def settings(self, row: int) -> list[dict[str, Any]]:
+        """Return the settings of a row, in trying order.
 
         On CPUs these are transports and numbers of threads.
         """
-        return self._knobs(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
+        return self._settings(int(self.rows["ranks"][row]), int(self.rows["threads"][row]))
 
-    def _knobs(self, ranks: int, most: int) -> list[dict[str, Any]]:
+    def _settings(self, ranks: int, most: int) -> list[dict[str, Any]]:
         if self.cluster.has_accelerators:
             return [{}]
         transports = self._transports if ranks > 1 and self.base.transport == "auto" else [{}]

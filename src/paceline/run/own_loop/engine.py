@@ -279,7 +279,7 @@ class Engine(RankEngine):
 
     # Other parts of a loop
 
-    def agree(self) -> None:
+    def broadcast_new_parameters(self) -> None:
         """Broadcast parameters added to an optimizer since `setup` from rank 0; every rank calls it."""
         self._follow_changes()
 

@@ -202,7 +202,7 @@ def _divided(
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     from paceline.engine.split_model import divide  # slow imports
 
-    _agree_on_weights(model, group)
+    _broadcast_weights(model, group)
     split = divide(model, plan, mesh, dealt, cast(Loss, loss), settings)
     for optimizer in optimizers:
         _hand_over(optimizer, names, split)
@@ -412,17 +412,17 @@ def _check_plain(model: nn.Module) -> None:
             )
 
 
-def _agree_on_weights(model: nn.Module, group: Group) -> None:
+def _broadcast_weights(model: nn.Module, group: Group) -> None:
     """Broadcast the first rank's weights.
 
     Otherwise ranks with different seeds would hold parts of different models.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         # an accelerator's collectives need device memory, and the model may still be on the host
-        agreed = tensor.detach().to(group.device)
-        group.broadcast(agreed)
-        if agreed.device != tensor.device:
-            tensor.detach().copy_(agreed)
+        common = tensor.detach().to(group.device)
+        group.broadcast(common)
+        if common.device != tensor.device:
+            tensor.detach().copy_(common)
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, names: dict[Tensor, str], divided: Split) -> None:

@@ -112,7 +112,7 @@ def load(engine: Engine, folder: Path, objects: Mapping[str, Any]) -> dict[str, 
         loader.fingerprint()  # now, because training may change the samples of a data set
     if not any(group.gather_json(folder.is_dir())):
         return None
-    loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, agree=group.gather_json)
+    loaded = load_latest(folder, rank=group.rank, world=group.size, report=lambda *_: None, gather=group.gather_json)
     if loaded is None:
         return None
     saved = loaded.values["loop"].get("objects")
@@ -158,7 +158,7 @@ def export(engine: Engine, path: Path) -> None:
         file=path,
     )
     _raise_on_all(engine, exists if engine.is_main and path.exists() else None, RunError)
-    with engine.rule.in_agreement(), engine.evaluation.averaged_buffers(), ExitStack() as held:
+    with engine.rule.shared_parameters(), engine.evaluation.averaged_buffers(), ExitStack() as held:
         folder = None if engine.split is None else _saved_beside(engine, path, held)
         problem = None
         if engine.is_main:

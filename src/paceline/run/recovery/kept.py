@@ -120,7 +120,7 @@ class KeptModel(Kept):
 
 
 @dataclass
-class _Agreed:
+class _Reduced:
     """Step that was interrupted when its gradients were known.
 
     It holds the gradients and the state after the forward pass.
@@ -140,15 +140,15 @@ class KeptPart(Kept):
 
     def __init__(self) -> None:
         self.state: RankState | None = None
-        self._agreed: _Agreed | None = None
+        self._reduced: _Reduced | None = None
 
     @property
     def ready(self) -> bool:  # type: ignore[override]
-        return self._agreed is not None
+        return self._reduced is not None
 
     def engine(self, job: Job, plan: Plan, data: DataSets, group: Group, *, begins: bool) -> RankEngine:
         if begins:
-            self.state = self._agreed = None
+            self.state = self._reduced = None
             engine = begin_engine(job, plan, data, group)
         else:
             engine = build_engine(job, plan, built(job, plan), data, group, goes_on=True)
@@ -169,15 +169,15 @@ class KeptPart(Kept):
         if group.rank // start.replica_size in {rank // start.replica_size for rank in start.behind}:
             # ranks that compute the same samples use the same random numbers
             draw_anew(engine)
-        self.state = self._agreed = None
+        self.state = self._reduced = None
 
     def broken_off(self, engine: RankEngine) -> None:
         if engine.reduction.stage != "own":
             gradients = {name: p.grad.clone() for name, p in engine.named_parameters().items() if p.grad is not None}
-            self._agreed = _Agreed(gradients, engine.reduction.stage, RankState.of(engine).copied())
+            self._reduced = _Reduced(gradients, engine.reduction.stage, RankState.of(engine).copied())
 
     def begin(self, engine: RankEngine, group: Group, tell: Tell) -> None:
-        self.state = self._agreed = None
+        self.state = self._reduced = None
 
     def keep(self, engine: RankEngine) -> None:
         super().keep(engine)
@@ -185,16 +185,16 @@ class KeptPart(Kept):
 
     def _finish(self, engine: RankEngine, boundary: StepBoundary) -> None:
         assert self.state is not None
-        assert self._agreed is not None
+        assert self._reduced is not None
         assert boundary.outcome is not None
-        outcome, agreed = Outcome(**boundary.outcome), self._agreed
+        outcome, reduced = Outcome(**boundary.outcome), self._reduced
         if not outcome.updated:  # otherwise buffers are those before the forward pass
             buffers = {name: value for name, value in self.state.tensors.items() if name.startswith("buffer/")}
-            agreed.state.tensors |= buffers
-        _put(agreed.state, engine)
+            reduced.state.tensors |= buffers
+        _put(reduced.state, engine)
         for name, parameter in engine.named_parameters().items():
-            parameter.grad = agreed.gradients.get(name)
-        engine.finish(outcome, agreed.stage)
+            parameter.grad = reduced.gradients.get(name)
+        engine.finish(outcome, reduced.stage)
 
 
 def _put(state: RankState, engine: RankEngine) -> None:
@@ -208,7 +208,7 @@ def _put(state: RankState, engine: RankEngine) -> None:
     state.restore(engine)
 
 
-def agree_on_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
+def common_start(group: Group, own: StepBoundary, replica_size: int) -> Start:
     """Choose the start for all ranks of the group.
 
     A rank may have completed a step that was interrupted on others. They then take over its result, so no step is taken

@@ -20,7 +20,7 @@ from paceline.run.loop import Loop
 from paceline.run.process import stop_signals
 from paceline.run.record.recorder import Board
 from paceline.run.record.run import Run
-from paceline.run.recovery.kept import Kept, KeptModel, KeptPart, agree_on_start
+from paceline.run.recovery.kept import Kept, KeptModel, KeptPart, common_start
 from paceline.run.recovery.mirror import Mirror
 from paceline.run.recovery.recutting import follows_times
 from paceline.state.manifest import checkpoints
@@ -93,7 +93,7 @@ class Trainee:
         """Train as one rank of a generation's group; return True if the run has ended."""
         check_device(self.run, group)
         group.links = self.links
-        start = agree_on_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
+        start = common_start(group, self.boundary, self.run.plan.ranks // self.run.plan.dp)
         saved = max((step for step, _ in checkpoints(self.run.checkpoints)), default=-1)
         start = self.kept.start(group, saved) or start
         ended, recut = self._train(group, start)

@@ -32,8 +32,8 @@ from paceline.planning.shortlist import (
     Forecast,
     Trial,
     certain,
-    knobs,
     longest_run_s,
+    plan_changes,
     recorrected,
     share_to_spend,
     shortlist,
@@ -139,7 +139,7 @@ class _Search:
         run_s = self._run_s(listed)
         why = too_few or why_not_measured(listed, None if run_s is None else run_s * self.runs, self.before_s)
         begin = Plan.parse(listed[0].plan) if listed else self.default
-        if not why and len(listed) < 2 and all(knob.untried for knob in knobs(self.job, self.cluster, begin)):
+        if not why and len(listed) < 2 and all(one.untried for one in plan_changes(self.job, self.cluster, begin)):
             why = "no other plan and no setting can help here"
         if why:
             return self._unmeasured(forecasts, listed, run_s or 0.0, why)
@@ -219,7 +219,7 @@ class _Search:
         untried: dict[str, list[str]] = {}
         for row in found.tried:
             if not row.tried:
-                untried.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.knob)
+                untried.setdefault(row.verdict.removeprefix(NOT_TRIED), []).append(row.change)
         for why, what in untried.items():
             self._tell(f"  not tried ({why}): {', '.join(what)}")
         seconds = time.monotonic() - started
@@ -232,7 +232,7 @@ class _Search:
 
     def _remember(self, found: TuningResult) -> None:
         for row in found.tried:
-            forecast = found.forecast_of(row.knob)
+            forecast = found.forecast_of(row.change)
             if forecast is not None and row.step_s is not None:
                 remember(_pair(self.job, self.cluster, forecast, row.step_s.middle), self.cluster)
 
@@ -455,9 +455,9 @@ def _leave_out(found: TuningResult, reason: str) -> None:
 
 def _give_up(job: Job, cluster: Cluster, found: TuningResult) -> None:
     """Add rows for all plans and settings that were not tried because others failed."""
-    known = {row.knob for row in found.tried}
+    known = {row.change for row in found.tried}
     left = [(f.plan, f.step_s) for f in found.forecasts] + [
-        (str(knob), None) for knob in knobs(job, cluster, Plan.parse(found.best))
+        (str(change), None) for change in plan_changes(job, cluster, Plan.parse(found.best))
     ]
     found.tried += [
         Trial(what, f"{NOT_TRIED}others failed", predicted_s=predicted_s)
@@ -470,7 +470,7 @@ def _apart(job: Job, cluster: Cluster, found: TuningResult, forecast: Forecast) 
     """Measure a plan in its own launch; keep it if it is clearly faster."""
     if found.run_s is not None and SHARE_OF_RUN * found.run_s < found.spent_s + 2 * START_S:
         return Trial(forecast.plan, f"{NOT_TRIED}there was no time left to measure it", predicted_s=forecast.step_s)
-    alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], knobs=False)
+    alone = TuningResult(forecast.plan, forecast.plan, forecasts=[forecast], settings=False)
     try:
         own = _started(job, cluster, alone, Plan.parse(forecast.plan).ranks, lambda rows: None).tried[0].step_s
     except LaunchError as error:

@@ -444,8 +444,8 @@ def operations_of(job: Job, cluster: Cluster, plan: Plan, steps: int) -> list[Ra
 def _profiled(request: tuple[Job, Cluster, Plan, int]) -> RankOperations:
     from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-    from paceline.comm.agree import greatest
     from paceline.comm.backend import joined
+    from paceline.comm.checks import greatest
     from paceline.device import synchronize
     from paceline.files import scratch_folder
     from paceline.run.build import seed_all

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
-from paceline.comm.agree import greatest
+from paceline.comm.checks import greatest
 from paceline.comm.measure.calls import measure_collectives, repeats_within
 from paceline.device import is_accelerator
 from paceline.engine.calls import prepared, sparse_tables

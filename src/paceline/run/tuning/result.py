@@ -40,7 +40,7 @@ class TuningResult:
         forecasts: the plans with a predicted step time, the default's first if it is among them; the others are to be
             measured.
         share: largest fraction of the run that measuring may take.
-        knobs: True if settings are tried as well.
+        settings: True if settings are tried as well.
         before_s: longest possible duration of the job's earlier runs, in which nothing was measured.
     """
 
@@ -57,7 +57,7 @@ class TuningResult:
     complete: bool = True
     forecasts: list[Forecast] = field(default_factory=list)
     share: float = SHARE_OF_RUN
-    knobs: bool = True
+    settings: bool = True
     before_s: float = 0.0
 
     @property
@@ -77,7 +77,7 @@ def file_of(job: Job, cluster: Cluster, default: Plan) -> Path:
     """
     key = work_facts(job, WORK) | {"hardware": hardware_of(cluster), "plan": str(default)}
     key |= {package: version(package) for package in ("paceline", "torch")}
-    return cache_folder() / "knobs" / f"{job.name}-{short_hash(key)}.json"
+    return cache_folder() / "tuning" / f"{job.name}-{short_hash(key)}.json"
 
 
 def read(file: Path, job: Job, cluster: Cluster) -> TuningResult | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.cluster.cluster import Cluster
 from paceline.comm import Group
-from paceline.comm.agree import greatest
+from paceline.comm.checks import greatest
 from paceline.data.loader import Loader
 from paceline.device import is_accelerator, synchronize
 from paceline.engine.calls import use_onednn
@@ -34,12 +34,12 @@ from paceline.planning.shortlist import (
     LEAST_ROUNDS,
     NOT_TRIED,
     Comparison,
-    Knob,
+    PlanChange,
     Trial,
     budget_s,
     idle_cores,
-    knobs,
     longest_run_s,
+    plan_changes,
     why_not_now,
 )
 from paceline.run.build import begin_engine, seed_all
@@ -77,19 +77,19 @@ class RankTrial:
         self._begin([self._turn(self.best) for _ in range(LEAST_ROUNDS)])
         others = [f for f in self.findings.forecasts if f.plan != self.findings.default]
         # for these plans, the prediction errors exceed the possible savings
-        alone = idle_cores(self.cluster, self.best.plan) if self.findings.knobs else []
-        self._try([*alone, *(Knob.of(Plan.parse(other.plan), other.step_s) for other in others)])
-        if self.findings.knobs:
-            self._try(knobs(self.job, self.cluster, self.best.plan))
+        alone = idle_cores(self.cluster, self.best.plan) if self.findings.settings else []
+        self._try([*alone, *(PlanChange.of(Plan.parse(other.plan), other.step_s) for other in others)])
+        if self.findings.settings:
+            self._try(plan_changes(self.job, self.cluster, self.best.plan))
         self._now_trying(None)
         self.best.close()
         return self.findings
 
-    def _try(self, changes: list[Knob]) -> None:
-        done = {row.knob for row in self.findings.tried}
-        for knob in changes:
-            if str(knob) not in done and knob.on(self.best.plan) != self.best.plan:
-                self._note(self._untried(knob) or self._tried(knob))
+    def _try(self, changes: list[PlanChange]) -> None:
+        done = {row.change for row in self.findings.tried}
+        for change in changes:
+            if str(change) not in done and change.on(self.best.plan) != self.best.plan:
+                self._note(self._untried(change) or self._tried(change))
 
     def _begin(self, step_s: list[float]) -> None:
         """Set the limits by the first plan's step time; this measurement is not counted."""
@@ -98,12 +98,12 @@ class RankTrial:
         if not findings.tried:
             findings.step_s, findings.steps_per_epoch = own.middle, int(self._greatest(self.best.steps_per_epoch))
         findings.run_s = longest_run_s(self.job, findings.step_s, findings.steps_per_epoch)
-        alone = idle_cores(self.cluster, self.best.plan) if findings.knobs else []
+        alone = idle_cores(self.cluster, self.best.plan) if findings.settings else []
         others = len(alone) + sum(forecast.plan != findings.default for forecast in findings.forecasts)
-        found = knobs(self.job, self.cluster, self.best.plan) if findings.knobs else []
-        compared = sum(knob.untried is None and not knob.cost_s for knob in found) - len(alone)
+        found = plan_changes(self.job, self.cluster, self.best.plan) if findings.settings else []
+        compared = sum(change.untried is None and not change.cost_s for change in found) - len(alone)
         findings.budget_s = budget_s(
-            findings.step_s, findings.run_s, plans=others, knobs=compared, share=findings.share
+            findings.step_s, findings.run_s, plans=others, changes=compared, share=findings.share
         )
         self.since = time.monotonic()
         if not findings.tried:
@@ -111,28 +111,31 @@ class RankTrial:
             verdict = f"{BEGINNING}; the others get {findings.budget_s:.1f} s"
             self._note(Trial(findings.default, verdict, own, predicted_s=forecast.step_s if forecast else None))
 
-    def _untried(self, knob: Knob) -> Trial | None:
+    def _untried(self, change: PlanChange) -> Trial | None:
         turn = self.best.steps_a_turn + self.best.settles
-        comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if knob.whole else 0.0)
+        comparison_s = (2 * LEAST_ROUNDS * turn + WARM_UP_STEPS) * self.best_s + (_DIVIDING_S if change.whole else 0.0)
         why = why_not_now(
-            knob, run_s=self.findings.run_s, left_s=self.findings.budget_s - self._spent_s(), comparison_s=comparison_s
+            change,
+            run_s=self.findings.run_s,
+            left_s=self.findings.budget_s - self._spent_s(),
+            comparison_s=comparison_s,
         )
         if why is None:
             return None
-        self.findings.complete &= knob.untried is not None
-        return Trial(str(knob), f"{NOT_TRIED}{why}", predicted_s=knob.predicted_s)
+        self.findings.complete &= change.untried is not None
+        return Trial(str(change), f"{NOT_TRIED}{why}", predicted_s=change.predicted_s)
 
-    def _tried(self, knob: Knob) -> Trial:
+    def _tried(self, change: PlanChange) -> Trial:
         """Compare the best plan with a challenger, and keep the better one.
 
         The challenger is another plan, or the best plan with the setting.
         """
-        self._now_trying(str(knob))
+        self._now_trying(str(change))
         asked_s = self._spent_s()
-        challenger = self._candidate(knob.on(self.best.plan))
+        challenger = self._candidate(change.on(self.best.plan))
         begun_s = self._spent_s()
         # the run is long enough for this cost, so it does not count against the comparisons' budget
-        if knob.cost_s:
+        if change.cost_s:
             self.findings.budget_s += begun_s - asked_s
         # the remaining budget is for the next comparisons
         left_s = self.findings.budget_s - begun_s
@@ -145,9 +148,9 @@ class RankTrial:
         while not comparison.decided and (
             len(comparison.ratios) < LEAST_ROUNDS or self._spent_s() - begun_s < comparison.share * left_s
         ):
-            comparison.add(*self._round(challenger, of_update=knob.of_update))
-        tried = comparison.tried(knob)
-        if comparison.wins and not knob.hint and tried.ratio and tried.step_s:
+            comparison.add(*self._round(challenger, of_update=change.of_update))
+        tried = comparison.tried(change)
+        if comparison.wins and not change.hint and tried.ratio and tried.step_s:
             self.findings.gain *= tried.ratio.middle
             self.best_s = tried.step_s.middle
             self.best, challenger = challenger, self.best

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from paceline.comm import Group
-from paceline.comm.agree import greatest
 from paceline.comm.allreduce import Algorithm
+from paceline.comm.checks import greatest
 from paceline.device import synchronize
 from paceline.errors import JobError, PlanError
 from paceline.job.spec import load_object

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.agree import same_machines
+from paceline.comm.checks import same_machines
 from paceline.sync.compress.codecs import Coding
 from paceline.sync.compress.compressor import TwoPhase, square
 

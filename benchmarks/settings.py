@@ -1,8 +1,8 @@
 """Choices of `--plan auto` for four models on this machine, and the time they take.
 
-Plans and knobs, those tried and those chosen.
+Plans and settings, those tried and those chosen.
 
-    python benchmarks/knobs.py [--json]
+    python benchmarks/settings.py [--json]
 
 Figures, for each of `cifar_cnn`, `resnet50`, `bert` and `gpt`:
 - `gain_MODEL`: step time of the chosen plan over that of the plan that the search begins with, by the ratios measured

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.comm.agree import agree_on
 from paceline.comm.backend import joined
+from paceline.comm.checks import check_equal
 from ranks import RankError, Ranks
 
 
 def bring(lines: list[list[str]]) -> int:
     with joined(deadline_s=30) as group:
         before = group.bytes_reduced
-        agree_on(group, lines[group.rank])
+        check_equal(group, lines[group.rank])
         return group.bytes_reduced - before
 
 

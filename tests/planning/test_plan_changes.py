@@ -28,11 +28,11 @@ from paceline.planning.shortlist import (
     WORTH_S,
     Comparison,
     Forecast,
-    Knob,
+    PlanChange,
     budget_s,
     certain,
-    knobs,
     longest_run_s,
+    plan_changes,
     share_to_spend,
     shortlist,
     startable,
@@ -75,35 +75,35 @@ def test_a_loader_process_is_tried_unless_the_job_says_how_many() -> None:
     assert candidates(data, cores(2))["num_workers=1"] == "the job says num_workers: 2"
     assert candidates(job(), cores(2))["num_workers=1"] is None
     assert candidates(job(), gpus(2))["num_workers=1"] is None
-    of_one_rank = [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    of_one_rank = [str(change) for change in plan_changes(job(), cores(4), Plan())]
     assert "threads=3 num_workers=1" in of_one_rank, "it has a core of its own"
     emulated = cores(4).model_copy(update={"emulate": Emulate(hosts=2)})
-    assert "threads=1 num_workers=1" in [str(knob) for knob in knobs(job(), emulated, Plan(dp=2))]
+    assert "threads=1 num_workers=1" in [str(change) for change in plan_changes(job(), emulated, Plan(dp=2))]
 
 
 def test_one_rank_alone_is_tried_on_one_core() -> None:
-    assert "threads=1" in [str(knob) for knob in knobs(job(), cores(4), Plan())]
+    assert "threads=1" in [str(change) for change in plan_changes(job(), cores(4), Plan())]
     for cluster, plan in ((cores(4), Plan(dp=2)), (cores(4), Plan(threads=1)), (gpus(1), Plan())):
-        assert "threads=1" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+        assert "threads=1" not in [str(change) for change in plan_changes(job(), cluster, plan)]
 
 
 def test_one_rank_on_one_core_is_tried_on_all_of_them() -> None:
     """Predictions of convolutions on several cores err by more than what they would save."""
-    assert next(str(knob) for knob in knobs(job(), cores(4), Plan(threads=1))) == "threads=0"
+    assert next(str(change) for change in plan_changes(job(), cores(4), Plan(threads=1))) == "threads=0"
     for cluster, plan in ((cores(4), Plan()), (cores(4), Plan(dp=2)), (cores(1), Plan(threads=1)), (gpus(1), Plan())):
-        assert "threads=0" not in [str(knob) for knob in knobs(job(), cluster, plan)]
+        assert "threads=0" not in [str(change) for change in plan_changes(job(), cluster, plan)]
 
 
 def candidates(work: Job, cluster: Cluster) -> dict[str, str | None]:
-    """Every knob, with the reason why it is not tried."""
-    return {str(knob): knob.untried for knob in knobs(work, cluster, auto_plan(work, cluster))}
+    """Every change, with the reason why it is not tried."""
+    return {str(change): change.untried for change in plan_changes(work, cluster, auto_plan(work, cluster))}
 
 
-def test_a_network_for_images_on_cores_has_all_knobs_but_those_of_gpus() -> None:
+def test_a_network_for_images_on_cores_has_all_changes_but_those_of_gpus() -> None:
     found = candidates(job(), cores(4))
     assert list(found)[:5] == ["memory_format=channels_last", "fused=on", "dp=2", "dp=1", "pin=on"]
     assert list(found)[-1] == "precision=bf16", "it is only told of, so what may be taken comes first"
-    tried = [knob for knob, untried in found.items() if untried is None]
+    tried = [change for change, untried in found.items() if untried is None]
     assert set(found) - set(tried) <= {"compile=reduce-overhead", "compile=on"}, "compile=on where there is no compiler"
     assert (
         found["compile=reduce-overhead"] == "replays graphs of kernels, but this cluster has no GPU that supports this"
@@ -112,13 +112,13 @@ def test_a_network_for_images_on_cores_has_all_knobs_but_those_of_gpus() -> None
 
 def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
     found = candidates(job(), gpus(4))
-    assert not any(knob.startswith("dp=") for knob in found)
+    assert not any(change.startswith("dp=") for change in found)
     assert found["pin=on"] == "its ranks compute on GPUs"
     assert "compile=reduce-overhead" in found
 
 
 @pytest.mark.parametrize(
-    ("changes", "cluster", "knob", "reason"),
+    ("changes", "cluster", "change", "reason"),
     [
         (
             {"model": "gpt"},
@@ -143,11 +143,11 @@ def test_on_gpus_every_one_is_used_and_cores_are_left_alone() -> None:
     ],
 )
 def test_what_cannot_help_is_left_out_with_the_reason(
-    changes: dict[str, Any], cluster: Cluster, knob: str, reason: str
+    changes: dict[str, Any], cluster: Cluster, change: str, reason: str
 ) -> None:
     found = candidates(job(**changes), cluster)
-    assert found[knob] is not None
-    assert reason in str(found[knob])
+    assert found[change] is not None
+    assert reason in str(found[change])
 
 
 def test_a_machine_that_cannot_compile_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +171,16 @@ def test_what_is_tried_can_run_and_what_can_be_chosen_keeps_the_precision(
 ) -> None:
     cluster = gpus(number) if with_gpus else cores(number)
     default = auto_plan(work, cluster)
-    for knob in knobs(work, cluster, default):
-        plan = knob.on(default)
+    for change in plan_changes(work, cluster, default):
+        plan = change.on(default)
         assert plan != default
         assert plan.ranks <= cluster.devices, "ranks never share a core unasked"
-        assert knob.untried or plan_errors(work, plan, cluster=cluster) == []
-        assert knob.hint or plan.precision_for(work) == work.precision
+        assert change.untried or plan_errors(work, plan, cluster=cluster) == []
+        assert change.hint or plan.precision_for(work) == work.precision
 
 
 times = st.lists(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)), min_size=LEAST_ROUNDS, max_size=MOST_ROUNDS)
-FUSED = Knob({"fused": True})
+FUSED = PlanChange({"fused": True})
 
 
 def compared(pairs: list[tuple[float, float]]) -> Comparison:
@@ -191,7 +191,7 @@ def compared(pairs: list[tuple[float, float]]) -> Comparison:
 
 
 @given(times)
-def test_a_knob_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple[float, float]]) -> None:
+def test_a_change_is_kept_only_where_it_is_faster_beyond_doubt(pairs: list[tuple[float, float]]) -> None:
     tried = compared(pairs).tried(FUSED)
     assert tried.ratio is not None
     assert (tried.verdict == "kept") == (tried.ratio.high < 0.99)
@@ -232,7 +232,7 @@ def test_two_rounds_show_medians_without_an_interval() -> None:
     assert re.search(r"  4\.50 s +4\.50 of 1\.00 s +not kept: slower$", line)
 
 
-def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:
+def test_noise_is_no_difference_and_a_hopeless_change_costs_two_rounds() -> None:
     assert compared([(1.0, 1.2), (1.2, 1.0)] * 10).tried(FUSED).verdict == "not kept: no difference"
     assert not compared([(5.0, 1.0)]).decided, "one may be an accident"
     assert compared([(5.0, 1.0)] * 2).decided
@@ -241,7 +241,7 @@ def test_noise_is_no_difference_and_a_hopeless_knob_costs_two_rounds() -> None:
 
 
 def test_a_faster_precision_is_told_of_and_never_taken() -> None:
-    [hint] = [knob for knob in knobs(job(), cores(2), Plan(dp=2)) if knob.hint]
+    [hint] = [change for change in plan_changes(job(), cores(2), Plan(dp=2)) if change.hint]
     assert (
         compared([(0.5, 1.0)] * LEAST_ROUNDS).tried(hint).verdict
         == "not taken: the job says fp32; set precision: bf16 for it"
@@ -253,7 +253,7 @@ def test_measuring_costs_a_small_part_of_the_run() -> None:
     assert budget_s(0.01, None) == budget_s(0.01, 3600) == BUDGET_S
     assert budget_s(0.01, 20) == pytest.approx(20 * SHARE_OF_RUN)
     assert budget_s(2.0, 36_000) > BUDGET_S, "long steps take longer to compare"
-    everything = {"plans": 3, "knobs": 5}
+    everything = {"plans": 3, "changes": 5}
     assert budget_s(0.1, 1000, **everything) == pytest.approx(8 * 40 * 0.1), "a long run has time for all"
     assert budget_s(0.1, 400, **everything) == pytest.approx(0.05 * 400)
     assert budget_s(0.1, 100, **everything) == pytest.approx(100 * SHARE_OF_RUN)
@@ -261,7 +261,7 @@ def test_measuring_costs_a_small_part_of_the_run() -> None:
 
 
 def test_what_costs_more_than_it_can_bring_is_not_tried() -> None:
-    compiling = Knob({"compile": "on"}, cost_s=45)
+    compiling = PlanChange({"compile": "on"}, cost_s=45)
     assert why_not_now(compiling, run_s=7200, left_s=0, comparison_s=1) is None
     assert (
         why_not_now(compiling, run_s=60, left_s=9, comparison_s=1)

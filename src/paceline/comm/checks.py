@@ -25,7 +25,7 @@ def greatest(group: Group, value: float) -> float:
     return float(tensor)
 
 
-def agree_on(group: Group, what: Sequence[str]) -> None:
+def check_equal(group: Group, what: Sequence[str]) -> None:
     """Check that all ranks pass the same lines, e.g. name, shape and dtype of parameters.
 
     Every rank must call it. If the lines are equal, it costs one collective of 16 bytes.
