@@ -192,17 +192,25 @@ class Service(Closing):
 
     def _met(self, connection: Connection) -> Caller:
         hello = connection.receive(HANDSHAKE_S)
-        problem = None
         if not isinstance(hello, Hello):
             raise ChannelError("remote.not_a_client", "{peer} is not a client", peer=connection.peer)
+        problem = None
         if hello.version != VERSION:
-            problem = f"it speaks version {VERSION} of remote calls, and the client {hello.version}: use one paceline"
+            problem = ChannelError(
+                "remote.version_differs",
+                "the server uses version {own} of remote calls, but the client uses version {theirs}. Install the same "
+                "paceline on both.",
+                own=VERSION,
+                theirs=hello.version,
+            )
         elif len(hello.name) > _MOST_NAME or not 0 < len(hello.identity) <= _MOST_NAME:
-            problem = f"names and identities have at most {_MOST_NAME} characters"
+            problem = ChannelError(
+                "remote.name_too_long", "names and identities have at most {limit} characters", limit=_MOST_NAME
+            )
         if problem is not None:
-            connection.send(Refused(problem))
+            connection.send(Refused(str(problem)))
             connection.receive(HANDSHAKE_S)  # until the client has read the refusal and closes the connection
-            raise ChannelError("remote.client_refused", "{reason}", reason=problem)
+            raise problem
         return Caller(hello.name, hello.identity, connection.peer)
 
 

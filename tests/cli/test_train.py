@@ -78,7 +78,7 @@ def test_a_job_that_cannot_work_is_refused(changes: dict[str, Any], error: str, 
     ("plan", "error"),
     [
         ("dp=2 precison=bf16", 'unknown key "precison". Did you mean "precision"?'),
-        ("dp=two", 'dp is a whole number, at least 1, not "two"'),
+        ("dp=two", 'dp must be a whole number, at least 1, not "two"'),
         ("dp=4096", "plan dp=4096 needs 4,096 ranks"),
     ],
 )

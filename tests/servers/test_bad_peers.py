@@ -105,7 +105,10 @@ def test_what_belongs_to_no_call_is_let_pass(within_host: Service) -> None:
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        (Hello(VERSION + 1, "new", "0"), f"speaks version {VERSION} of remote calls, and the client {VERSION + 1}"),
+        (
+            Hello(VERSION + 1, "new", "0"),
+            f"uses version {VERSION} of remote calls, but the client uses version {VERSION + 1}",
+        ),
         (Hello(VERSION, "x" * 1000, "0"), "at most 200 characters"),
         (Hello(VERSION, "x", ""), "at most 200 characters"),
     ],

@@ -120,17 +120,33 @@ def listen(port: int | None, backlog: int, address: str = ADDRESS) -> socket.soc
         listener.listen(backlog)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise LaunchError("launch.port_unusable", "{reason}", reason=_why_no_port(port, address, error)) from error
+        raise _no_port(port, address, error) from error
     return listener
 
 
-def _why_no_port(port: int | None, address: str, error: OSError | OverflowError) -> str:
-    advice = "Give another port, or none for a free one"
+def _no_port(port: int | None, address: str, error: OSError | OverflowError) -> LaunchError:
     if isinstance(error, OverflowError):
-        return f"port {port} does not exist: ports go from 1 to 65535. {advice}."
+        return LaunchError(
+            "launch.port_out_of_range",
+            "port {port} does not exist: ports go from 1 to 65535. Choose another port, or none for a free one.",
+            port=port,
+        )
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {address} is in use by {_listener_of(port)}. {advice}, or end that process."
-    return f"port {port or '(any)'} on {address} cannot be opened: {error.strerror}. {advice}."
+        return LaunchError(
+            "launch.port_in_use",
+            "port {port} on {address} is in use by {process}. Choose another port, choose none for a free one, or end "
+            "that process.",
+            port=port,
+            address=address,
+            process=_listener_of(port),
+        )
+    return LaunchError(
+        "launch.port_unusable",
+        "port {port} on {address} cannot be opened: {reason}. Choose another port, or none for a free one.",
+        port=port or "(any)",
+        address=address,
+        reason=error.strerror,
+    )
 
 
 def _listener_of(port: int | None) -> str:
@@ -145,7 +161,7 @@ def _listener_of(port: int | None) -> str:
                 and connection.pid
             ):
                 return f"{psutil.Process(connection.pid).name()} (pid {connection.pid})"
-    return "another process (of another user, or it could not be told)"
+    return "another process, which may belong to another user"
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class _HostCommand:
         code, output = self.process.poll(), (self.process.stdout, self.process.stderr)
         if not self.has_begun:
             if code is not None and all(stream is None or stream.closed for stream in output):
-                raise LaunchError("ssh.not_started", "{reason}", reason=self._problem())
+                raise self._problem()
             if time.monotonic() > begun_by:
                 raise LaunchError(
                     "ssh.start_timeout",
@@ -169,18 +169,27 @@ class _HostCommand:
             self._lost = True
             print(f"paceline: the ssh connection to host {self.host.name} was lost", file=sys.stderr, flush=True)
 
-    def _problem(self) -> str:
+    def _problem(self) -> LaunchError:
         said = self.log.read_text(errors="replace").strip() if self.log.exists() else ""
         code, name = self.process.returncode, self.host.name
         if code == _SSH_FAILED:
-            return (
-                f"host {name} cannot be reached by ssh: {said or 'ssh ended with exit code 255'}\n"
-                f"`{shlex.join([*ssh_program(), '-o', 'BatchMode=yes', name, 'true'])}` has to work without a question."
+            return LaunchError(
+                "ssh.unreachable",
+                "host {host} cannot be reached by ssh: {reason}\n`{command}` has to work without a question.",
+                host=name,
+                reason=said or "ssh ended with exit code 255",
+                command=shlex.join([*ssh_program(), "-o", "BatchMode=yes", name, "true"]),
             )
         last = self._errors.decode(errors="replace").strip().rpartition("\n")[2]
-        return (
-            f"paceline did not start on host {name} (exit code {code}): {last}. It has to be installed there as "
-            f"{_remote_python()}; {REMOTE_PYTHON} names another Python."
+        return LaunchError(
+            "ssh.not_started",
+            "paceline did not start on host {host} (exit code {code}): {reason}. It must be installed there for "
+            "{python}; {variable} names another Python.",
+            host=name,
+            code=code,
+            reason=last,
+            python=_remote_python(),
+            variable=REMOTE_PYTHON,
         )
 
 

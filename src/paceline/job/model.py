@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_DIMENSIONS_ONLY = (
-    "model.transformer gives dimensions alone: they can be planned, not trained. To train, name a model that can be "
-    "built: {hf: config.json, task: causal_lm} for a Hugging Face configuration with these dimensions, or {zoo: gpt, "
-    "args: {layers: …, hidden: …, heads: …, context: …, vocab: …}}"
-)
 Task = Literal[
     "causal_lm", "masked_lm", "image_classification", "sequence_classification", "token_classification", "seq2seq_lm"
 ]
@@ -104,7 +99,12 @@ class ModelSpec(Spec):
             JobError: the model can be planned but not trained; the message says what to name instead.
         """
         if self.transformer is not None:
-            raise JobError("model.dimensions_only", "{explanation}", explanation=_DIMENSIONS_ONLY)
+            raise JobError(
+                "model.dimensions_only",
+                "model.transformer gives only dimensions, which can be planned but not trained. To train, name a model "
+                "that can be built: {{hf: config.json, task: causal_lm}} for a Hugging Face configuration with these "
+                "dimensions, or {{zoo: gpt, args: {{layers: …, hidden: …, heads: …, context: …, vocab: …}}}}",
+            )
 
     @property
     def frozen(self) -> tuple[str, ...]:

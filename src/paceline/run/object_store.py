@@ -106,13 +106,20 @@ class RemoteRun:
         if self.kind == RUN:
             job, url = shlex.quote(str(self.path / JOB)), shlex.quote(self.url)
             again = f"this uploads them: paceline train {job} --run {url} --resume"
-        text = (
-            f"{unsent.files} files ({unsent.size / 1e6:,.1f} MB) of the {self.kind.name} could not be uploaded to "
-            f"{self.url}. They are in {self.path}; {again}"
+        problem = RunError(
+            "run.files_not_uploaded",
+            "{files} files ({size_mb:,.1f} MB) of the {kind} could not be uploaded to {url}. They are in {path}; "
+            "{again}",
+            files=unsent.files,
+            size_mb=unsent.size / 1e6,
+            kind=self.kind.name,
+            url=self.url,
+            path=self.path,
+            again=again,
         )
         if error is None:
-            raise RunError("run.files_not_uploaded", "{reason}", reason=text)
-        self.say(text)
+            raise problem
+        self.say(str(problem))
 
     def check(self) -> None:
         """Raise RunError if another process has taken over the run."""

@@ -122,10 +122,10 @@ def test_different_versions_are_refused_and_both_named(place: HostPlace, package
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"clock_s": 0.0}, "s behind that of host 0 (a)"),
-        ({"count": 3}, "as one of 3 hosts, and host 0 (a) as one of 2"),
+        ({"clock_s": 0.0}, "s behind the clock of host 0 (a)"),
+        ({"count": 3}, "as one of 3 hosts, but host 0 (a) as one of 2"),
         ({"number": 2}, "host b (number 2) does not exist"),
-        ({"identity": "another machine"}, "where no other host reaches it"),  # its address is a loopback one
+        ({"identity": "another machine"}, "where no other host can reach it"),  # its address is a loopback one
     ],
 )
 def test_a_host_that_cannot_take_part_is_refused_on_both_sides(

@@ -204,7 +204,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing() -> None:
 
 def test_more_weights_than_devices_are_told() -> None:
     job = gpt(batch=8).model_copy(update={"partition": PartitionSpec(weights=(1.0, 1.0, 2.0))})
-    with raises(PlanError, "plan.no_division"):
+    with raises(PlanError, "plan.weights_exceed_devices"):
         search(job, gpus(1, 2))
     assert search(job, gpus(1, 4)).best[0].plan.data_ranks == 3
 

@@ -147,7 +147,7 @@ def test_a_mean_counts_by_the_samples_of_a_batch_of_any_form(ranks: Ranks) -> No
 
 @pytest.mark.parametrize(
     ("samples", "drop_last", "code"),
-    [(0, False, "loop.nothing_to_evaluate"), (3, True, "loop.nothing_to_evaluate")],
+    [(0, False, "loop.nothing_to_evaluate"), (3, True, "loop.evaluation_dropped")],
 )
 def test_an_evaluation_of_nothing_is_refused(samples: int, drop_last: bool, code: str) -> None:
     engine = engine_of(nn.Linear(FEATURES, CLASSES))

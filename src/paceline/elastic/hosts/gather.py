@@ -325,10 +325,10 @@ def take(place: HostPlace, connection: Connection, links: dict[int, Link]) -> No
         connection.close()
         _say(f"host {joining.name} was sent away: {reason}")
         return
-    if reason := _unfit(place, joining, links):
-        connection.send(Refused(reason))
+    if unfit := _unfit(place, joining, links):
+        connection.send(Refused(str(unfit)))
         connection.close()
-        raise LaunchError("hosts.unfit", "{reason}", reason=reason)
+        raise unfit
     link = links[joining.number] = Link(connection, joining.number, joining.name, joining.address, host)
     link.clock_ahead_s, link.standby_port = joining.clock_s - time.time(), joining.port % 2**16
     link.probes_port = joining.probes_port % 2**16
@@ -345,23 +345,64 @@ def _of_another_run(place: HostPlace, joining: Joining) -> str | None:
     )
 
 
-def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> str | None:
+def _unfit(place: HostPlace, joining: Joining, links: dict[int, Link]) -> LaunchError | None:
     who = f"host {joining.name} (number {joining.number})"
     if joining.count != place.count:
-        return f"{who} was started as one of {joining.count} hosts, and host 0 ({place.name}) as one of {place.count}."
+        return LaunchError(
+            "hosts.count_differs",
+            "{host} was started as one of {count} hosts, but host 0 ({coordinator}) as one of {expected}.",
+            host=who,
+            count=joining.count,
+            coordinator=place.name,
+            expected=place.count,
+        )
     if not 1 <= joining.number < place.count:
-        return f"{who} does not exist: {place.count} hosts have the numbers 0 to {place.count - 1}."
+        return LaunchError(
+            "hosts.number_out_of_range",
+            "{host} does not exist: {count} hosts have the numbers 0 to {last}.",
+            host=who,
+            count=place.count,
+            last=place.count - 1,
+        )
     if joining.number in links:
-        return f"two hosts have the number {joining.number}: {links[joining.number].name} and {joining.name}."
+        return LaunchError(
+            "hosts.number_taken",
+            "two hosts have the number {number}: {first} and {second}.",
+            number=joining.number,
+            first=links[joining.number].name,
+            second=joining.name,
+        )
     for name, own in versions().items():
         if (theirs := joining.versions.get(name)) != own:
-            return f"{who} has {name} {theirs}, and host 0 ({place.name}) has {own}. Install the same on all hosts."
+            return LaunchError(
+                "hosts.version_differs",
+                "{host} has {package} {version}, but host 0 ({coordinator}) has {expected}. Install the same version "
+                "on all hosts.",
+                host=who,
+                package=name,
+                version=theirs,
+                coordinator=place.name,
+                expected=own,
+            )
     apart_s = joining.clock_s - time.time()
     if abs(apart_s) > _CLOCKS_S:
-        word = "ahead of" if apart_s > 0 else "behind"
-        return f"the clock of {who} is {abs(apart_s):.0f} s {word} that of host 0 ({place.name}). Set both (NTP)."
+        return LaunchError(
+            "hosts.clock_differs",
+            "the clock of {host} is {apart_s:.0f} s {direction} the clock of host 0 ({coordinator}). Synchronize both, "
+            "for example with NTP.",
+            host=who,
+            apart_s=abs(apart_s),
+            direction="ahead of" if apart_s > 0 else "behind",
+            coordinator=place.name,
+        )
     if joining.identity != host_identity() and _is_loopback(joining.address):
-        return f"{who} has come from {joining.address}, where no other host reaches it. {_advice(place)}"
+        return LaunchError(
+            "hosts.loopback_address",
+            "{host} connects from {address}, where no other host can reach it. {advice}",
+            host=who,
+            address=joining.address,
+            advice=_advice(place),
+        )
     return None
 
 

@@ -331,11 +331,11 @@ def devices(times: float) -> Change:
     def change(case: Case) -> Case:
         resized = with_devices(case.cluster, times)
         if resized is None:
-            known = "no link to another host is known; name a cluster to see (docs/how-to/choose_a_plan.md)"
+            if not _alike(case.cluster):
+                raise ClusterError("explain.hosts_differ", "the hosts are not alike")
             raise ClusterError(
-                "explain.devices_unknown",
-                "{reason}",
-                reason=known if _alike(case.cluster) else "the hosts are not alike",
+                "explain.link_unknown",
+                "no link to another host is known. Name a cluster for this prediction (docs/how-to/choose_a_plan.md).",
             )
         return case._replace(cluster=resized, plans=())
 

@@ -230,7 +230,7 @@ def nothing_fits(space: Space, rejections: RejectionCounts, layout: Layout) -> P
     """Return the error of a search that found no plan."""
     job, cluster = space.job, space.cluster
     if not len(space.rows["tp"]):
-        return PlanError("plan.no_division", "{reason}", reason=_no_rows(space))
+        return _no_division(space)
     if missing := smallest_that_works(layout, job.global_batch):
         return PlanError(
             "plan.no_fit",
@@ -263,15 +263,24 @@ def _uneven_batch(space: Space) -> Excluded | None:
     return Excluded("dp × fsdp × ep", reason)
 
 
-def _no_rows(space: Space) -> str:
-    batch, weights = space.job.global_batch, space.job.partition.weights
+def _no_division(space: Space) -> PlanError:
+    weights = space.job.partition.weights
     if weights is not None:
-        return (
-            f"the job's partition has {len(weights)} weights, one for each data-parallel rank, and "
-            f"{space.cluster.name} has "
-            f"{space.devices} devices: give at most {space.devices} weights, or none for equal shares."
+        return PlanError(
+            "plan.weights_exceed_devices",
+            "the job's partition has {weights} weights, one for each data-parallel rank, but {cluster} has {devices} "
+            "devices. Give at most {devices} weights, or none for equal shares.",
+            weights=len(weights),
+            cluster=space.cluster.name,
+            devices=space.devices,
         )
-    return f"no plan divides a global batch of {batch} over {space.devices} devices of {space.cluster.name}."
+    return PlanError(
+        "plan.no_division",
+        "no plan divides a global batch of {batch} over {devices} devices of {cluster}",
+        batch=space.job.global_batch,
+        devices=space.devices,
+        cluster=space.cluster.name,
+    )
 
 
 _MOST_HOSTS = 2**14

@@ -391,7 +391,7 @@ def evaluate(engine: Engine, data: DataLoader[Any] | Iterable[Any], measure: Mea
                     sums[name] = (before[0] + total, before[1] + count)
     everyones = engine.group.gather_json([batches, sums])
     if not any(count for count, _ in everyones):
-        raise DataError("loop.nothing_to_evaluate", "{reason}", reason=_nothing_to_measure(data))
+        raise _nothing_to_measure(data)
     return _means([sums for _, sums in everyones])
 
 
@@ -413,15 +413,23 @@ def mean_loss(engine: Engine, data: DataLoader[Any] | Iterable[Any]) -> dict[str
 
     found = engine.evaluate(counted(), [LossMetric(engine.loss)])
     if not any(engine.group.gather_json(batches)):
-        raise DataError("loop.nothing_to_evaluate", "{reason}", reason=_nothing_to_measure(data))
+        raise _nothing_to_measure(data)
     return found
 
 
-def _nothing_to_measure(data: Any) -> str:
-    found = "the validation data has no batch, so there is nothing to measure"
+def _nothing_to_measure(data: Any) -> DataError:
     if isinstance(data, DataLoader) and getattr(data, "drop_last", False) and data.batch_size:
-        return f"{found}. The loader has drop_last=True and batch_size={data.batch_size}: set drop_last=False"
-    return f"{found}. Give engine.evaluate a loader with at least one sample, or leave the evaluation out"
+        return DataError(
+            "loop.evaluation_dropped",
+            "the validation loader has drop_last=True and fewer samples than its batch_size={size}, so it has no "
+            "batch. Set drop_last=False.",
+            size=data.batch_size,
+        )
+    return DataError(
+        "loop.nothing_to_evaluate",
+        "the validation data has no batch, so there is nothing to measure. Give engine.evaluate a loader with at least "
+        "one sample, or leave the evaluation out.",
+    )
 
 
 def _sum_and_count(name: str, value: Any, batch: Any, loader: Loader | None) -> tuple[float, float]:
