@@ -202,6 +202,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = item.get_closest_marker("timeout")
         if item.get_closest_marker("slow") and (own is None or own.args[0] < SLOW_S):
             item.add_marker(pytest.mark.timeout(SLOW_S), append=False)
+    items.sort(key=lambda item: item.path.name != "test_tutorials.py")  # the longest tests, so that none is left last
     if config.getoption("--slow"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

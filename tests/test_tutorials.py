@@ -1,9 +1,9 @@
 """The tutorials work when their commands are copied, and print what the pages show.
 
 A block of the language `console` holds commands (after `$ `) and their output. `…` in the output stands for any text,
-also over several lines if it is alone on its line. Decimal numbers may differ by 2 %, and lines of progress, which a
-slow machine prints more often, are left out. A block with `title="file"` is a file that the reader saves. All commands
-of a page run in one shell, in an empty folder.
+also over several lines if it is alone on its line. A command succeeds unless its output shows an error of paceline.
+Decimal numbers may differ by 2 %, and lines of progress, which a slow machine prints more often, are left out. A block
+with `title="file"` is a file that the reader saves. All commands of a page run in one shell, in an empty folder.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ class Command:
     line: str
     expected: str
 
+    @property
+    def fails(self) -> bool:
+        """True if the page shows an error of paceline."""
+        return self.line.startswith("paceline ") and re.search("^paceline: ", self.expected, re.MULTILINE) is not None
+
 
 def steps_of(page: str) -> list[Command | tuple[str, str]]:
     """The commands and the files (name, content) of a page, in order."""
@@ -44,8 +49,8 @@ def steps_of(page: str) -> list[Command | tuple[str, str]]:
     return steps
 
 
-def output_of(steps: list[Command | tuple[str, str]], folder: Path) -> list[str]:
-    """Run a page's commands in `folder`, and return the output of each."""
+def output_of(steps: list[Command | tuple[str, str]], folder: Path) -> list[tuple[str, int]]:
+    """Run a page's commands in `folder`, and return the output and the exit code of each."""
     script = []
     for index, step in enumerate(steps):
         if isinstance(step, Command):
@@ -68,7 +73,9 @@ def output_of(steps: list[Command | tuple[str, str]], folder: Path) -> list[str]
         timeout=DEADLINE_S,
         check=False,
     )
-    return re.split(END.format(r"\d+") + "\n?", shell.stdout)
+    *found, rest = re.split(END.format(r"(\d+)") + "\n?", shell.stdout)
+    assert not rest, rest
+    return [(text, int(code)) for text, code in zip(found[::2], found[1::2], strict=True)]
 
 
 def pattern_of(expected: str) -> str:
@@ -110,11 +117,14 @@ def test_a_tutorial_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     commands = [step for step in steps if isinstance(step, Command)]
     problems = [
         f"$ {command.line}\n{problem}"
-        for command, printed in zip(commands, outputs, strict=False)
-        for problem in differences(command.expected, printed)
+        for command, (printed, code) in zip(commands, outputs, strict=False)
+        for problem in [
+            *differences(command.expected, printed),
+            *[f"exit code {code}:\n{printed}"] * (bool(code) != command.fails),
+        ]
     ]
     assert not problems, "\n\n".join(problems)
-    assert len(outputs) == len(commands) + 1
+    assert len(outputs) == len(commands)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,7 @@ def test_an_output_is_compared(expected: str, printed: str, right: bool) -> None
 
 if __name__ == "__main__":  # `python tests/test_tutorials.py PAGE FOLDER` prints what the commands print
     found = steps_of(Path(sys.argv[1]).read_text())
-    for command, printed in zip(
+    for command, (printed, _) in zip(
         [step for step in found if isinstance(step, Command)], output_of(found, Path(sys.argv[2])), strict=False
     ):
         print(f"$ {command.line}\n{printed}", end="")

@@ -15,6 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from commands import paceline, write_job
+from paceline.errors import DataError
+from paceline.job.job import Job
+from paceline.run.prediction_inputs import inputs_of
 from paceline.run.record.run import Run
 
 COLUMNS = ("a", "b", "c")
@@ -130,6 +133,19 @@ def test_predictions_are_those_of_the_model_in_the_order_of_the_data(folder: Pat
 )
 def test_what_cannot_be_predicted_is_refused_by_name(folder: Path, words: tuple[str, ...], code: str) -> None:
     assert f"[{code}]" in paceline("predict", "run", *words, folder=folder).error
+
+
+@pytest.mark.parametrize(
+    ("data", "code"), [("digits", "data.source_without_files"), ("net.py:Own", "data.source_not_a_factory")]
+)
+def test_data_of_another_kind_is_refused(
+    data: str, code: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text("class Own: ...\n")
+    with pytest.raises(DataError) as caught:
+        inputs_of(Job.load(write_job(tmp_path / "job.yaml", data=data)), str(folder / "new.npz"), (), None)
+    assert caught.value.code == code
 
 
 def test_images_get_the_names_of_their_classes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from paceline.job.job import Job
 from paceline.job.samples import in_users_data
 from paceline.job.spec import load_object
 from paceline.job.zoo import arrays, images
-from paceline.run.saved_model import SETS, data_of
+from paceline.run.saved_model import SETS, data_of, resolved_source
 
 
 class Inputs(NamedTuple):
@@ -56,11 +56,11 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
     if columns and not (isinstance(spec, Arrays) and source not in SETS and source.endswith(".parquet")):
         raise DataError("predict.no_columns", "{source}: columns can be copied only from Parquet files", source=source)
     if source not in SETS and isinstance(spec, Arrays):
-        return _arrays(spec, Path(spec.resolved(source)), columns)
+        return _arrays(spec, Path(resolved_source(spec, source)), columns)
     if source not in SETS and isinstance(spec, Images):
-        return _images(spec, Path(spec.resolved(source)), job.model.input_shape(), classes)
+        return _images(spec, Path(resolved_source(spec, source)), job.model.input_shape(), classes)
     if source not in SETS and isinstance(spec, Custom):
-        made = load_object(spec.resolved(source))(**spec.args)
+        made = load_object(resolved_source(spec, source))(**spec.args)
         return _of_dataset(WithoutTargets(made), classes)
     return _of_dataset(data_of(job, source), classes)
 

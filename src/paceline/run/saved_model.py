@@ -19,6 +19,7 @@ from paceline.engine.evaluation import batches_of
 from paceline.engine.guard import Settings
 from paceline.errors import DataError, RunError
 from paceline.job.batch import Batch
+from paceline.job.data import Custom, DataSpec, Digits, Synthetic
 from paceline.job.job import Job
 from paceline.job.loss import build_metrics
 from paceline.job.partition import PartitionSpec
@@ -124,10 +125,7 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
     """
     spec = job.data
     if source not in SETS:
-        try:
-            spec = spec.model_copy(update={"test": spec.resolved(source)})
-        except ValueError as error:
-            raise DataError("data.source_invalid", "{source}: {error}", source=source, error=str(error)) from error
+        spec = spec.model_copy(update={"test": resolved_source(spec, source)})
         spec.fetch()
     sets = spec.build(input_shape=job.model.input_shape(), seed=job.seed)
     found = getattr(sets, source if source in SETS else "test")
@@ -147,3 +145,30 @@ def evaluated(run: Run, source: str, checkpoint: str = NEWEST) -> dict[str, floa
     dataset = data_of(run.job, source)
     with saved_model(run, dataset, checkpoint) as model:
         return model.measure(dataset)
+
+
+def resolved_source(spec: DataSpec, source: str) -> str:
+    """Return the path, URL or import path of other data of the job's kind.
+
+    Raises:
+        DataError: this kind of data has no such source.
+    """
+    if isinstance(spec, Digits | Synthetic):
+        raise DataError(
+            "data.source_without_files",
+            "{source}: the job's data, {kind}, has no files. Name one of its sets: --data held_out, train or test.",
+            source=source,
+            kind=spec.kind,
+        )
+    if isinstance(spec, Custom) and ":" not in source:
+        raise DataError(
+            "data.source_not_a_factory",
+            "{source}: the job's data is {factory}. Name a class or function that makes such a data set, for example "
+            "--data new.py:New.",
+            source=source,
+            factory=spec.factory,
+        )
+    try:
+        return spec.resolved(source)
+    except ValueError as error:
+        raise DataError("data.source_invalid", "{source}: {error}", source=source, error=str(error)) from error

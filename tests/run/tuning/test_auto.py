@@ -113,6 +113,17 @@ def kept() -> list[Path]:
     return list((cache_folder() / "tuning").glob("*.json"))
 
 
+def test_a_mistake_in_the_job_is_raised_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    job = Job.load(write_job(tmp_path / "job.yaml", model="cifar_cn"), set=["stop={epochs: 1000}"])
+    with pytest.raises(LaunchError) as caught:
+        choose(job, CLUSTER, said.append)
+    assert (caught.value.code, said) == ("model.unknown", [])
+
+
 @pytest.mark.slow
 def test_the_change_that_helps_is_found_told_kept_and_used_by_the_next_start(tmp_path: Path) -> None:
     slow = "clock.now += 0.0 if channels_last else 0.02"

@@ -15,7 +15,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.discover import discover
 from paceline.elastic.forkserver import wait_for_imports
 from paceline.elastic.run_on_ranks import run_on_plan
-from paceline.errors import BatchError, LaunchError, PacelineError
+from paceline.errors import BatchError, JobError, LaunchError, PacelineError
 from paceline.job.job import Job
 from paceline.planning import history as cache
 from paceline.planning.arguments import plan_of
@@ -57,6 +57,8 @@ Say = Callable[[str], None]
 CALIBRATION_S = 20.0
 # minimum number of steps in a run whose step time is compared with the prediction
 _LEAST_STEPS = 30
+# errors of the prediction alone: the job may still train
+_OF_PREDICTION = {"model.forward_failed", "model.not_built_for_check"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def choose(job: Job, cluster: Cluster, say: Say | None = None, *, runs: int = 1)
 
     Raises:
         PlanError: no plan of `auto` can run the job here.
-        LaunchError: a measurement failed with an error that does not depend on the plan, as a sample that raises does.
+        LaunchError: a mistake that every plan would meet, such as an unknown model or a sample that raises.
         SystemExit: 130 or 143, after SIGINT or SIGTERM.
     """
     return _Search(job, cluster, say or (lambda line: None), runs).choose()
@@ -169,6 +171,8 @@ class _Search:
             return forecast(self.job, self.cluster, self.default, calibration)
         except PacelineError as error:
             _raise_if_of_any_plan(error)
+            if getattr(error, "rank_error", None) == JobError.__name__ and error.code not in _OF_PREDICTION:
+                raise
             self._tell(f"the plans could not be predicted ({reason_of(error)}); going on from plan {self.default}")
             return []
 
