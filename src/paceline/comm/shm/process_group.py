@@ -275,7 +275,9 @@ def receive(inboxes: Sequence[ShmInbox], request: Receive) -> Steps:
         SyncError: the message and the tensor have different sizes.
     """
     for inbox in inboxes:
-        inbox.request(request)
+        # Once one sender has served the request, another sender's kept message must stay for the next request.
+        if request.message is None:
+            inbox.request(request)
     try:
         while not request.done:
             for inbox in inboxes:
