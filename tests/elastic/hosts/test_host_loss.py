@@ -47,8 +47,7 @@ def test_a_host_process_that_is_killed_is_one_loss_of_all_its_ranks_and_no_step(
         [host] = emulated_host_processes(process)
         ranks = ranks_of(host)
         host.kill()
-        outcome = ended_well(process)
-    assert outcome.says("host host-1 (number 1), which had ranks 2, 3, is lost", "the others go on")
+        ended_well(process)
     assert [(event["host"], event["ranks"]) for event in events(run, "host_lost")] == [("host-1", [2, 3])]
     assert len(ranks) == 2
     assert not any(map(is_alive, ranks)), "they went on without their host"
@@ -99,7 +98,8 @@ def test_a_host_whose_process_was_killed_is_back_with_its_ranks(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         outcome = ended(process)
     assert outcome.code == 143, outcome.err
-    assert outcome.says("It is started again.", "host host-1 (number 1) has joined; its ranks are started")
+    [lost] = events(run, "host_lost")
+    assert (lost["again"], lost["revived"]) == (True, True)
     [back] = events(run, "host_back")
     assert (back["host"], back["ranks"]) == ("host-1", [2, 3])
 
@@ -119,8 +119,8 @@ def test_a_host_that_is_lost_too_often_is_left_out_and_named(tmp_path: Path, und
     with training(tmp_path, hosts=2, ranks=2, PACELINE_LOSSES_PER_HOUR="1") as (process, run):
         [host] = emulated_host_processes(process)
         host.kill()
-        outcome = ended_well(process)
-    assert outcome.says("host host-1 (number 1), which had rank 1, is lost", "It is left out: it was lost too often")
+        ended_well(process)
+    assert [(event["host"], event["again"]) for event in events(run, "host_lost")] == [("host-1", False)]
     assert not events(run, "host_back")
     assert losses(run) == pytest.approx(undisturbed, rel=1e-3)
 
