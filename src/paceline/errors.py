@@ -310,11 +310,11 @@ class CheckpointError(PacelineError):
 
 
 class RunError(PacelineError):
-    """The run directory cannot be used, or does not hold what was asked of it."""
+    """The run directory cannot be used, or does not contain the requested data."""
 
 
 class StorageError(PacelineError):
-    """An object store cannot be used, or does not hold what was asked of it.
+    """An object store cannot be used, or does not contain the requested object.
 
     Attributes:
         absent: the object does not exist.

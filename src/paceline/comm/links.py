@@ -1,8 +1,8 @@
 """Measured links between a group's ranks, and all-reduce times predicted from the measurements.
 
 The prediction is the alpha-beta model, with formulas after Thakur, Rabenseifner & Gropp, 2005, "Optimization of
-Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; a
-link between hosts carries each direction by itself; the arithmetic is not counted.
+Collective Communication Operations in MPICH". A message of m bytes over an idle link takes latency + m / bandwidth; the
+directions of a link between hosts are independent; the arithmetic is not counted.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class SamplerStream:
             yield self._shard(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """Return `samples` indices for inspection: those of the first batch, repeated."""
+        """Return `samples` indices for inspection: the indices of the first batch, repeated."""
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])

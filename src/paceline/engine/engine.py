@@ -125,7 +125,7 @@ class RankEngine:
         rows: tables whose gradients are sparse.
         average: moving average of the weights, which evaluations measure; None without the job's `ema`.
         rule: the sync rule of the replicas.
-        replica: the view of this rank that the rule gets; its `traffic` counts what the rule has sent.
+        replica: the view of this rank that the rule gets; its `traffic` counts the bytes that the rule has sent.
         messages: lines for the run's record, from the rule and from the comparison of replicas.
         local_steps: True if replicas may differ between synchronizations (local rules).
         updates: number of updates so far; replicas are compared before some of them.

@@ -139,7 +139,7 @@ def stop(problem: str, *, late: bool = False) -> NonFiniteError:
 
 
 def gave_up(problem: str, skipped: int) -> NonFiniteError:
-    """Return the error for the case that skipping updates does not help."""
+    """Return the error to raise if skipping updates does not help."""
     return NonFiniteError(
         "nonfinite.not_recovering",
         "{problem}, and {skipped} updates in a row were left out: the model does not recover. Lower the learning "

@@ -362,7 +362,8 @@ class SyncInfo:
         check: returns a problem with the combination of arguments, or None.
         period: the argument with the number of steps between two synchronizations; None if it synchronizes in every
             step.
-        compresses: True if it codes what it sends by the plan's `compress=`, which is then an argument.
+        compresses: True if it compresses the data that it sends with the codec of the plan's `compress=`, which is then
+            an argument.
         codes_alone: True if each rank's numbers are coded by themselves, which codecs of sums cannot do.
         several_optimizers: True if it supports `replica.backward.only`, for models that several optimizers train.
         needs_inner: True if it uses `replica.inner`, the ranks of its own replica, which requires another process

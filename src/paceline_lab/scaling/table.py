@@ -281,8 +281,8 @@ def limits_of(settings: list[MeasuredSetting], auto: str = "", auto_as_told: str
 def headline_of(settings: Sequence[MeasuredSetting], auto: str = "") -> MeasuredSetting | None:
     """Choose the setting on several devices that a report is about.
 
-    This is the setting with the plan that `auto` chose. If that was not measured, it is the fixed layout on most
-    devices, else the fastest plan.
+    This is the setting with the plan that `auto` chose. If the setting was not measured, it is the fixed layout on most
+    devices, or else the fastest plan.
     """
     strong = [s for s in settings if s.scaling == "strong" and s.devices > 1]
     return max(strong, key=lambda s: (s.plan == auto, s.fixed, s.devices, s.throughput.middle), default=None)

@@ -567,7 +567,7 @@ def _divided(layout: Layout) -> list[str]:
 def served_s(layout: Layout, up_s: float, down_s: float, work_s: float, apply_s: float) -> float:
     """Return the seconds that a step waits for servers, in addition to its own work.
 
-    What replicas push may be coded, but what they pull is not. A server's link carries the traffic of all replicas,
+    Pushes of replicas may be compressed, but pulls are not. A server's link carries the traffic of all replicas,
     divided by the servers. If servers own the parameters, workers do not wait for one another. They wait only for a
     server whose work takes longer than a step.
 

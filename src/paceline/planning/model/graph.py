@@ -70,7 +70,7 @@ class BlockTrace:
         kept_inside, kept_outside, kept_scores: elements saved for the backward pass, divided in the same way.
         fixed: elements that other kernels read and write once per microbatch, independent of its samples: weights that
             autocast casts, positions, masks.
-        kept_fixed: those of `fixed` saved for the backward pass.
+        kept_fixed: the part of `fixed` that is saved for the backward pass.
         selective_inside, selective_outside: elements that remat=selective keeps besides the block's input, divided as
             `kept_` ones: results of products with weights and of fused attention; both 0 if unknown.
         kernels: kernels launched in the forward pass, including products.

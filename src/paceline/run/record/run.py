@@ -114,8 +114,8 @@ class Run:
     def must_be_new(path: Path) -> None:
         """Raise RunError if the directory holds a run, or files that belong to no run.
 
-        Hidden files, and logs that a launcher writes there before the start, are no obstacle. Neither is what a failed
-        start has left.
+        Hidden files, and logs that a launcher writes there before the start, are allowed. Files of a failed start are
+        allowed, too.
         """
         if (path / "job.yaml").exists():
             raise RunError(

@@ -49,7 +49,8 @@ class DividedWeights:
     Attributes:
         columns, rows: parameters of regions; the rows end a region.
         gathered: weights of unpaired linear layers, whose outputs are gathered.
-        logits: those of `gathered` that are weights of output heads, which a cross-entropy loss uses without gathering.
+        logits: members of `gathered` that are weights of output heads, which a cross-entropy loss uses without
+            gathering.
         tables: weights of embeddings, divided along the vocabulary.
     """
 
@@ -140,7 +141,7 @@ class Unpaired:
 
     Attributes:
         divided: maps the name of a weight to the paths of the layers that share it.
-        heads: those of the layers that compute the model's logits, which no other operation reads.
+        heads: the layers that compute the model's logits, which no other operation reads.
         whole: maps the path of a layer to the reason why it stays replicated.
     """
 
