@@ -223,8 +223,8 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"name": "adam", "momentum": 0.9}, "adam has no momentum; it takes lr, weight_decay, betas, eps"),
-        ({"name": "sgd", "betas": [0.5, 0.5], "trust": 0.1}, "sgd has no betas or trust"),
+        ({"name": "adam", "momentum": 0.9}, "adam does not support momentum; it supports lr, weight_decay, betas, eps"),
+        ({"name": "sgd", "betas": [0.5, 0.5], "trust": 0.1}, "sgd does not support betas or trust"),
         ({"name": "sgd", "nesterov": True}, "nesterov needs a momentum"),
         ({"name": "adam", "betas": [0.5, 1.0]}, "betas should be at least 0 and less than 1"),
     ],
@@ -291,7 +291,7 @@ def test_a_decay_without_an_end_is_refused_and_one_with_an_end_is_not(name: str)
     [
         ({"name": "step"}, "needs milestones"),
         ({"name": "cosine", "milestones": [3]}, "needs milestones"),
-        ({"name": "constant", "final": 0.1}, "constant has no final"),
+        ({"name": "constant", "final": 0.1}, "constant does not support final"),
         (
             {"name": "linear", "warmup_steps": 10, "decay_steps": 10},
             "the decay should end after the warm-up of 10 steps",
