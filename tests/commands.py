@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ import yaml
 from forked import Forked, can_be_forked, share_forkserver
 from paceline.cli import commands, main
 from paceline.cluster.cgroup import remove_group
+from paceline.errors import PacelineError
+from refusals import assert_problem
 
 BIN = Path(sys.executable).parent
 DEADLINE_S = 100.0  # ten times what any of them takes on a busy machine of two cores
@@ -38,11 +41,12 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """How a command ended; `cause` is the error of one that was called in the process of the test."""
 
     code: int
     out: str
     err: str
+    cause: PacelineError | None = None
 
     def says(self, *texts: str) -> bool:
         """Whether all these texts are on the screen; fails with the screen otherwise."""
@@ -59,6 +63,23 @@ class Outcome:
         assert "Traceback" not in before, self.err
         assert "paceline: " not in error, self.err
         return error
+
+    @property
+    def codes(self) -> list[str]:
+        """Codes of all problems of the one error, as the screen shows them."""
+        return re.findall(r"  \[([a-z0-9_]+(?:\.[a-z0-9_]+)+)\]$", self.error, re.MULTILINE)
+
+    def fails_with(self, code: str, /, **fields: Any) -> str:
+        """Assert that the command ended with one error, of this code and these fields; return the error's text.
+
+        Args:
+            fields: as for `raises`; only if the command was called in the process of the test.
+        """
+        assert code in self.codes, f"{code} is not in the error: {self.error}"
+        if fields:
+            assert self.cause is not None, "the fields of an error of another process are not known"
+            assert_problem(self.cause, code, **fields)
+        return self.error
 
 
 def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Outcome:
@@ -78,16 +99,18 @@ def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Ou
             patch.setenv("COLUMNS", str(columns))
         share_forkserver()
         with _streams_to(out, err):
-            code = _exit_code_of_main()
-        return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)))
+            code, cause = _end_of_main()
+        return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)), cause)
 
 
-def _exit_code_of_main() -> int:
+def _end_of_main() -> tuple[int, PacelineError | None]:
+    """Exit code of the command, and the error that it showed."""
     try:
         main()
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    return 0
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        return code, ended.__context__ if isinstance(ended.__context__, PacelineError) else None
+    return 0, None
 
 
 @contextmanager

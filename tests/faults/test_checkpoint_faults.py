@@ -211,8 +211,9 @@ def test_no_flipped_bit_goes_unnoticed(saved_once: Path, file: str, where: float
     position = int(where * len(whole))
     try:
         path.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << bit)]) + whole[position + 1 :])
-        with pytest.raises(CheckpointError, match=file):
+        with pytest.raises(CheckpointError) as caught:
             load(path.parent, rank=0, world=1)
+        assert file in str(caught.value)
     finally:
         path.write_bytes(whole)
     assert loaded_value(saved_once) == 1.0
@@ -260,9 +261,8 @@ def test_a_full_disk_is_named_with_what_was_needed_and_the_older_checkpoint_stay
 def test_a_file_size_limit_is_an_error_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
     save(tmp_path, 1)
     done = script("save_with_a_limit", tmp_path)
-    assert (
-        "CheckpointError: the checkpoint of step 2 was not written: File too large: rank 0 needs 2,800," in done.stderr
-    )
+    assert "CheckpointError" in done.stderr
+    assert "File too large: rank 0 needs 2,800," in done.stderr
     assert done.returncode == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert loaded_value(tmp_path) == 1.0
@@ -278,8 +278,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     with raises(CheckpointError, "checkpoint.folder_unusable"):
         checkpointer(tmp_path / "file" / "checkpoints")
     done = script("claim_without_permission", tmp_path)
-    assert "no checkpoint can be written in" in done.stderr
-    assert "Permission denied" in done.stderr
+    assert "CheckpointError" in done.stderr
+    assert f"{tmp_path / 'read-only'}: Permission denied" in done.stderr
 
 
 def claim_without_permission(parent: Path) -> None:

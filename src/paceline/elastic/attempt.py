@@ -51,7 +51,7 @@ def launch(
         restarts: number of restarts allowed per hour, for failures that another attempt may survive.
         on_tick: called at least five times a second, in this thread.
         on_event: called with ("stop", {signal}), ("restart", {attempt, rank, reason, code}) and, where ranks recover,
-            ("lost", {rank, waiting, reason, stack, generation, again, waits}),
+            ("lost", {rank, waiting, reason, code, stack, generation, again, waits}),
             ("host_lost", {host, number, ranks, reason, generation, again, waits_s, revived}),
             ("host_back", {host, number, ranks, generation}), ("joins", {ranks, generation}) and
             ("scaled", {by, ranks, host, generation}).

@@ -298,7 +298,7 @@ class Independent(Losses):
         spared = self._can_go(self._numbers_of(first))
         if ending and not spared:
             return  # the rank stays lost, and the attempt ends
-        why = self._reason(end, serves=not self._works(number))
+        code, why = self._cause(end, serves=not self._works(number))
         self._kill_rest(first)
         again = noted(self._losses[first], time.monotonic()) <= self._most and not ending
         if again:
@@ -309,7 +309,8 @@ class Independent(Losses):
         if not again and spared:
             self._out.add(first)
         waiting = [rank for rank in self._numbers_of(first) if rank != number]
-        told = {"rank": number, "waiting": waiting, "reason": why, "stack": shortened(end.stack), "again": again}
+        told = {"rank": number, "waiting": waiting, "reason": why, "code": code, "again": again}
+        told["stack"] = shortened(end.stack)
         if end.code != -signal.SIGTERM or not ending:  # else it was starting, and SIGTERM ended it as intended
             self.tell("lost", ends=not again and not spared, ending=ending, waits=False, alone=True, **told)
 

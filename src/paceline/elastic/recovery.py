@@ -109,13 +109,14 @@ class Losses:
         """True once a signal has requested the end of the run."""
         return self.ranks.signals.first is not None
 
-    def _reason(self, end: RankEnd, *, serves: bool = False) -> str:
+    def _cause(self, end: RankEnd, *, serves: bool = False) -> tuple[str, str]:
+        """Return the code and the text of the error that would have ended the run."""
         number = end.status.rank
         if (why := self._why.pop(number, None)) is not None:
-            return why
+            return "launch.rank_hung", why
         if end.code is not None and end.code < 0:
-            return killed(end, self.ranks.new_oom_kills(end), serves=serves)
-        return f"rank {number} failed"
+            return "launch.rank_killed", killed(end, self.ranks.new_oom_kills(end), serves=serves)
+        return "launch.rank_left", f"rank {number} failed"
 
     def _tell_host_lost(
         self, link: Link, numbers: list[int], why: str, *, again: bool, waits_s: float | None = None, **more: Any
@@ -337,7 +338,7 @@ class Recovery(Losses):
     def _replace(self, number: int, *, again: bool) -> None:
         """Restart a lost rank, unless it is left out."""
         end = self.ranks.ends()[number]
-        why = self._reason(end)
+        code, why = self._cause(end)
         if again:
             try:
                 self.ranks.start_again(number)
@@ -347,7 +348,7 @@ class Recovery(Losses):
             self._handled.add(number)
             self.membership.leave_out({number})
         waiting = [n for n in self.membership.replica_of(number) if self.ranks[n].code is None and n != number]
-        told = {"reason": why, "stack": shortened(end.stack), "again": again, "waits": not self.members}
+        told = {"reason": why, "code": code, "stack": shortened(end.stack), "again": again, "waits": not self.members}
         self.tell("lost", rank=number, waiting=waiting, **told)
 
     def tell(self, event: str, **details: Any) -> None:
