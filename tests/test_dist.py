@@ -60,7 +60,8 @@ def copy(tmp_path: Path) -> Path:
     for name in SOURCES:
         source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "*.egg-info", "runs")
         shutil.copytree(source, place / name, ignore=ignored) if source.is_dir() else shutil.copy(source, place / name)
-    for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
+    (place / "tests").mkdir()
+    for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "tests/messages.txt"):
         shutil.copy(ROOT / name, place / name)
     return place
 

@@ -220,7 +220,7 @@ import dataclasses, os
 import psutil
 from paceline.cluster.discover import discover
 from paceline.job.job import Job
-from paceline.planning.prediction import predict
+from paceline.planning.prediction import estimate
 from paceline.run.links import transports_of
 from paceline.run.tuning import calibrate as module
 from paceline.run.tuning.calibrate import calibrate
@@ -236,7 +236,8 @@ if __name__ == "__main__":
     times = found.collective("loopback", "all_reduce")
     slower = dataclasses.replace(times, times_s=tuple(10 * t for t in times.times_s))
     slow = dataclasses.replace(found, collectives=(*(c for c in found.collectives if c != times), slower))
-    step_s = [predict(job, here, "dp=2 transport=loopback", calibration=c).step_time_s for c in (found, slow)]
+    plan = "dp=2 transport=loopback"
+    step_s = [estimate(job, plan, cluster=here, calibration=c).step_time_s for c in (found, slow)]
     print(step_s[1] > step_s[0])
 """
 
