@@ -129,7 +129,7 @@ def test_a_mistake_names_the_override_and_no_line(changes: Any, blamed: str, job
     with pytest.raises(JobError) as refused:
         Job.load(job, set=changes)
     for line in str(refused.value).splitlines():
-        assert line.startswith(blamed)
+        assert line.startswith(blamed)  # the place, which is before the text of each mistake
         assert not re.search(r"job\.yaml|line \d", line)
 
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.errors import DataError, PlanError
+from paceline.errors import DataError, PacelineError, PlanError
 from paceline.job.partition import Partition, PartitionSpec
+from refusals import raises
 
 
 @st.composite
@@ -138,7 +139,7 @@ def test_without_shuffle_the_samples_come_in_the_datasets_order() -> None:
         {"spec": PartitionSpec(shuffle=False), "samples": 10, "global_batch": 4, "seed": 0, "replicas": 2}
     )
     assert epochs(parts, 5) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
-    with pytest.raises(ValidationError, match="Use shuffle: false only with uniform"):
+    with raises(ValidationError, "partition.stratified_shuffles"):
         PartitionSpec(kind="stratified", shuffle=False)
 
 
@@ -279,7 +280,7 @@ def test_two_equal_hosts_both_work_in_every_step_of_an_odd_epoch() -> None:
     assert shares == [(1, 1)] * 500 + [(1, 0)]
 
 
-def refusal(**changes: Any) -> str:
+def refused(kind: type[PacelineError], code: str, changes: dict[str, Any], **fields: Any) -> None:
     deal: dict[str, Any] = {
         "spec": PartitionSpec(),
         "samples": 100,
@@ -288,36 +289,35 @@ def refusal(**changes: Any) -> str:
         "replica": 0,
         "replicas": 2,
     }
-    with pytest.raises((DataError, PlanError)) as caught:
+    with raises(kind, code, **fields):
         Partition(**deal | changes)
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def test_sizes_that_cannot_work_are_refused_with_those_that_can() -> None:
-    assert "DataError: the training set has 0 samples" in refusal(samples=0)
-    assert "DataError: the training set has 50 samples, fewer than one global batch of 64" in refusal(
-        samples=50, global_batch=64
-    )
-    assert "PlanError: global_batch 1 cannot be divided over 2 replicas" in refusal(global_batch=1)
-    assert "3 weights for 2 replicas. Give 2" in refusal(spec=PartitionSpec(weights=(1, 2, 3)))
-    with pytest.raises(ValidationError, match="greater than 0"):
+    refused(DataError, "data.empty", {"samples": 0})
+    refused(DataError, "data.smaller_than_batch", {"samples": 50, "global_batch": 64}, samples=50, global_batch=64)
+    refused(PlanError, "plan.batch_smaller_than_replicas", {"global_batch": 1}, global_batch=1, replicas=2)
+    weights = {"spec": PartitionSpec(weights=(1, 2, 3))}
+    refused(PlanError, "plan.weights_not_per_replica", weights, weights=3, replicas=2)
+    with pytest.raises(ValidationError, match="weights"):
         PartitionSpec(weights=(1, 0))
 
 
 def test_labels_that_do_not_fit_a_stratified_deal_are_refused() -> None:
-    spec = PartitionSpec(kind="stratified")
-    assert "this dataset has no `labels`" in refusal(spec=spec)
-    assert "those of the dataset have shape (99,)" in refusal(spec=spec, labels=np.zeros(99, np.int64))
-    assert "type float64" in refusal(spec=spec, labels=np.zeros(100))
+    spec = {"spec": PartitionSpec(kind="stratified")}
+    refused(DataError, "data.no_labels", spec)
+    refused(DataError, "data.labels_invalid", spec | {"labels": np.zeros(99, np.int64)}, samples=100, shape=[99])
+    refused(DataError, "data.labels_invalid", spec | {"labels": np.zeros(100)}, dtype="float64")
 
 
 def test_hosts_that_do_not_hold_the_set_are_refused() -> None:
-    spec = PartitionSpec(kind="hierarchical", host_files=True)
-    assert "samples on each of 2 hosts, 100 in all; got []" in refusal(spec=spec, hosts=[0, 1])
-    assert "got [50, 40]" in refusal(spec=spec, hosts=[0, 1], host_samples=[50, 40])
-    assert "host 1 has no training files" in refusal(spec=spec, hosts=[0, 1], host_samples=[100, 0])
-    assert "are not valid for 2 replicas" in refusal(spec=spec, hosts=[0, 2], host_samples=[50, 50])
-    with pytest.raises(ValidationError, match="host_files works only with kind: hierarchical"):
+    spec = {"spec": PartitionSpec(kind="hierarchical", host_files=True), "hosts": [0, 1]}
+    refused(DataError, "data.host_files_counts", spec, hosts=2, samples=100, counts=[])
+    refused(DataError, "data.host_files_counts", spec | {"host_samples": [50, 40]}, counts=[50, 40])
+    refused(DataError, "data.host_without_files", spec | {"host_samples": [100, 0]}, host=1)
+    elsewhere = {"hosts": [0, 2], "host_samples": [50, 50]}
+    refused(PlanError, "plan.hosts_of_replicas", spec | elsewhere, owners=[0, 2], replicas=2)
+    with raises(ValidationError, "partition.host_files", kind="uniform"):
         PartitionSpec(host_files=True)
 
 

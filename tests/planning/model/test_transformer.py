@@ -26,6 +26,7 @@ from paceline.planning.plan import Plan
 from paceline.planning.prediction import layout_of
 from paceline.split.layout import whole_parts
 from paceline.split.tensor_parallel import shard_tensors
+from refusals import raises
 
 GPT3 = Dimensions(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
@@ -230,23 +231,29 @@ def test_parallel_parts_are_summed_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "code", "fields"),
     [
-        ({"hidden": 65}, "65 is not a multiple of heads 4. Use 64, or give head_dim"),
-        ({"expert_ffn": 32}, "expert_ffn needs experts. Set their number with experts"),
-        ({"mla": LATENT, "kv_heads": 2}, "mla uses its own nope, rope and value instead of"),
-        ({"full_every": 2}, "Set window to the number of tokens that the other layers see"),
-        ({"source_seq": 64}, "Set its number of layers with encoder_layers"),
-        ({"mamba": MAMBA}, "mark its layers in pattern"),
-        ({"delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16}}, "delta: mark its layers in pattern"),
-        ({"pattern": "*-"}, "pattern has 2 letters, but the model has 4 layers"),
-        ({"pattern": "*-x-"}, 'unknown letter "x"'),
-        ({"pattern": "M-*-"}, '"M", but mamba is not set. Set mamba, too'),
-        ({"pattern": "*E*E"}, '"E", but experts is not set. Set experts, too'),
+        ({"hidden": 65}, "model.hidden_not_divisible", {"hidden": 65, "heads": 4, "fitting": 64}),
+        ({"expert_ffn": 32}, "model.no_experts", {"key": "expert_ffn"}),
+        ({"mla": LATENT, "kv_heads": 2}, "model.mla_alone", {}),
+        ({"full_every": 2}, "model.full_every_alone", {}),
+        ({"source_seq": 64}, "model.no_encoder", {}),
+        ({"mamba": MAMBA}, "model.pattern_missing", {"key": "mamba"}),
+        (
+            {"delta": {"key_heads": 2, "value_heads": 4, "head_dim": 16}},
+            "model.pattern_missing",
+            {"key": "delta"},
+        ),
+        ({"pattern": "*-"}, "model.pattern_length", {"letters": 2, "layers": 4}),
+        ({"pattern": "*-x-"}, "model.pattern_letter", {"letter": "x"}),
+        ({"pattern": "M-*-"}, "model.pattern_without_key", {"letter": "M", "key": "mamba"}),
+        ({"pattern": "*E*E"}, "model.pattern_without_key", {"letter": "E", "key": "experts"}),
     ],
 )
-def test_dimensions_that_do_not_belong_together_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_dimensions_that_do_not_belong_together_are_refused(
+    wrong: dict[str, Any], code: str, fields: dict[str, Any]
+) -> None:
+    with raises(ValueError, code, **fields):
         dimensions(**wrong)
 
 

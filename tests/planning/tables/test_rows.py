@@ -128,11 +128,11 @@ def test_what_agrees_with_a_name_is_that_model_with_the_rows_sequence() -> None:
 
 
 def test_a_model_of_no_known_name_needs_dimensions_and_says_so() -> None:
-    with pytest.raises(UnusableError, match='hidden is not stated, and "House model" is no model that is known'):
+    with pytest.raises(UnusableError, match=r"hidden.*House model"):
         model_of({"model": "House model", "seq_len": "2048"}, [], 1, 1)
-    with pytest.raises(UnusableError, match="seq_len is not stated"):
+    with pytest.raises(UnusableError, match="seq_len"):
         model_of({"model": "House model", "hidden": "4096"}, [], 1, 1)
-    with pytest.raises(UnusableError, match="neither n_layers nor n_params"):
+    with pytest.raises(UnusableError, match=r"n_layers.*n_params"):
         model_of({"model": "House model", "hidden": "4096", "seq_len": "2048"}, [], 1, 1)
 
 
@@ -232,7 +232,7 @@ def test_no_text_makes_a_reader_fail(text: str) -> None:
 
 
 def test_what_is_not_stated_is_an_error_that_names_the_column() -> None:
-    with pytest.raises(UnusableError, match="global_batch is not stated"):
+    with pytest.raises(UnusableError, match="global_batch"):
         whole({"global_batch": "per recipe"}, "global_batch")
     assert whole({}, "tp", 1) == 1
 
@@ -396,9 +396,9 @@ def test_a_row_is_the_plan_that_it_states() -> None:
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
-        ({"n_gpus": "63"}, "63 GPUs are not a multiple"),
-        ({"n_gpus": "", "dp": ""}, "n_gpus is not stated"),
-        ({"global_batch": ""}, "global_batch is not stated"),
+        ({"n_gpus": "63"}, r"\b63\b.*\b8\b"),
+        ({"n_gpus": "", "dp": ""}, "n_gpus"),
+        ({"global_batch": ""}, "global_batch"),
     ],
 )
 def test_a_row_that_states_too_little_says_what(changed: dict[str, str], what: str) -> None:

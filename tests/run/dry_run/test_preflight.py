@@ -5,6 +5,7 @@ Shapes that cannot tell refuse nothing.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.run.dry_run import kept_file, refuse_what_cannot_divide
 from paceline.run.dry_run.dry_run import dry_run_stage
 from paceline.run.dry_run.preflight import Preflight, refused_of
 from paceline.run.train import train
-from refusals import raises
+from refusals import assert_problem, raises
 
 VOCAB, TOKENS = 32, 16
 
@@ -268,7 +269,9 @@ def test_a_loss_of_ones_own_that_is_no_mean_is_refused_before_ranks_start(plan: 
         name: job("Recurrent").model_copy(update={"loss": LossSpec(name=f"{__file__}:{name}")})
         for name in ("summed", "averaged")
     }
-    assert "It is a sum" in str(Preflight(own["summed"]).refusal(Plan.parse(plan), discover()))
+    refused = Preflight(own["summed"]).refusal(Plan.parse(plan), discover())
+    assert refused is not None
+    assert_problem(refused, "plan.loss_not_the_mean", explanation=re.compile(r"reduction = 'sum'"))
     assert Preflight(own["averaged"]).refusal(Plan.parse(plan), discover()) is None
 
 

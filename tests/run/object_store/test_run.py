@@ -46,7 +46,7 @@ def test_a_run_is_whole_at_its_url_and_resumes_on_another_machine(
     assert there.stat().st_mode & 0o777 == 0o700
 
     again = paceline("train", job, "--plan", "dp=1", "--run", url, folder=tmp_path)
-    assert "holds a run already. Continue it with --resume" in again.error
+    assert "[run.url_in_use]" in again.error
 
     other_machine(monkeypatch, tmp_path / "other")
     more = write_job(tmp_path / "more.yaml", stop={"steps": 9})

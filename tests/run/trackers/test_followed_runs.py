@@ -177,14 +177,15 @@ def test_under_torchrun_the_first_rank_alone_has_trackers(tmp_path: Path, site: 
 
 
 @pytest.mark.parametrize(
-    ("tracker", "said"),
-    [("wanbd", 'unknown tracker "wanbd". Did you mean "wandb"'), ("nothing", "needs a package that is not installed")],
+    ("tracker", "code", "named"),
+    [("wanbd", "extension.unknown", '"wandb"'), ("nothing", "tracker.not_installed", "a-package")],
 )
 def test_a_tracker_that_cannot_be_is_refused_before_training(
-    tracker: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: str, code: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TRACKERS.built_in, "nothing", TrackerInfo("noting_tracker:Noting", "a_package.that_is_not"))
     outcome = paceline("train", a_job(tmp_path, tracker), "--run", "run", folder=tmp_path)
     assert outcome.code == 1
-    assert said in outcome.error
+    assert f"[{code}]" in outcome.error
+    assert named in outcome.error
     assert not (tmp_path / "run").exists()

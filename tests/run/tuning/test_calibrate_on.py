@@ -84,10 +84,11 @@ def test_what_holds_no_run_is_an_error_that_says_why(tmp_path: Path, name: str, 
         calibrate_on([tmp_path / name])
 
 
-def test_no_such_file_and_an_empty_folder_are_errors_that_name_the_forms(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.csv", tmp_path):
-        with pytest.raises(PlanError, match="a run directory of paceline"):
-            calibrate_on([path])
+def test_no_such_file_and_an_empty_folder_are_errors(tmp_path: Path) -> None:
+    with raises(PlanError, "calibrate.no_file", path=tmp_path / "none.csv"):
+        calibrate_on([tmp_path / "none.csv"])
+    with raises(PlanError, "calibrate.no_usable_run", files=[str(tmp_path)]):
+        calibrate_on([tmp_path])
 
 
 def test_a_run_of_paceline_corrects_predictions_of_its_machine(tmp_path: Path) -> None:
@@ -119,4 +120,4 @@ def test_the_screen_says_what_was_read_the_factor_and_what_the_interval_rests_on
         assert text in whole, whole
     refused = command("plan", "job.yaml", "--cluster", "8xH100-SXM", "--calibrate-on", "none.csv", folder=tmp_path)
     assert refused.code == 1
-    assert "no such file" in refused.error
+    assert "[calibrate.no_file]" in refused.error
