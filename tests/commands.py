@@ -100,7 +100,8 @@ def paceline(*arguments: object, folder: Path, columns: int | None = None) -> Ou
         share_forkserver()
         with _streams_to(out, err):
             code, cause = _end_of_main()
-        return Outcome(code, *(os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err)), cause)
+        shown, errors = (os.pread(file.fileno(), 2**24, 0).decode() for file in (out, err))
+        return Outcome(code, shown, errors, cause)
 
 
 def _end_of_main() -> tuple[int, PacelineError | None]:
