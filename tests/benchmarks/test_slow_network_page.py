@@ -37,7 +37,7 @@ def rates(**changes: str) -> Any:
 @pytest.mark.needs_chromium
 def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(browser: Browser, tmp_path: Path) -> None:
     browser.open(rules.write_rules_page(rates(), tmp_path / "rules.html"), width=400)
-    charts = [node.get_attribute("id") for node in browser.all(".plot.drawn")]
+    charts = [node.get_attribute("id") for node in browser.all(".plot")]
     assert charts == ["plot-loss-1", "plot-bars-1", "plot-loss-2", "plot-bars-2"]
     assert len(browser.all("#plot-loss-1 .trace.points")) == 2
     assert len(browser.all("#plot-loss-2 .trace.points")) == 2, "the third rule has no losses"
@@ -61,5 +61,5 @@ def test_every_rate_has_a_table_the_loss_over_time_and_the_figures_as_bars(brows
 def test_names_are_text_and_never_a_script(browser: Browser, tmp_path: Path) -> None:
     browser.open(rules.write_rules_page(rates(name=HOSTILE, title=HOSTILE), tmp_path / "rules.html"))
     assert browser.one("#verdict").text == HOSTILE
-    assert len(browser.all(".plot.drawn")) == 4
+    assert len(browser.all(".plot")) == 4
     assert browser.run("return window.stolen") is None
