@@ -197,5 +197,5 @@ def refusal_of(plan: str) -> str:
 
 def test_other_splits_of_such_a_model_are_refused(ranks: Ranks) -> None:
     [refused, *_] = ranks(2, refusal_of, "cp=2 compile=on")
-    assert "cp of this model cannot be combined with compile: compile=off, or cp=1" in refused
+    assert "cp of this model cannot be combined with compile" in refused
     assert "no position_ids" in refused
