@@ -77,5 +77,5 @@ def test_a_plugin_that_fails_is_an_error_that_says_why_and_how_to_do_without(
 def test_an_accelerator_that_is_asked_for_and_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_DEVICE", "acme")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with raises(ClusterError, "device.not_there", there="not to be found", variable="PACELINE_DEVICE", wanted="acme"):
+    with raises(ClusterError, "device.not_there", there="no accelerator", variable="PACELINE_DEVICE", wanted="acme"):
         discover()

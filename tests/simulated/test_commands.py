@@ -73,7 +73,7 @@ def test_it_is_discovered_without_importing_torch_and_left_alone_where_that_is_a
     assert found() == {"kind": "sim", "devices": 3, "emulated": "cpu", "torch": False, "gpus": [gpu] * 3}
     left_alone = found(PACELINE_DEVICE="cpu")
     assert (left_alone["kind"], left_alone["gpus"]) == ("cpu", [])
-    assert "PACELINE_DEVICE=xpu, but this machine has accelerators of type sim" in shown(PACELINE_DEVICE="xpu").stderr
+    assert "PACELINE_DEVICE=xpu, but this machine has accelerators of type sim." in shown(PACELINE_DEVICE="xpu").stderr
 
 
 def test_ranks_are_forked_as_the_seed_never_starts_it(simulated: Simulated) -> None:

@@ -188,11 +188,11 @@ def find_gpus() -> Gpus:
     found = Gpus(others) if others and others[0].kind != GPU else _nvidias()
     found = found if found.devices else Gpus(others)
     if wanted and (not found.devices or found.devices[0].kind != wanted):
-        there = f"of type {found.devices[0].kind}" if found.devices else "not to be found"
+        there = f"accelerators of type {found.devices[0].kind}" if found.devices else "no accelerator"
         raise ClusterError(
             "device.not_there",
-            "{variable}={wanted}, but this machine has accelerators of type {there}. Unset it to use them, or set "
-            "{variable}={cpu}",
+            "{variable}={wanted}, but this machine has {there}. Unset it to use the available devices, or set "
+            "{variable}={cpu}.",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
             there=there,
