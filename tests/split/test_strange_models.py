@@ -657,14 +657,14 @@ def test_parts_of_a_model_compute_what_the_whole_computes(ranks: Ranks, plan: st
 
 REFUSED = {
     PP: {
-        "only_parameters": "the model can be cut into 1 at most: pp=1",
+        "only_parameters": "the model can be cut into 1 at most. These would work: pp=1",
         "a_batch_norm_of_two_blocks": "is read before it, and changed after it for the next forward pass",
         "a_gradient_in_the_forward_pass": "runs autograd itself",
         "weights_clamped_in_the_forward_pass": "changes its parameter blocks.0.up.weight",
         "blocks_under_vmap": "within a transform of torch.func",
         "parameters_kept_in_a_list": "keeps the parameter blocks.0.up.weight in its attribute all",
         "accumulation_hooks": "register_post_accumulate_grad_hook",
-        "a_block_in_a_method_of_its_own": "the model can be cut into 1 at most: pp=1",
+        "a_block_in_a_method_of_its_own": "the model can be cut into 1 at most. These would work: pp=1",
     },
     FSDP: {
         "parameter_hooks": "blocks.1.up.weight has a hook (register_hook)",

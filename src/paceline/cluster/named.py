@@ -153,7 +153,7 @@ def _oversubscribed(times: float, beyond: int, text: str) -> tuple[float, int]:
     if times < 1 or beyond < 1:
         raise ClusterError(
             "cluster.oversubscription_invalid",
-            'cluster "{text}": the ratio of an oversubscription must be at least 1:1 and the number of hosts at '
+            'cluster "{text}": the oversubscription ratio must be at least 1:1 and the number of hosts at '
             "least 1, e.g. oversubscribed 3:1 beyond 32",
             text=text,
         )
@@ -320,7 +320,8 @@ def accelerator(name: str) -> Accelerator:
     if (found := known(name)) is None:
         raise ClusterError(
             "cluster.device_unknown",
-            '"{name}" is not in the catalogue of hardware. {hint} To measure a machine, leave --cluster out on it.',
+            '"{name}" is not in the catalogue of hardware. {hint} For a measured machine, run the command there '
+            "without --cluster.",
             name=name,
             hint=nearest_to(name),
         )

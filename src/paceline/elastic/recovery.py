@@ -220,7 +220,7 @@ class Recovery(Losses):
     def counted(self) -> Sequence[int]:
         """Ranks that take part.
 
-        All ranks, once no replica can be whole again, or if the run is ending and no rank takes part.
+        These are all ranks if no replica can be whole again, or if the run is ending and no rank takes part.
         """
         nobody = not self.members and self.ending
         return range(self.ranks.setting.ranks) if self.membership.hopeless or nobody else self.members

@@ -204,7 +204,7 @@ def too_many_stages(plan: Plan, places: int, have: str, *, or_cuts: bool = False
     works = [f"virtual is at most {virtual}", *works] if plan.schedule == "interleaved" and virtual >= 2 else works
     return PlanProblem(
         "plan.too_many_stages",
-        "plan {plan} makes {stages} stages, but {have}: {works}.",
+        "plan {plan} makes {stages} stages, but {have}. These would work: {works}.",
         plan=plan,
         stages=plan.stages,
         places=places,

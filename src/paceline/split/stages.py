@@ -313,7 +313,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 def drop_parameters(copy_: nn.Module, model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace the parameters of a model's copy that are not in `own` by zeros.
+    """Replace every parameter of a model's copy that is not in `own` with zeros.
 
     The zeros are not parameters. The model's code may still read their dtype or device, or compute unused values from
     them.

@@ -625,7 +625,10 @@ def convert_arguments(model: nn.Module, entry: Entry, value: int, convert: Conve
 
 
 def convert_result(module: nn.Module, convert: Convert) -> Any:
-    """Convert the tensor that `module` returns, alone or first in a tuple; return the hook."""
+    """Convert the tensor that `module` returns, by a hook.
+
+    If the module returns a tuple, its first item is converted. Returns the handle of the hook.
+    """
 
     def after(_: nn.Module, __: Any, result: Any) -> Any:
         if isinstance(result, Tensor):

@@ -206,7 +206,7 @@ def test_ranks_that_were_given_different_keys_are_told(ranks: Ranks, tmp_path: P
     for file in files:
         file.touch(0o600)
         file.write_bytes(RunKey.make().to_pem())
-    with pytest.raises(RankError, match=r"rank 0 has the run's key [0-9a-f]+, and rank 1 the run's key [0-9a-f]+"):
+    with pytest.raises(RankError, match=r"rank 0 has the run's key [0-9a-f]+, and rank 1 has the run's key [0-9a-f]+"):
         ranks(2, differently_keyed, files, backend="tcp")
 
 

@@ -257,7 +257,7 @@ def _membership(store: Store, rank: int, size: int, timeout_s: float) -> Members
         first, second = (f"the run's key {name}" if name else "no key" for name in (given[0], given[other]))
         raise LaunchError(
             "key.hosts_differ",
-            "rank 0 has {first}, and rank {other} {second}. Every host of a run needs the same key. Copy the key "
+            "rank 0 has {first}, and rank {other} has {second}. Every host of a run needs the same key. Copy the key "
             "file of the first host to all hosts (PACELINE_KEY_FILE).",
             first=first,
             other=other,

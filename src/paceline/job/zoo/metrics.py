@@ -255,7 +255,7 @@ class R2:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets, (n, outputs of a sample)."""
+        """Return outputs and targets, each of shape (n, outputs per sample)."""
         values, wanted = same_shape("r2", output, target)
         return values.reshape(len(values), -1), wanted.reshape(len(wanted), -1)
 

@@ -81,7 +81,7 @@ def refuse(job: Job, plan: Plan, cluster: Cluster, world: int | None = None) -> 
     """Raise an error for a plan that cannot run.
 
     Raises:
-        PlanError: the plan cannot run; the error has every reason, and the nearest plan that works.
+        PlanError: the plan cannot run; the error lists every reason and the nearest plan that works.
     """
     if problems := _problems(job, plan, cluster, world):
         raise problems.error()

@@ -387,7 +387,8 @@ def _nothing_to_try(context: PlanContext) -> PlanProblem | None:
         return None
     return PlanProblem(
         "plan.nothing_to_try",
-        "plan {plan} compares codecs with sums of every step, but sync={sync} has no such sums. Use compress=int8.",
+        "plan {plan} sets compress=auto, which needs a rule that compresses the gradients of each step, but "
+        "sync={sync} does not. Use compress=int8.",
         sync=plan.sync,
     )
 

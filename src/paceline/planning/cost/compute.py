@@ -305,7 +305,7 @@ def gemm_s(gemm: Gemm, config: BlockConfig, backward: bool = False) -> float:
 
 
 def _gradient_of_inputs(gemm: Gemm, shape: Shape, read: float) -> tuple[float, float, float, float]:
-    """Return the product that is the gradient of a left operand.
+    """Return the matrix product that computes the gradient of the left operand.
 
     The values are rows, width, summed dimension, and elements read. For a convolution, the result's gradient is
     convolved, with one row for each position of the image.

@@ -77,7 +77,7 @@ _EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """Best plan with one thing changed, beside the current best plan.
+    """Best plan with one thing changed, compared with the current best plan.
 
     Attributes:
         question: the question as asked.

@@ -193,7 +193,7 @@ class TrainingRun:
         steps_s: seconds of all steps, without interruptions and stragglers.
         slowdown: factor on a step due to its slowest rank.
         purchases: on demand, then spot if its price is known.
-        error: half of the step time's 80 % interval, relative to it.
+        error: half the width of the step time's 80 % interval, as a fraction of the step time.
         rests_on: the basis of the interval, for people.
         conditions: circumstances of the training.
         notes: sentences on what is assumed, or unknown.

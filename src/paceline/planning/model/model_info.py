@@ -111,7 +111,7 @@ class ModelInfo:
     def takes_parts_of_sequences(self) -> bool:
         """True if each `cp` rank may hold a part of the tokens.
 
-        The model's signature determines it; otherwise `cp` is not proposed.
+        If False, `cp` is not proposed.
         """
         return bool(self.heads and self.vocabulary and self.takes_positions)
 

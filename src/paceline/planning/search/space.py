@@ -351,7 +351,7 @@ class LegalPlans:
         Memory is not checked here: see `out_of_memory`.
 
         Args:
-            among: considers only reasons that depend on no other keys.
+            among: plan keys; only checks of these keys alone are run. None runs all checks.
         """
         base, plan = self.context.plan, None
         for check, known in self._known:

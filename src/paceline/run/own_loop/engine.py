@@ -435,7 +435,7 @@ class Engine(RankEngine):
         self.reduction.apply_rule(self.step_count + 1)
 
     def _refuse_without_updates(self) -> None:
-        """Refuse reduced gradients of a whole epoch by which no optimizer has stepped."""
+        """Raise an error if no optimizer has stepped for a whole epoch of reduced gradients."""
         first, now = self._not_stepped_since, self.loader.position
         if first is None or now is None:
             self._not_stepped_since = now

@@ -170,7 +170,7 @@ def export(engine: Engine, path: Path) -> None:
 
 
 def _saved_beside(engine: Engine, path: Path, held: ExitStack) -> Path:
-    """Save a checkpoint, which assembles a divided model's parts; `held` removes it."""
+    """Save a temporary checkpoint beside `path` to assemble a divided model; closing `held` deletes it."""
     problem, own = None, ""
     try:
         own = str(held.enter_context(new_folder_beside(path))) if engine.is_main else ""

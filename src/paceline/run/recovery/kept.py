@@ -287,7 +287,7 @@ class StepUndo:
         """Restore the state after `step`, after an interrupted next step.
 
         Raises:
-            JobError: the interrupted step has written a parameter without a copy.
+            JobError: the interrupted step changed a parameter of which no copy was kept.
         """
         if self._step != step:
             return

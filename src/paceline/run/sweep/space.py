@@ -58,7 +58,7 @@ def values_of(texts: Sequence[str]) -> dict[str, Values]:
     """Read `KEY=V1,V2,…` and `KEY=loguniform(LOW,HIGH)`: the values of each key, or their range.
 
     Raises:
-        JobError: a text is neither, or a key comes twice.
+        JobError: a text has neither form, or a key appears twice.
     """
     found: dict[str, Values] = {}
     for text in texts:
