@@ -87,7 +87,7 @@ def test_a_coordinator_that_was_lost_comes_back_as_another_host_and_its_rank_is_
         (tmp_path / "fast").touch()
         zero, one, two = outcomes(hosts)
     assert (zero.code, one.code, two.code) == (0, 0, 0), zero.err + one.err + two.err
-    assert zero.says("the run goes on under host", "the run has ended on")
+    assert zero.says("the run continues under host", "the run has ended on")
     assert one.says("which had rank 0, is lost", "is back", "rank 0 is back at step")
     assert not events(run, "resume"), "nothing was read from the disk"
     assert_whole(run, undisturbed, one)
@@ -129,7 +129,7 @@ def test_another_host_comes_back_to_the_new_coordinator_where_the_first_one_stay
         (tmp_path / "fast").touch()
         _, one, two = outcomes(processes)
     assert (one.code, two.code) == (0, 0), one.err + two.err
-    assert two.says("the run goes on under host", "the run has ended on")
+    assert two.says("the run continues under host", "the run has ended on")
     assert not events(run, "resume"), "nothing was read from the disk"
     assert_whole(run, undisturbed, one)
 
