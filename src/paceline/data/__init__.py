@@ -1,4 +1,4 @@
-"""Reading data: each rank's samples, their order, and their batches.
+"""Data loading: which samples each rank reads, in which order, and in which batches.
 
-Read `loader.py` first, then `deal.py` (division of a user's own DataLoader over the ranks).
+Read `loader.py` first, then `deal.py` (which divides a user's own DataLoader over the ranks).
 """

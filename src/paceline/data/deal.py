@@ -1,6 +1,6 @@
 """Division of a user's `DataLoader` over the data-parallel ranks.
 
-The global batches are the same for any number of ranks.
+The global batches do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _READ_BY_TORCH = (DataLoader, StatefulDataLoader)
 
 
 def deal(loader: DataLoader[Any], data_group: Group, world: Group, seed: int, *, tells_epochs: bool = True) -> Loader:
-    """Return this rank's share of every global batch of `loader`; every rank calls it.
+    """Return a loader of this rank's share of every global batch; every rank calls it.
 
-    `shuffle=True` without a generator gives an order that depends on `seed` and the epoch alone; any other order comes
-    from the loader's own sampler or batch sampler, drawn on rank 0. For an `IterableDataset`, or with
-    `batch_size=None`, each rank reads every batch and keeps its part.
+    With `shuffle=True` and no generator, the order depends only on `seed` and the epoch. Otherwise rank 0 draws the
+    order from the loader's own sampler or batch sampler. For an `IterableDataset`, or with `batch_size=None`, each
+    rank reads every batch and keeps its share.
 
     Args:
-        loader: a `DataLoader` as one process would use it.
-        data_group: the data-parallel ranks, which read different samples.
-        world: all ranks.
-        seed: seed of the order if the loader shuffles without its own generator.
-        tells_epochs: False does not change the epoch of the dataset.
+        loader: a `DataLoader` as in a script for one process.
+        data_group: group of the data-parallel ranks, which read different samples.
+        world: group of all ranks.
+        seed: seed of the sample order if the loader shuffles without its own generator.
+        tells_epochs: whether to call the dataset's `set_epoch` at the start of each epoch.
 
     Raises:
         DataError: the loader cannot be divided; the message says what to write instead.
@@ -107,7 +107,7 @@ def _samples(
 
 
 def _is_plain(loader: DataLoader[Any]) -> bool:
-    """Return True if the order is the data set's own, or plain `shuffle=True`."""
+    """Return True if the loader reads in dataset order, or shuffles with plain `shuffle=True`."""
     sampler = loader.sampler
     by_size = loader.batch_size is not None and type(loader.batch_sampler) is BatchSampler
     if not by_size or getattr(sampler, "data_source", None) is not loader.dataset:
@@ -118,7 +118,7 @@ def _is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def _is_bulk(loader: DataLoader[Any]) -> bool:
-    """Return True if the sampler yields lists of indices, each for a whole batch."""
+    """Return True if the sampler yields a list of indices for each batch."""
     return loader.batch_size is None and loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
 
 
@@ -154,7 +154,7 @@ def check(loader: DataLoader[Any], world: Group) -> None:
 
 
 def _check_not_distributed(sampler: Any, loader: DataLoader[Any], world: Group) -> None:
-    """Refuse a sampler for one rank's part, which would be mistaken for the whole."""
+    """Refuse a sampler that draws only one rank's part of the samples."""
     parts = getattr(sampler, "num_replicas", 1)
     if parts == 1 and not (isinstance(sampler, DistributedSampler) and world.size > 1):
         return

@@ -1,6 +1,6 @@
-"""Batches of one replica: its shard of each global batch, resumable at any step.
+"""Loader of one replica's shard of each global batch; it can resume at any step.
 
-torchdata's `StatefulDataLoader` reads them.
+The loader reads through torchdata's `StatefulDataLoader`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from paceline.own_random import kept_random
 
 
 class Position(NamedTuple):
-    """Position of a batch: its epoch and step (0-based), and its number of samples.
+    """Epoch and step of a batch (both 0-based), and its number of samples.
 
-    `local` counts the samples of this replica, `total` those of all replicas.
+    `local` is the number of samples on this replica; `total` is the number on all replicas.
     """
 
     epoch: int
@@ -42,28 +42,28 @@ class Position(NamedTuple):
 
 
 class Loader:
-    """Loader of one replica's batches; each iteration runs one epoch, or its remainder.
+    """Loader of one replica's batches; each iteration reads one epoch, or the rest of it.
 
-    An iteration yields a batch for each step; the next iteration begins the next epoch. If an iteration is left early,
-    the next one continues it. With `begins_anew`, every iteration is a new epoch, as with a `DataLoader`, except that
-    the first one after `load_state_dict` begins within an epoch. Iterations may then overlap.
+    An iteration yields one batch for each step. If an iteration stops early, the next iteration continues the same
+    epoch. With `begins_anew`, every iteration begins a new epoch, as in a `DataLoader`, and iterations may overlap.
+    Only the first iteration after `load_state_dict` then begins within an epoch.
 
-    `collate_fn` makes a batch from the samples (by default torch's `default_collate`). If `__getitems__` of a dataset
-    returns a tuple of tensors and there is no `collate_fn`, its batches pass unchanged. A step without a sample on this
-    replica yields None.
+    `collate_fn` makes a batch from a list of samples; the default is torch's `default_collate`. If the dataset's
+    `__getitems__` returns a tuple of tensors and there is no `collate_fn`, that tuple is the batch. If a step has no
+    samples for this replica, the batch is None.
 
-    With `num_workers` > 0, this number of loader processes read ahead. They end when an iteration is interrupted, by
-    `close`, or with the loader. With or without them, a sample's random numbers depend on the seed, the epoch and its
-    index.
+    If `num_workers` is positive, that number of loader processes read batches ahead of time. The processes end when an
+    iteration stops early, on `close`, or when the loader is deleted. A sample's random numbers depend only on the
+    seed, the epoch and the sample's index, with or without loader processes.
 
     Attributes:
-        position: position of the last yielded batch; None before the first.
-        indices: the dataset indices in that batch.
-        left_out: indices whose samples are None, so that `collate_fn` omitted them from that batch.
+        position: position of the last yielded batch; None before the first batch.
+        indices: dataset indices of the samples in the last yielded batch.
+        left_out: indices whose samples are None; `collate_fn` omitted them from the last yielded batch.
 
-    Raises (while iterating): DataError: the dataset no longer has the length that the partition was made for, a sample
-        raised, samples cannot be collated, or the ranks read different data. LoaderProcessError: a loader process was
-        killed, ended, or did not answer in time.
+    Raises (while iterating): DataError: the length of the dataset has changed, reading a sample raised an error,
+        samples cannot be collated, or the ranks read different data. LoaderProcessError: a loader process was
+        killed, exited, or did not answer in time.
     """
 
     def __init__(
@@ -79,25 +79,26 @@ class Loader:
         rank: int | None = None,
         begins_anew: bool = False,
     ) -> None:
-        # `workers` overrides `num_workers`; `samples` reads the dataset in another way; `rank` is named in errors
+        # `workers` overrides `num_workers`; `samples` replaces the reader of the dataset; errors name `rank`
         self.begins_anew = begins_anew
-        self._epochs = 0  # number of epochs begun, with `begins_anew`
+        self._epochs = 0  # number of epochs begun; only used with `begins_anew`
         self._within = False  # whether the next iteration begins at a loaded position
-        self._overlapping: Loader | None = None  # reader of an overlapping iteration, if it yielded the last batch
+        # reader of the overlapping iteration that yielded the last batch, if any
+        self._overlapping: Loader | None = None
         self.partition, self.workers, self.pin_memory = partition, workers or Workers(num_workers), pin_memory
         self.num_workers = self.workers.count
         self.position: Position | None = None
         self.indices: list[Any] = []
         self.left_out: list[Any] = []
-        # whether an empty share is filled with a sample of weight 0, for loops that compute their own loss
+        # whether an empty share gets one sample of weight 0; for users' own loops, which compute the loss themselves
         self.fills_empty = False
-        self.device = torch.device("cpu")  # device of the batches; differs from the CPU only in such loops
+        self.device = torch.device("cpu")  # device of the batches; only users' own loops change it
         self._rank = partition.replica if rank is None else rank
         self._samples = samples or RequestedSamples(dataset, collate_fn, partition.replica, partition.seed)
-        # If loader processes read the dataset, this process reads a copy, so that they share no open file.
+        # With loader processes, this process reads a copy of the dataset, so that the processes share no open file.
         self._looks = self._samples.apart() if self.num_workers else self._samples
-        self._batches: Iterator[Any] | None = None  # torchdata's iterator while an iteration runs
-        # the same iterator before an iteration, if loader processes already run
+        self._batches: Iterator[Any] | None = None  # torchdata's iterator of the running iteration
+        # torchdata's iterator before the iteration begins, if loader processes were started early
         self._started: Iterator[Any] | None = None
         self._read_by = [partition.replica, partition.replicas, self.num_workers]
         self._needs_samples = ""
@@ -110,10 +111,10 @@ class Loader:
         try:
             return self.partition.steps_per_epoch
         except DataError as error:
-            raise TypeError(str(error)) from None  # `list` treats a TypeError as an unknown length
+            raise TypeError(str(error)) from None  # `list` treats a TypeError from `len` as an unknown length
 
     def __bool__(self) -> bool:
-        return True  # also without a length
+        return True  # otherwise `bool` would call `len`, which can raise
 
     def __iter__(self) -> Iterator[Any]:
         return self._new_epoch() if self.begins_anew else self._remainder()
@@ -146,7 +147,7 @@ class Loader:
         return reader
 
     def _remainder(self) -> Iterator[Any]:
-        if self._batches is not None:  # an iteration that was left, but is still referenced
+        if self._batches is not None:  # an earlier iteration stopped early, but its generator still exists
             self.close()
         epoch, start = self._begin(*self._next)
         batches: Any = self._start(epoch, start) if self._started is None else self._started
@@ -155,27 +156,28 @@ class Loader:
             step = start
             while self._has(epoch, step):
                 received = self._receive(self._read(batches), epoch, step)
-                if received is None:  # only the end of one loader process's stream
+                if received is None:  # the stream of one loader process ended
                     continue
                 step += 1
                 yield on_device(received[0], self.device)
-                if self._batches is not batches:  # a state was loaded, or another iteration took over
+                if self._batches is not batches:  # a state was loaded, or another iteration began
                     return
             self._next, self._turn = (epoch + 1, 0), 0
             self._resume_from, self._batches = self._reader_state(), None
             if not self.workers.persistent:
                 self.close()
         finally:
-            if self._batches is batches and self._end_processes.still_active():  # otherwise Python ends
+            if self._batches is batches and self._end_processes.still_active():  # inactive only while Python exits
                 self.close()
-        if start and step == start:  # a stream had ended exactly at its saved position
+        if start and step == start:  # the stream ended at its saved position, so begin the next epoch
             yield from self
 
     def start(self) -> None:
         """Start the loader processes now, if any, instead of at the next iteration.
 
-        They are forked, so they share objects that exist already, such as a model, and each page written afterwards is
-        copied first. Loaders of streams start with their iteration, because their ranks have to communicate.
+        Loader processes are forked. They share the memory of existing objects, such as a model, and the kernel copies
+        each page that is written later. For streams, this method does nothing: their ranks must communicate first, so
+        their loader processes start with the iteration.
         """
         if self.num_workers and isinstance(self.partition, Partition) and self._started is self._batches is None:
             self._started = self._start(*self._next)
@@ -186,7 +188,7 @@ class Loader:
         return (self._overlapping or self)._batches is not None
 
     def example(self, count: int) -> Any:
-        """Return a model's input: the first `count` samples, repeated if there are fewer."""
+        """Return the first `count` samples as a model input, repeated if there are too few."""
         with kept_random():
             if isinstance(self.partition, Partition):
                 return self._looks.read([i % self.partition.held_samples for i in range(count)])
@@ -194,9 +196,9 @@ class Loader:
             return self._looks.example(count, first)
 
     def read(self, indices: list[int], position: Position) -> Any:
-        """Read the batch of these samples in this process; None without samples.
+        """Read the given samples as a batch in this process; None if there are none.
 
-        The samples may come from any position in an epoch. The position of the next iteration does not change.
+        The samples may be anywhere in the epoch. The next iteration still begins where it would have begun.
         """
         self._looks.begin_epoch(position.epoch)
         batch = self._looks.read(indices) if indices else None
@@ -204,7 +206,7 @@ class Loader:
         return on_device(batch, self.device)
 
     def digests(self) -> dict[int, int]:
-        """Read the last batch's samples again; return their digests by the user's indices."""
+        """Read the last batch's samples again; return a digest for each dataset index."""
         assert self.position is not None
         epoch, indices = self.position.epoch, self.indices
         self._looks.begin_epoch(epoch)
@@ -212,11 +214,11 @@ class Loader:
         return dict(zip(in_users_data(self._looks.dataset, indices)[1], digests, strict=True))
 
     def fingerprint(self) -> list[int] | None:
-        """Return the number of samples and digests of three, as first read.
+        """Return the number of samples and the digests of three samples, to detect changed data.
 
-        The digest of a sample that changes between two reads is 0. For a stream, and for a dataset with a state or with
-        epochs, the list has only the number of samples. None if there is no such number, if it changes, or if each host
-        has its own files.
+        The samples are read once; later calls return the same list. If two reads of a sample differ, its digest is 0.
+        For streams, and for datasets with `state_dict` or `set_epoch`, the list has only the number of samples. Returns
+        None if the dataset has no length, if the length has changed, or if each host has its own files.
         """
         if self._fingerprint is None:
             self._fingerprint = self._read_fingerprint()
@@ -232,7 +234,7 @@ class Loader:
         if isinstance(partition, Flow) or self._looks.stateful or hasattr(dataset, "set_epoch"):
             return found
         for index in dict.fromkeys((0, samples // 2, samples - 1)):
-            # a step reports an unreadable sample; a sample without a digest is not compared
+            # an unreadable sample gets no digest here; the training step that reads it reports the error
             with suppress(DataError, TypeError, RuntimeError):
                 digest, again = (digest_of(self._looks.sample(index, 0, seed=0)) for _ in range(2))
                 found.append(digest if digest == again else 0)
@@ -240,7 +242,7 @@ class Loader:
 
     @property
     def name(self) -> str:
-        """Type of the user's dataset."""
+        """Type name of the user's dataset, for errors."""
         return self._samples.name
 
     def random_inputs(self) -> tuple[str, bool]:
@@ -249,10 +251,10 @@ class Loader:
         return self._looks.name, self._looks.collate_draws
 
     def check_weight(self) -> None:
-        """Refuse to weight the last batch by its samples if `collate_fn` omitted some.
+        """Refuse to weight the last batch by its number of samples if `collate_fn` omitted samples.
 
         Raises:
-            DataError: samples were omitted, and the batch sizes of other replicas are not known.
+            DataError: `collate_fn` omitted samples, so the batch sizes of the other replicas are unknown.
         """
         if not self.left_out or self.partition.replicas == 1:
             return
@@ -268,29 +270,31 @@ class Loader:
         )
 
     def smallest_share(self) -> int:
-        """Return the fewest samples of a replica in the first batch; 1 if unknown."""
+        """Return the smallest replica's number of samples in the first batch; 1 if unknown."""
         if isinstance(self.partition, SamplerStream):
-            self.partition.first(1)  # draws it
+            self.partition.first(1)  # draws the first batch
         try:
             return min(self.partition.shares(0))
         except DataError:
             return 1
 
     def fill_every_rank(self, what: str) -> None:
-        """Require a sample for each replica in every batch; `what` names the reason.
+        """Require a sample for each replica in every batch; errors name `what`.
+
+        `what` is the feature that needs the samples.
 
         Raises:
-            PlanError: a batch of an epoch is too small.
+            PlanError: a batch has fewer samples than replicas.
         """
         self._needs_samples = what
         if isinstance(self.partition, Partition):
             self._check_filled(self.partition.steps_per_epoch - 1)
 
     def reshare(self, shares: Sequence[int]) -> Place:
-        """Change the shares of full batches; return epoch and step of the first changed batch.
+        """Set each replica's share of full batches; return the first changed epoch and step.
 
-        Every rank must call this between the same two batches, with equal shares. Batches that loader processes have
-        read ahead keep their shares.
+        Every rank must call this method between the same two batches, with equal `shares`. Batches that loader
+        processes have already requested keep their shares.
         """
         assert isinstance(self.partition, Partition)
         epoch, step = self._next[0], self._next[1] + self.workers.ahead
@@ -301,8 +305,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch as JSON values.
 
-        It is equal on every rank except `reader`. It includes the state of a dataset with `state_dict` and
-        `load_state_dict`, which must be JSON as well.
+        All entries are equal on every rank, except `reader`. If the dataset has `state_dict` and `load_state_dict`,
+        `reader` includes the dataset's state, which must also consist of JSON values.
         """
         reader = self._overlapping or self
         epoch, step = reader._next
@@ -320,14 +324,14 @@ class Loader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of `state_dict`.
+        """Continue from the position in `state`, and end a running iteration.
 
-        The numbers of replicas and loader processes may differ. A running iteration ends. A dataset's own state belongs
-        to one replica and its loader processes; it is not restored if these differ.
+        The numbers of replicas and loader processes may differ from those at saving. The dataset's own state is then
+        not restored, because it belongs to one replica and its loader processes.
 
         Raises:
-            DataError: the state belongs to another type of loader, order or batch size, or to a stream that another
-                number of loader processes reads differently.
+            DataError: the state was saved with another type of loader, sample order or batch size, or with a stream
+                and another number of loader processes.
         """
         own = isinstance(self.partition, SamplerStream), isinstance(self.partition, Flow)
         if ("stream" in state, "flow" in state) != own:
@@ -343,8 +347,8 @@ class Loader:
         if isinstance(self.partition, Flow) and began and (then := state["flow"]["workers"]) != self.num_workers:
             raise DataError(
                 "data.workers_differ",
-                "{name} was read by {then} loader processes, which divide its stream among them. Resume with "
-                "num_workers={then} instead of {num_workers}.",
+                "{name} was read by {then} loader processes, and each process reads its own part of the stream. Resume "
+                "with num_workers={then} instead of {num_workers}.",
                 name=self.partition.name,
                 then=then,
                 num_workers=self.num_workers,
@@ -370,18 +374,18 @@ class Loader:
         self._open(self._next, reader)
 
     def _open(self, start: tuple[int, int], reader: dict[str, Any] | None) -> None:
-        """Make the next iteration begin at `start` = (epoch, step); `reader` is torchdata's state there."""
+        """Make the next iteration begin at `start` = (epoch, step), with torchdata's state `reader`."""
         self._next, self._resume_from = start, reader
         self._batches = self._started = None
-        self._requests: deque[SampleRequest] = deque()  # requested, and not yielded yet
+        self._requests: deque[SampleRequest] = deque()  # requested, but not yet yielded
         self._steps = _RequestSampler(self.partition, start, self._requests)
         workers = self.workers
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls `set_vital`
             self._loader: StatefulDataLoader[Any] = StatefulDataLoader(
                 self._samples,
                 batch_sampler=self._steps,
-                # `RequestedSamples` collates, and loader processes send; torch pins only its own batches
+                # `RequestedSamples` has already collated; torch can only pin batches that are not pickled by `as_sent`
                 collate_fn=as_sent if workers.count and not self.pin_memory else _unchanged,
                 num_workers=workers.count,
                 prefetch_factor=workers.prefetch_factor,
@@ -390,13 +394,14 @@ class Loader:
                 worker_init_fn=Begin(workers.init) if workers.count else None,
                 multiprocessing_context=workers.context,
                 pin_memory=self.pin_memory,
-                snapshot_every_n_steps=int(self._samples.stateful),  # a dataset's own state, sent with each batch
-                # otherwise each epoch would take a number from the rank's own random state
+                # loader processes send the dataset's own state with each batch
+                snapshot_every_n_steps=int(self._samples.stateful),
+                # without a generator, each epoch would draw a number from the rank's own random state
                 generator=torch.Generator(),
             )
         if reader is not None:
             self._loader.load_state_dict(reader)
-        # also when Python ends, before multiprocessing closes their queues (10) and waits for them
+        # runs at exit too: priority 20 comes before multiprocessing closes its queues (priority 10) and joins them
         self._end_processes = Finalize(self, _end_processes, (self._loader,), exitpriority=20)
 
     def _check_order(self, state: dict[str, Any]) -> None:
@@ -417,7 +422,7 @@ class Loader:
     # Iteration
 
     def _begin(self, epoch: int, start: int) -> tuple[int, int]:
-        """Return the first epoch and step; the epoch of a loaded state may have ended."""
+        """Return the first epoch and step; if a loaded epoch has ended, the next epoch's."""
         if isinstance(self.partition, SamplerStream):
             return self.partition.begin(epoch, start, start + self.workers.ahead + 1)
         if isinstance(self.partition, Flow):
@@ -425,7 +430,7 @@ class Loader:
         return epoch, start
 
     def _has(self, epoch: int, step: int) -> bool:
-        """Return True if the epoch has that step; all ranks ask together."""
+        """Return True if the epoch has that step; all ranks must call this together."""
         if isinstance(self.partition, Partition):
             return step < self.partition.steps_per_epoch
         if isinstance(self.partition, SamplerStream):
@@ -434,7 +439,7 @@ class Loader:
         return not self.partition.ended
 
     def _start(self, epoch: int, start: int) -> Any:
-        """Return torchdata's iterator; the death of a loader process interrupts only the waiting thread."""
+        """Return torchdata's iterator, with torch's SIGCHLD check limited to reads."""
         self._samples.begin_epoch(epoch)
         self._samples.check_length(self.partition.held_samples if isinstance(self.partition, Partition) else None)
         self._steps.next = epoch, self._turn if isinstance(self.partition, Flow) else start
@@ -447,7 +452,8 @@ class Loader:
                 raise self._failed_processes(error) from error
             raise
         if self.num_workers and batches._worker_pids_set:
-            # torch's SIGCHLD handler raises in whatever the main thread does, even in a wait for other ranks.
+            # torch's SIGCHLD handler would interrupt the main thread anywhere, even while it waits for other ranks.
+            # `_read` registers the processes only while it waits for a batch.
             _remove_worker_pids(id(batches))
             batches._worker_pids_set = False
         return batches
@@ -460,7 +466,7 @@ class Loader:
         _set_worker_pids(id(batches), tuple(worker.pid for worker in batches._workers))
         try:
             batch = next(batches)
-        except (RuntimeError, OSError, EOFError) as error:  # the last two if a process died while it sent
+        except (RuntimeError, OSError, EOFError) as error:  # OSError and EOFError: a process died while it sent a batch
             raise self._failed_processes(error) from error
         finally:
             _remove_worker_pids(id(batches))
@@ -491,7 +497,7 @@ class Loader:
             self._check_filled(step, epoch)
         local = self.partition.shares(step, epoch)[self.partition.replica] if read_whole else len(self.indices)
         local, total = local - len(self.left_out), self.partition.size(step)
-        # With several replicas, the numbers omitted by the others are unknown: see `check_weight`.
+        # How many samples the other replicas omitted is unknown, see `check_weight`.
         self.position = Position(epoch, step, local, local if self.partition.replicas == 1 else total)
         last = isinstance(self.partition, Partition) and step + 1 == self.partition.steps_per_epoch
         self._next = (epoch + 1, 0) if last else (epoch, step + 1)
@@ -514,7 +520,7 @@ class Loader:
     # Loader processes
 
     def _failed_processes(self, error: Exception | None) -> DataError:
-        """Return the error of failed loader processes, after ending them."""
+        """End all loader processes, and return the error that explains why one failed."""
         epoch, step = self._next
         processes = getattr(self._loader._iterator, "_workers", ())
         ended = [(process.pid, process.exitcode) for process in processes if process.exitcode is not None]
@@ -522,15 +528,16 @@ class Loader:
         return failed(f"rank {self._rank}, before step {step} of epoch {epoch}", self.workers, ended, error)
 
     def _reader_state(self) -> dict[str, Any] | None:
-        """Return torchdata's own state at the next batch, or the loaded one, or None."""
+        """Return torchdata's state at the next batch, or the loaded state, or None."""
         return self._loader.state_dict() if self._samples.stateful and self._batches is not None else self._resume_from
 
 
 def _end_processes(loader: StatefulDataLoader[Any]) -> None:
     """End the existing loader processes.
 
-    torchdata ends them when its iterator is collected. In a reference cycle, such as a traceback, this happens after
-    the queues have been closed, and its SIGTERM does not end the processes (see `Begin`).
+    torchdata ends its processes only when its iterator is garbage-collected. If a traceback still references the
+    iterator, collection comes after the queues have been closed. The processes also ignore torchdata's first SIGTERM
+    (see `Begin`).
     """
     if loader.num_workers and loader._iterator is not None:
         loader._iterator._shutdown_workers()
@@ -543,7 +550,7 @@ def _end_processes(loader: StatefulDataLoader[Any]) -> None:
 def changed_data(saved: list[int] | None, now: list[int] | None) -> str | None:
     """Describe how a data set has changed between two fingerprints.
 
-    Returns None if it has not changed, or if a fingerprint is unknown.
+    Returns None if the data set has not changed, or if a fingerprint is unknown.
     """
     if saved is None or now is None or saved == now:
         return None
@@ -559,7 +566,7 @@ def _order_of(partition: Partition) -> dict[str, int | bool]:
 
 
 class _RequestSampler:
-    """Batch sampler that yields a replica's requests from `next` = (epoch, step) to the epoch's end."""
+    """Batch sampler of one replica's requests, from `next` = (epoch, step) to the epoch's end."""
 
     def __init__(
         self, partition: Partition | SamplerStream | Flow, start: tuple[int, int], requests: deque[SampleRequest]
@@ -574,14 +581,14 @@ class _RequestSampler:
             yield request
 
     def state_dict(self) -> dict[str, int]:
-        """Return nothing: the loader starts the sampler at the right step.
+        """Return an empty state, because the loader starts the sampler at the right step.
 
         Without this method and `load_state_dict`, torchdata would draw and discard all earlier steps.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Do nothing, see `state_dict`."""
+        """Do nothing, because the state is empty."""
 
 
 def _unchanged(batch: Any) -> Any:

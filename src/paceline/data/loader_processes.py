@@ -1,4 +1,4 @@
-"""DataLoader worker processes of a rank: start, messages, and errors after a failure."""
+"""DataLoader worker processes of a rank: their start, messages and errors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.utils.data import get_worker_info
 from paceline.errors import LoaderProcessError
 from paceline.files import sockets_fit, temporary_folder
 
-_SMALL_BYTES = 1 << 19  # bytes of a batch up to which it is sent through a pipe
+_SMALL_BYTES = 1 << 19  # largest batch, in bytes, that is sent through a pipe
 
 
 @dataclass(frozen=True)
 class Workers:
     """Number and arguments of each rank's loader processes.
 
-    Unless `persistent`, they end with each epoch, and the next ones get the current dataset.
+    If `persistent` is False, the processes end with each epoch, and new processes get the current dataset.
     """
 
     count: int = 0
@@ -35,32 +35,31 @@ class Workers:
     persistent: bool = True
     timeout_s: float = 0.0
     init: Callable[[int], Any] | None = None
-    context: Any = None  # start method of multiprocessing
+    context: Any = None  # multiprocessing's start method
 
     @property
     def ahead(self) -> int:
-        """Return the number of batches to request before the first one is needed."""
+        """Number of batches that loader processes read ahead."""
         return self.count * (2 if self.prefetch_factor is None else self.prefetch_factor)
 
 
 class Begin:
     """The `worker_init_fn` of loader processes.
 
-    It gives them the user's dataset, like a DataLoader, and calls the user's function.
+    It makes `get_worker_info().dataset` the user's dataset, as in a DataLoader, and calls the user's `worker_init_fn`.
     """
 
     def __init__(self, init: Callable[[int], Any] | None) -> None:
         self.init = init
 
     def __call__(self, worker: int) -> None:
-        # A scheduler signals every process of a run, but the rank still needs batches for its last step. A second
-        # SIGTERM
-        # ends this process.
+        # Ignore the first SIGTERM: a scheduler sends it to every process, but the rank still needs batches for its
+        # last step. A second SIGTERM ends this process.
         signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         info = get_worker_info()
         assert info is not None
         samples: Any = info.dataset
-        object.__setattr__(info, "dataset", samples.dataset)  # the class rejects plain assignments
+        object.__setattr__(info, "dataset", samples.dataset)  # WorkerInfo rejects plain assignments
         if self.init is not None:
             self.init(worker)
 
@@ -68,15 +67,15 @@ class Begin:
 def make_room_for_sockets() -> None:
     """Make multiprocessing put its sockets into a folder with a short path.
 
-    With a long TMPDIR, loader processes could not send batches, and no error would appear.
+    With a long TMPDIR, loader processes cannot send batches, and multiprocessing raises no error.
 
     Raises:
-        LoaderProcessError: there is no such writable folder.
+        LoaderProcessError: no writable folder has a path that is short enough for sockets.
     """
     chosen = tempfile.tempdir
     tempfile.tempdir = temporary_folder("pymp-12345678/listener-12345678")
     try:
-        folder = multiprocessing.util.get_temp_dir()  # made once, and inherited by the processes
+        folder = multiprocessing.util.get_temp_dir()  # multiprocessing makes it once; loader processes inherit it
     finally:
         tempfile.tempdir = chosen
     if not sockets_fit(folder):
@@ -90,20 +89,20 @@ def make_room_for_sockets() -> None:
 
 @dataclass(frozen=True)
 class SmallBatch:
-    """A batch that is sent by value.
+    """A batch that a loader process sends by value, through a pipe.
 
-    Otherwise torch would create, map and free shared memory for each of its tensors.
+    For small batches, a copy costs less than shared memory, which torch creates and maps for each tensor.
     """
 
     pickled: bytes
 
     def batch(self) -> Any:
-        """Return the batch, with tensors in their own memory."""
+        """Unpickle the batch; each tensor gets its own memory."""
         return pickle.loads(self.pickled)
 
 
 def as_sent(batch: Any) -> Any:
-    """Return the batch, by value if it is small and a loader process read it."""
+    """In a loader process, pack a small batch by value; otherwise return it unchanged."""
     if get_worker_info() is None:
         return batch
     written = io.BytesIO()
@@ -115,12 +114,12 @@ def as_sent(batch: Any) -> Any:
 
 
 class _ByValue(ForkingPickler):
-    """Pickler of small batches; raises PicklingError for tensors that torch must send."""
+    """Pickler of small batches; raises PicklingError for tensors that torch must send through shared memory."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._left = _SMALL_BYTES
-        self._sent: set[int] = set()  # addresses
+        self._sent: set[int] = set()  # addresses of tensors already pickled
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.nbytes > self._left:
@@ -136,7 +135,7 @@ class _ByValue(ForkingPickler):
 
 
 def _is_plain(value: Tensor) -> bool:
-    """Return True for a CPU tensor that uses all of its memory in order."""
+    """Return True for a contiguous CPU tensor that uses its whole storage."""
     if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu or value.requires_grad:
         return False
     if value.is_conj() or value.is_neg():
@@ -151,9 +150,9 @@ def _tensor(held: bytearray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 def failed(
     where: str, workers: Workers, ended: Sequence[tuple[int, int]], error: Exception | None
 ) -> LoaderProcessError:
-    """Return the error of failed loader processes.
+    """Return the error that explains why loader processes failed.
 
-    `ended` lists (pid, exit code) of ended processes; `error` is torch's error.
+    `ended` lists (pid, exit code) of the processes that have ended; `error` is torch's error, if any.
     """
     if ended:
         pid, code = ended[0]
@@ -173,7 +172,7 @@ def failed(
         return LoaderProcessError(
             "loader.timeout",
             "{where}: the {workers} DataLoader worker processes returned no batch within their timeout of "
-            "{timeout_s:g} s. If reading is only slow, raise timeout or num_workers.",
+            "{timeout_s:g} s. If reading is just slow, raise timeout or num_workers.",
             where=where,
             workers=workers.count,
             timeout_s=workers.timeout_s,
@@ -193,5 +192,5 @@ def _end_of(code: int) -> str:
         return f"ended with exit code {code}"
     try:
         return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    except ValueError:  # a real-time signal
+    except ValueError:  # real-time signals have no name
         return f"was killed by signal {-code}"

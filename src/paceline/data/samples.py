@@ -1,4 +1,4 @@
-"""Batchwise reading of a dataset: collation, epochs, and errors that name samples."""
+"""Reading of whole batches from a dataset: collation, epochs, and errors that name samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class SampleRequest(NamedTuple):
-    """Samples of one step, as requested by the loader's sampler; epoch and step are 0-based."""
+    """Sampler's request for the samples of one step; epoch and step are 0-based."""
 
     epoch: int
     step: int
@@ -35,18 +35,18 @@ class SampleRequest(NamedTuple):
 
 
 class RequestedSamples(Dataset[Any]):
-    """The user's dataset for `StatefulDataLoader`: an item is the whole batch of a `SampleRequest`.
+    """Wrapper of the user's dataset that returns one collated batch for each `SampleRequest`.
 
-    Loader processes use the same class.
+    `StatefulDataLoader` reads it, both in the rank and in loader processes.
 
-    The random numbers of a sample (torch, NumPy, Python) depend on the seed, the epoch and its index, so every plan
-    trains on the same samples. The random numbers of `collate_fn` depend on the seed, the epoch, the step and the
-    replica. Each batch leaves the random states of the process unchanged.
+    A sample's random numbers (torch, NumPy, Python) depend on the seed, the epoch and the sample's index, so every
+    plan trains on the same samples. The random numbers of `collate_fn` depend on the seed, the epoch, the step and the
+    replica. Reading a batch does not change the random states of the process.
 
     Attributes:
         draws: whether the dataset or `collate_fn` has used random numbers in this process.
         collate_draws: whether `collate_fn` has used random numbers in this process.
-        left_out: indices of the last batch whose samples are None; `collate_fn` omits them.
+        left_out: indices in the last batch whose samples are None; `collate_fn` omits these samples.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RequestedSamples(Dataset[Any]):
     ) -> None:
         """Create a reader of a dataset's batches.
 
-        With `bulk`, `dataset[indices]` is a whole batch, which `collate_fn` gets.
+        With `bulk`, the reader calls `dataset[indices]` once for a whole batch, and passes the result to `collate_fn`.
         """
         if collate_fn is None and isinstance(dataset, Collated):
             collate_fn = dataset.collate_fn
@@ -68,25 +68,25 @@ class RequestedSamples(Dataset[Any]):
         kept = type(in_users_data(dataset, [])[0]) in (TensorDataset, TensorSamples)
         self._cannot_draw = kept and not self.has_own_collate
         self.stateful = isinstance(dataset, Stateful)
-        if isinstance(dataset, Stateful):  # torchdata looks for a state if an object has these two methods
+        if isinstance(dataset, Stateful):  # torchdata saves the state of an object that has these two methods
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def apart(self) -> RequestedSamples:
-        """Return a reader of a copied dataset, which opens its own files."""
+        """Return a reader of a copy of the dataset; the copy opens its own files."""
         reader = copy.copy(self)
         reader.dataset = apart(self.dataset)
         reader.read_many = getattr(reader.dataset, "__getitems__", None) if self.read_many is not None else None
         return reader
 
     def begin_epoch(self, epoch: int) -> None:
-        """Set the dataset's epoch, if it has `set_epoch`."""
+        """Call the dataset's `set_epoch`, if it exists and the epoch is new."""
         if epoch != self.epoch:
             self.epoch = epoch
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
 
     def check_length(self, expected: int | None) -> None:
-        """Refuse a dataset whose length has changed; None checks nothing."""
+        """Refuse a dataset whose length differs from `expected`; None skips the check."""
         if expected is None:
             return
         length = len(self.dataset)  # type: ignore[arg-type]
@@ -117,9 +117,10 @@ class RequestedSamples(Dataset[Any]):
         return Shortened(batch, self.left_out) if self.left_out else batch
 
     def read(self, indices: list[int], at: tuple[int, int] | None = None) -> Any:
-        """Read these samples as one collated batch; None without samples.
+        """Read these samples as one collated batch; return None if `indices` is empty.
 
-        The random numbers depend on `at`, the batch's epoch and step, or on the process's own random states.
+        `at` is the batch's epoch and step, from which the random numbers follow. If `at` is None, the random numbers
+        come from the process's own random states.
         """
         if not indices:
             return None
@@ -130,7 +131,7 @@ class RequestedSamples(Dataset[Any]):
                 batch = self._collate(self._samples(indices), indices)
                 if not states.drew():
                     return batch
-                self.draws = True  # read this batch again; from now on each sample has its own random states
+                self.draws = True  # read this batch again, and seed each sample from now on
             samples = self._samples(indices, at[0])
             states.start(self.seed, *at, self.replica)
             if not self.has_own_collate:
@@ -141,14 +142,17 @@ class RequestedSamples(Dataset[Any]):
                 return batch
 
     def length(self) -> int | None:
-        """Return the current number of samples; None for a data set without a length."""
+        """Return the dataset's current length; None if it has no length."""
         try:
             return len(self.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
 
     def sample(self, index: Any, epoch: int, *, seed: int | None = None) -> Any:
-        """Read one sample as in the given epoch, not collated; `seed` replaces the run's seed."""
+        """Read one sample with the random numbers of an epoch, without collating it.
+
+        If `seed` is given, it replaces the seed of the run.
+        """
         with SampleRandom() as states:
             states.start(self.seed if seed is None else seed, epoch, _number(index))
             return self._samples([index])
@@ -193,13 +197,14 @@ class RequestedSamples(Dataset[Any]):
             ) from error
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """Return a batch of `count` samples for inspection, with these indices if given."""
+        """Return a batch of the given samples, to inspect the shape of a model input."""
         return self.read(indices)
 
     def _read_each(self, indices: list[Any], epoch: int | None) -> list[Any]:
         samples: list[Any] = []
         try:
-            for index in indices:  # in one call, because a call per sample takes as long as many datasets themselves
+            # inlined: a function call per sample would cost as much time as reading a sample of many datasets
+            for index in indices:
                 if epoch is not None:
                     SampleRandom.start(self.seed, epoch, _number(index))
                 samples.append(self.dataset[index])
@@ -214,7 +219,7 @@ class RequestedSamples(Dataset[Any]):
             raise self._error(index if self.bulk else [index], error) from error
 
     def _culprit(self, indices: list[int]) -> list[int]:
-        """Return the first sample that raises when read alone; all samples if none does."""
+        """Return the first sample that raises an error when read alone; otherwise all samples."""
         for index in indices:
             alone = False
             with suppress(Exception):
@@ -261,14 +266,14 @@ class Shortened:
 
 @dataclass(frozen=True)
 class LoaderFailure:
-    """Message of a loader process that could not make a batch."""
+    """Message from a loader process that failed to read a batch."""
 
     problems: tuple[Problem, ...]
     cause: BaseException
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Return the error with its traceback as text; a RuntimeError if it cannot be pickled."""
+    """Return an error that can be pickled, with the original traceback as a note."""
     told = "".join(traceback.format_exception(error))
     portable: BaseException = RuntimeError(f"{type(error).__name__}: {error}")
     with suppress(Exception):
@@ -314,13 +319,13 @@ def held_out_batches(
 
     The last batch may be smaller. Batches are collated as in `Loader`.
 
-    The shard is contiguous. With `in_turn`, it is every `replicas`-th batch of the whole set, so that the batches do
-    not depend on the number of replicas. All shards together have every sample once. Replicas may have different
-    numbers of batches, even none. A sample's random numbers depend on its index, so every evaluation measures the same
-    samples.
+    By default, the shard is a contiguous part of the set. With `in_turn`, the shard is every `replicas`-th batch of the
+    whole set, so the batches do not depend on the number of replicas. Every sample is in exactly one shard. Replicas
+    may have different numbers of batches, even none. A sample's random numbers depend only on its index, so every
+    evaluation measures the same samples.
 
     Raises:
-        DataError: a sample raised, or samples cannot be collated.
+        DataError: reading a sample raised an error, or samples cannot be collated.
     """
     samples = RequestedSamples(dataset, None, replica, seed=0)
     count = len(dataset)  # type: ignore[arg-type]
@@ -333,12 +338,12 @@ def held_out_batches(
 
 
 def most_batches(samples: int, *, batch: int, replicas: int, in_turn: bool = False) -> int:
-    """Return the number of `held_out_batches` of the replica with the most."""
+    """Return the largest number of `held_out_batches` that any replica has."""
     if in_turn:
         return math.ceil(samples / (replicas * batch))
     return max(math.ceil(((r + 1) * samples // replicas - r * samples // replicas) / batch) for r in range(replicas))
 
 
 def padded(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield the batches, followed by None up to `count`."""
+    """Yield `count` items: the batches first, then None."""
     return islice(chain(batches, repeat(None)), count)

@@ -1,7 +1,4 @@
-"""Global batches of a user's own sampler: drawn on rank 0, divided over ranks.
-
-"Rank" means data-parallel rank here.
-"""
+"""Global batches of a user's own sampler: drawn on rank 0, divided over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -33,20 +30,21 @@ from paceline.errors import DataError
 from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
-_AT_ONCE = 65536  # number of indices drawn and sent together if drawing ahead has no effect
-_FIRST_BYTES = 8192  # message size that is usually sufficient
+_AT_ONCE = 65536  # number of indices that rank 0 draws and sends at once from torch's own samplers
+_FIRST_BYTES = 8192  # size of the first broadcast, sufficient for most messages
 
 
 @dataclass
 class _Epoch:
-    """State of the current epoch: a window of its batches, and the drawing position."""
+    """State of the current epoch: its drawn batches and the drawing position."""
 
     number: int
     state: list[Any]  # sampler state at the start of the epoch
     next_state: list[Any] = field(default_factory=list)  # sampler state at its end, once known
-    batches: dict[int, list[Any]] = field(default_factory=dict)  # the global batches by step; old ones are dropped
-    digests: dict[int, int] = field(default_factory=lambda: {0: 0})  # digest of all batches before a step
-    # number of samples of a step, if its indices do not determine it
+    # by step: the global batches that are drawn but not yet trained on
+    batches: dict[int, list[Any]] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=lambda: {0: 0})  # by step: digest of all batches before the step
+    # by step: number of samples, if the indices do not determine the number
     totals: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
     ended: bool = False
@@ -55,21 +53,19 @@ class _Epoch:
 class SamplerStream:
     """Global batches of a user's (batch) sampler, and this rank's shard of each.
 
-    It has the interface of a `Partition`.
+    A `SamplerStream` has the interface of a `Partition`.
 
-    Rank 0 draws the batches and sends them to the other ranks, so all have the same batches. torch's own samplers are
-    drawn far ahead. Other samplers are drawn as early as a DataLoader would, so that they can adapt to the training. If
-    a sampler uses the process's random numbers, they come from the stream's own states, which are seeded again in each
-    epoch.
+    Rank 0 draws the batches and sends them to the other ranks. From torch's own samplers, rank 0 draws many batches
+    ahead. From other samplers, rank 0 draws only as far ahead as a DataLoader, because they may adapt to the training.
+    While a sampler draws, the stream's own random states replace those of the process, and each epoch seeds them again.
 
     Args:
-        sampler: yields the global batches as lists of indices; with `single`, the item of each step.
-        dataset: the dataset of the indices.
-        batch_size: number of samples of a full batch, if known in advance.
-        single: each step is one item of the dataset, which all ranks read.
-        generator: the loader's generator; a DataLoader takes a number from it when it starts loader processes or begins
-            an epoch.
-        persistent: the loader's processes persist, so it takes a number only at the first epoch.
+        sampler: iterable of global batches, each a list of indices; with `single`, iterable of single indices.
+        dataset: the dataset that the indices refer to.
+        batch_size: number of samples in a full batch; None if unknown in advance.
+        single: whether each step reads one dataset item, on all ranks.
+        generator: the loader's generator, from which a DataLoader draws one number at the start of an epoch.
+        persistent: whether loader processes persist; a DataLoader then draws the number only in the first epoch.
     """
 
     def __init__(
@@ -93,8 +89,8 @@ class SamplerStream:
         self._epoch: _Epoch | None = None
         self._iterator: Iterator[Any] | None = None
         self._random = OwnRandom(seed)
-        self._begun = 0  # number of epochs that this process's sampler has begun
-        self._compared = world.size == 1  # whether the ranks' samplers have been found to draw the same
+        self._begun = 0  # number of epochs that the sampler in this process has begun
+        self._compared = world.size == 1  # whether the ranks have verified that their samplers draw the same indices
         self._resume: dict[str, Any] | None = {"state": saved_states(sampler, dataset), "digest": 0}
 
     @property
@@ -106,7 +102,7 @@ class SamplerStream:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches of an epoch.
+        """Number of batches per epoch.
 
         Raises:
             DataError: the sampler has no length.
@@ -116,12 +112,12 @@ class SamplerStream:
         except TypeError:
             raise DataError(
                 "data.sampler_without_length",
-                "{name} has no length. Define __len__ for it, or count steps.",
+                "{name} has no length. Define __len__, or count steps instead of epochs.",
                 name=self.name,
             ) from None
 
     def size(self, step: int) -> int:
-        """Return the samples of all ranks together in that step of the current epoch."""
+        """Return the number of samples in that step of the current epoch, over all ranks."""
         epoch, known = self._epoch, None
         if self.single:
             known = epoch.totals.get(step) if epoch is not None else None
@@ -132,14 +128,14 @@ class SamplerStream:
         if known is None:
             raise DataError(
                 "data.batch_size_unknown",
-                "the size of batch {step} is not known before {name} has drawn it",
+                "the size of batch {step} is unknown until {name} has drawn the batch",
                 step=step,
                 name=self.name,
             )
         return known
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Return the samples of each data-parallel rank in that step of the current epoch."""
+        """Return each data-parallel rank's number of samples in that step of the current epoch."""
         return even_shares(self.size(step), self.replicas)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
@@ -152,7 +148,7 @@ class SamplerStream:
             yield self._shard(self._epoch.batches[step])
 
     def first(self, samples: int) -> list[Any]:
-        """Return `samples` indices for inspection: the indices of the first batch, repeated."""
+        """Return `samples` indices from the first batch, repeated as often as needed."""
         self.prepare(self._epoch.number if self._epoch is not None else 0, 1)
         assert self._epoch is not None
         known = next(iter(self._epoch.batches.values()), [])
@@ -165,9 +161,9 @@ class SamplerStream:
     # Drawing, by all ranks together
 
     def begin(self, epoch: int, step: int, until: int) -> tuple[int, int]:
-        """Draw up to step `until`; return the first epoch and step.
+        """Draw the batches before step `until`; return the epoch and step to begin with.
 
-        It is the next epoch if this one has ended.
+        If `epoch` has no batch at `step`, the next epoch begins.
         """
         self.prepare(epoch, max(until, step + 1), step)
         if step and not self.has(step):
@@ -178,7 +174,7 @@ class SamplerStream:
     def leave(self, step: int) -> None:
         """Set the sampler to its state after `step` batches of an interrupted epoch.
 
-        Otherwise batches drawn ahead would leave a generator in another state than a `DataLoader` does.
+        This undoes the draws ahead of `step`, so the generator's state is the same as with a `DataLoader`.
         """
         epoch = self._epoch
         if epoch is not None and self._pure and self._resume is None and self.world.rank == 0:
@@ -187,9 +183,9 @@ class SamplerStream:
             self._take(step)
 
     def prepare(self, epoch: int, until: int, known: int = 0) -> None:
-        """Draw the existing batches before step `until` of the epoch.
+        """Draw the epoch's batches before step `until`, or up to the epoch's end.
 
-        Batches before `known` have been trained on.
+        Batches before step `known` have already been trained on, so their digest must equal the saved digest.
         """
         with torch.inference_mode(False):  # ranks cannot send tensors that are allocated in inference mode
             self._prepare(epoch, until, known)
@@ -212,11 +208,11 @@ class SamplerStream:
         self._draw_until(until)
 
     def has(self, step: int) -> bool:
-        """Return True if the epoch has that step; it must have been prepared."""
+        """Return True if the epoch has that step; call `prepare` for the step first."""
         return self._epoch is not None and step in self._epoch.batches
 
     def found(self, step: int, samples: int) -> None:
-        """Record the number of samples of a step that was read, and forget earlier steps."""
+        """Record how many samples a step's batch had, and forget earlier steps."""
         assert self._epoch is not None
         self._epoch.totals = {step: samples}
         for old in range(step - 1, -1, -1):
@@ -232,7 +228,10 @@ class SamplerStream:
     # State
 
     def state_dict(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state to draw that position's batch again, equal on every rank."""
+        """Return the state from which a position's batch can be drawn again.
+
+        The state is equal on every rank.
+        """
         if self._resume is not None:
             return self._resume
         assert self._epoch is not None
@@ -241,13 +240,13 @@ class SamplerStream:
         return {"state": self._epoch.state, "digest": self._epoch.digests[step]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Draw from the state of `state_dict` when the next batch is requested."""
+        """Continue from `state` when the next batch is requested."""
         self._resume = state
 
-    # On rank 0, and once on the others
+    # Drawing: always on rank 0, and once on the other ranks to compare the samplers
 
     def _open(self, epoch: int) -> int | None:
-        """Begin an epoch, or continue from a loaded state, and return its digest."""
+        """Begin an epoch, or continue from a loaded state and return its digest."""
         resume, self._resume = self._resume, None
         drawing = self.world.rank == 0 or not self._compared
         problem: str | None = None
@@ -258,7 +257,7 @@ class SamplerStream:
                 if resume is not None:
                     load_states(self.sampler, self.dataset, resume["state"])
                 state = saved_states(self.sampler, self.dataset)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to be told
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for a message, whatever the error
                 problem = self._problem(error)
         told = self._tell({"problem": problem, "state": state})
         if drawing and self.world.rank and problem is None:
@@ -270,7 +269,7 @@ class SamplerStream:
         return resume["digest"] if resume is not None else None
 
     def _replay(self, epoch: int) -> None:
-        """Draw the earlier epochs if the sampler may have hidden state from them."""
+        """Draw all earlier epochs again, if the sampler may have state that cannot be saved."""
         if self._pure or keeps_its_state(self.sampler):
             return
         for before in range(self._begun, epoch):
@@ -316,9 +315,9 @@ class SamplerStream:
         if problems:
             raise DataError(
                 "data.samplers_differ",
-                "{problem}. Give the DataLoader a sampler that draws the whole global batch as in one process, "
-                "with the same result on every rank, from a generator with a seed. paceline divides its batches "
-                "over the ranks.",
+                "{problem}. Give the DataLoader a sampler that draws whole global batches, as in one process, and "
+                "the same indices on every rank, from a generator with a seed. paceline divides the batches over "
+                "the ranks.",
                 problem=problems[0],
             )
         self._compared = True
@@ -344,7 +343,7 @@ class SamplerStream:
     # Communication between ranks
 
     def _tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return rank 0's message on every rank; raise a DataError if it reports a problem."""
+        """Send rank 0's message to every rank; raise a DataError if it reports a problem."""
         told = _from_rank_0(self.world, message) if self.world.size > 1 else message
         if told["problem"] is not None:
             raise DataError("data.sampler_failed", "{problem}", problem=told["problem"])
@@ -371,7 +370,7 @@ class SamplerStream:
         return [_encoded(index) for index in batch]
 
     def _size_by_length(self, step: int) -> int | None:
-        """Return the size from the sampler's length, before the batch is drawn."""
+        """Compute the batch size from the sampler's length, before the batch is drawn."""
         if self.batch_size is None or getattr(self.sampler, "drop_last", False):
             return self.batch_size
         try:
@@ -382,7 +381,7 @@ class SamplerStream:
 
 
 def _from_rank_0(world: Group, message: dict[str, Any]) -> dict[str, Any]:
-    """Broadcast a JSON value from rank 0; short ones take a single broadcast."""
+    """Broadcast a JSON value from rank 0; a short value needs only one broadcast."""
     text = json.dumps(message).encode() if world.rank == 0 else b""
     first = torch.zeros(8 + _FIRST_BYTES, dtype=torch.uint8)
     head = len(text).to_bytes(8, "little") + text[:_FIRST_BYTES]
@@ -417,7 +416,7 @@ def _encoded(index: Any) -> Any:
             return index
         raise DataError(
             "data.index_unsupported",
-            "a sampler yields the index {index!r}. Only whole numbers, text and tuples of these can be sent to ranks.",
+            "a sampler yields the index {index!r}. Only integers, strings and tuples of them can be sent to ranks.",
             index=index,
         ) from None
 
@@ -434,7 +433,7 @@ _WITHOUT = (Dataset, nn.Module, Tensor, np.ndarray, str, bytes, int, float, type
 
 
 class _Generator(NamedTuple):
-    """Saving and loading of the state of one type of generator, as JSON values."""
+    """Functions that save and load one generator type's state as JSON values."""
 
     name: str
     saved: Callable[[Any], Any]
@@ -463,23 +462,25 @@ _GENERATORS: dict[type, _Generator] = {
         lambda g, state: g.setstate((state[0], tuple(state[1]), state[2])),
     ),
 }
-_DEPTH, _LONGEST = 6, 64  # maximum depth of the search for generators, and maximum length of a searched container
+_DEPTH, _LONGEST = 6, 64  # the search for generators stops at this depth, and skips longer containers
 
 
 def saved_states(root: object, dataset: object) -> list[Any]:
-    """Return all states in a sampler of `dataset` as JSON values.
+    """Return the states of a sampler and of all generators in it, as JSON values.
+
+    The search skips `dataset`.
 
     Raises:
-        DataError: the sampler's own `state_dict` has values that are not plain.
+        DataError: the sampler's own `state_dict` has values that JSON cannot represent.
     """
     return [_saved(part) for part in _parts(root, dataset)]
 
 
 def load_states(root: object, dataset: object, states: list[Any]) -> None:
-    """Restore the states from `saved_states`.
+    """Restore `states`, which `saved_states` returned.
 
     Raises:
-        DataError: the sampler's structure differs from the saved one.
+        DataError: the sampler has other generators or stateful parts than the saved sampler.
     """
     parts = list(_parts(root, dataset))
     now, then = [_kind(part) for part in parts], [state["kind"] for state in states]
@@ -501,17 +502,17 @@ def load_states(root: object, dataset: object, states: list[Any]) -> None:
 
 
 def is_pure(root: object) -> bool:
-    """Return True if the draws depend only on generators: torch's samplers and plain sequences."""
+    """Return True if the sampler consists only of torch's samplers and plain sequences."""
     return all(type(part) in _PURE for part in samplers(root))
 
 
 def keeps_its_state(root: object) -> bool:
-    """Return True if every sampler that may have state has a `state_dict` for it."""
+    """Return True if every sampler that may have state can save it with `state_dict`."""
     return all(type(part) in _PURE or _has_state(part) for part in samplers(root))
 
 
 def samplers(root: object) -> Iterator[object]:
-    """Return a sampler and those that it draws from."""
+    """Yield a sampler, and then the samplers from which it draws."""
     while root is not None:
         yield root
         inner = getattr(root, "sampler", None)
@@ -519,18 +520,18 @@ def samplers(root: object) -> Iterator[object]:
 
 
 def author_of(root: object) -> object:
-    """Return the sampler that determines the order: the user's own, or else the innermost."""
+    """Return the sampler that determines the order: the user's own sampler, or the innermost."""
     chain = list(samplers(root))
     return next((sampler for sampler in chain if type(sampler) not in _PURE), chain[-1])
 
 
 def name_of(root: object) -> str:
-    """Return the type of a sampler, as an error names it."""
+    """Return a sampler's type name for errors."""
     return f"{type(root).__module__}.{type(root).__qualname__}".removeprefix("builtins.")
 
 
 def _parts(root: object, dataset: object) -> Iterator[Any]:
-    """Return all parts with a state, in an order determined by the sampler's structure."""
+    """Yield all parts of a sampler that have state, in the order of its structure."""
     seen = {id(dataset)}
 
     def walk(value: Any, depth: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Data whose batches are known only when read: iterable data sets and whole-batch samples.
+"""Datasets whose batch sizes are unknown until read: iterable datasets, and datasets of whole batches.
 
 Every data-parallel rank reads all data and keeps its shard of each batch.
 """
@@ -22,20 +22,20 @@ from paceline.errors import DataError
 from paceline.job.partition import even_shard, even_shares
 from paceline.own_random import OwnRandom
 
-_LOOKED_AT = 64  # number of elements of a tensor that its digest uses
+_LOOKED_AT = 64  # maximum number of a tensor's elements that enter its digest
 
 
 @dataclass
 class BatchShard:
-    """A rank's share of a batch that was read whole.
+    """One rank's share of a batch; every rank has read the whole batch.
 
     Attributes:
-        batch: the collated share; None if it is empty.
+        batch: the collated share; None if the share is empty.
         samples: number of samples of the whole batch.
         digest: digest of the whole batch.
         varied: whether the batch's samples differ from one another.
-        worker: index of the loader process that read it; 0 in the rank itself.
-        filler: if the share is empty, one of the batch's samples, collated.
+        worker: index of the loader process that read the batch; 0 if the rank itself read it.
+        filler: one collated sample of the batch if the share is empty, otherwise None.
     """
 
     batch: Any
@@ -47,7 +47,7 @@ class BatchShard:
 
 
 class Items(RequestedSamples):
-    """A data set of whole batches (`batch_size=None`); all ranks read each and keep some rows."""
+    """Reader for `batch_size=None`: each item is a batch, and each rank keeps its rows."""
 
     def __init__(
         self, dataset: Dataset[Any], collate_fn: Collate | None, replica: int, replicas: int, seed: int
@@ -57,7 +57,8 @@ class Items(RequestedSamples):
         self.read_many = None
 
     def _read(self, request: SampleRequest) -> Any:
-        with OwnRandom(self.seed, request.epoch, request.step):  # equal on all ranks, which read the same items
+        # all ranks read the same items, so they use equal random numbers
+        with OwnRandom(self.seed, request.epoch, request.step):
             item = self._read_one(request.indices[0])
             return self._shared(item, f"item {request.indices[0]} of {self.name}")
 
@@ -70,8 +71,8 @@ class Items(RequestedSamples):
         if samples is None:
             raise DataError(
                 "data.rows_unknown",
-                "an item of {name} has no rows that can be counted, but a plan that divides the model needs their "
-                "number",
+                "the rows of an item of {name} cannot be counted, but a plan that divides the model needs the number "
+                "of rows",
                 name=self.name,
             )
         return self._collated(cut(item, [0] * count), f"an item of {self.name}")
@@ -112,13 +113,15 @@ class Items(RequestedSamples):
 
 
 class Iterated(Items):
-    """An `IterableDataset`: every rank reads the same stream and keeps its shard of each batch.
+    """Reader of an `IterableDataset`: every rank reads the whole stream.
 
-    Loader processes take turns, each with its own iterator, as in a DataLoader. To return to a position, the stream is
-    read up to it.
+    Each rank keeps only its shard of each batch.
+
+    Loader processes take turns, each with its own iterator, as in a DataLoader. To resume at a position, the reader
+    reads the stream from its start up to that position.
 
     Args:
-        batch_size: samples of a batch; None if the stream yields whole batches.
+        batch_size: number of samples per batch; None if the stream yields whole batches.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Iterated(Items):
     ) -> None:
         super().__init__(dataset, collate_fn, replica, replicas, seed)
         self.batch_size, self.drop_last = batch_size, drop_last
-        # the stream is read up to a position; restoring the data set's own state as well would advance it twice
+        # resuming reads the stream from its start, so restoring the dataset's own state would skip samples
         self.stateful = False
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)
@@ -142,7 +145,7 @@ class Iterated(Items):
         self._read_so_far = 0
 
     def check_length(self, expected: int | None) -> None:
-        """Do nothing: a stream has no length."""
+        """Do nothing, because a stream has no length."""
 
     def _read(self, request: SampleRequest) -> Any:
         info = get_worker_info()
@@ -160,12 +163,12 @@ class Iterated(Items):
             return BatchShard(None, 0, 0, False, worker)
         if self.batch_size is None:
             return self._shared(taken[0], f"an item of {self.name}")
-        if self.has_own_collate:  # which may omit samples that are None
+        if self.has_own_collate:  # a user's collate_fn may omit samples that are None
             taken = [sample for sample in taken if sample is not None] or taken
         return self._share(taken, worker)
 
     def example(self, count: int, indices: list[Any]) -> Any:
-        """Return the first sample of the stream, `count` times; the stream then starts again."""
+        """Return a batch of the stream's first sample, `count` times; training still reads that sample."""
         with OwnRandom(self.seed, 0, 0):
             stream = self._iterate()
             if id(stream) == id(self.dataset):
@@ -224,12 +227,12 @@ class Iterated(Items):
 class Flow:
     """Global batches of an iterable data set, with the interface of a `Partition`.
 
-    The size of a batch is known only after it was read.
+    The size of a batch is unknown until the batch is read.
 
     Args:
-        length: number of batches of an epoch from the data set; None if unknown.
-        batch_size: number of samples of a full batch; None if unknown.
-        workers: loader processes, which take turns.
+        length: number of batches per epoch, computed from the dataset's length; None if unknown.
+        batch_size: number of samples in a full batch; None if unknown.
+        workers: number of loader processes, which take turns.
     """
 
     def __init__(
@@ -247,46 +250,49 @@ class Flow:
         self.replica, self.replicas = data_group.rank, data_group.size
         self.length, self.batch_size, self.workers = length, batch_size, workers
         self._totals: dict[int, int] = {}
-        self._digests: dict[int, int] = {}  # digests of each loader process's first batch
+        self._digests: dict[int, int] = {}  # by loader process: digest of its first batch
         self._ended: set[int] = set()
-        self._chain = 0  # digest of all shards that this process has read
-        self._last: int | None = None  # digest of the shard before the next one
-        self._expected: int | None = None  # the expected digest when a position is read up to again
-        self._known = 0  # shards before this turn have been trained on
+        self._chain = 0  # digest of all batches that this process has read
+        self._last: int | None = None  # digest of the last batch
+        self._expected: int | None = None  # while batches are read again: the digest that the last of them must have
+        self._known = 0  # batches before this turn have been trained on
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches of an epoch, from the data set.
+        """Number of batches per epoch, computed from the dataset's length.
 
         Raises:
-            DataError: the data set has no length.
+            DataError: the dataset has no length.
         """
         if self.length is None:
             raise DataError(
                 "data.stream_without_length",
-                "{name} is an IterableDataset without a length. Define __len__ for it, or count steps.",
+                "{name} is an IterableDataset without a length. Define __len__, or count steps instead of epochs.",
                 name=self.name,
             )
         return self.length
 
     def size(self, step: int) -> int:
-        """Return the samples of all ranks in the last step; of a full batch otherwise."""
+        """Return a step's number of samples over all ranks.
+
+        If `step` is not the last step read, this is the size of a full batch.
+        """
         found = self._totals.get(step, self.batch_size)
         if found is None:
             raise DataError(
                 "data.samples_unknown",
-                "the samples of batch {step} of {name} are not known before the batch is read",
+                "the number of samples in batch {step} of {name} is unknown until the batch is read",
                 step=step,
                 name=self.name,
             )
         return found
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
-        """Return the samples of each data-parallel rank in that step."""
+        """Return each data-parallel rank's number of samples in that step."""
         return even_shares(self.size(step), self.replicas)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[Any]]:
-        """Yield requests until the stream ends."""
+        """Yield empty index lists without end, one for each batch to read from the stream."""
         return ([] for _ in count(start_step))
 
     @property
@@ -295,9 +301,9 @@ class Flow:
         return len(self._ended) == max(self.workers, 1)
 
     def begin(self, turn: int, *, again: bool) -> int:
-        """Return the first turn.
+        """Return the turn at which reading begins.
 
-        If data is read `again`, it is an earlier turn, to verify that the data is the same.
+        With `again`, reading begins at an earlier turn, to verify that the data has not changed.
         """
         if turn == 0:
             self._ended, self._digests, self._last = set(), {}, None
@@ -309,22 +315,23 @@ class Flow:
         return (turn - 1) // each * each  # the first request goes to the first loader process
 
     def state_dict(self, turn: int) -> dict[str, Any]:
-        """Return the state that `load_state_dict` needs besides the turn's number."""
+        """Return the state for `load_state_dict`; the caller saves the turn itself."""
         if turn == 0:
             return {"last": None, "ended": []}
         return {"last": self._last if self._expected is None else self._expected, "ended": sorted(self._ended)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of the state."""
+        """Continue from the position in `state`."""
         self._expected, self._ended = state["last"], set(state["ended"])
 
     def take(self, turn: int, shard: BatchShard) -> bool | None:
-        """Return True if a shard has a batch, None at the end of the stream.
+        """Accept the next shard, after comparing the data that all ranks have read.
 
-        All ranks compare their shards here.
+        Returns True if the shard is to be trained on, False to skip it, and None at the end of the stream.
 
         Raises:
-            DataError: ranks or loader processes read different data, or the same data twice; raised on all ranks.
+            DataError: the ranks read different data, the data has changed since the position was saved, or two loader
+                processes read the same data; raised on all ranks.
         """
         self._chain = zlib.crc32(f"{self._chain} {shard.digest} {shard.samples}".encode())
         self._compare_ranks(turn)
@@ -359,8 +366,8 @@ class Flow:
         if shard.digest != expected:
             raise DataError(
                 "data.stream_not_repeatable",
-                "{name} returns different data the second time: batch {batch} differs, so training cannot continue "
-                "there. iter() must return the same stream in each process, so draw random numbers from a "
+                "{name} returns different data the second time: batch {batch} differs, so training cannot resume "
+                "there. iter() must return the same stream in every process, so draw random numbers from a "
                 "generator with a seed.",
                 name=self.name,
                 batch=turn,
@@ -369,7 +376,7 @@ class Flow:
     def _compare_ranks(self, turn: int) -> None:
         if self.world.size == 1:
             return
-        # an evaluation may read the stream, and ranks cannot reduce tensors that are allocated in inference mode
+        # ranks cannot reduce inference-mode tensors, and an evaluation may read the stream in inference mode
         with torch.inference_mode(False):
             extremes = torch.tensor([self._chain, -self._chain], dtype=torch.int64, device=self.world.device)
             self.world.all_reduce(extremes, "max")
@@ -378,7 +385,7 @@ class Flow:
             raise DataError(
                 "data.streams_differ",
                 "the ranks read different streams from {name}: batch {batch} differs between them. paceline "
-                "divides the batches, so every rank must read the whole stream in the same order. Leave out any "
+                "divides the batches, so every rank must read the whole stream in the same order. Remove any "
                 "split by rank (split_dataset_by_node, split_by_node, RANK), and draw random numbers from a "
                 "generator with a seed.",
                 name=self.name,
@@ -387,13 +394,13 @@ class Flow:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the samples of a batch of tensors (rows of dim 0) in containers; None if unknown."""
+    """Return a batch's number of rows (dim 0); None if its tensors or lists differ."""
     lengths = set(_lengths(batch))
     return lengths.pop() if len(lengths) == 1 and None not in lengths else None
 
 
 def cut(batch: Any, rows: slice | list[int]) -> Any:
-    """Select rows of a batch: of each tensor, list or array in it."""
+    """Select the same rows from each tensor, array and list in a batch."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch[rows] if batch.ndim else batch
     if isinstance(batch, Mapping):
@@ -407,9 +414,9 @@ def cut(batch: Any, rows: slice | list[int]) -> Any:
 
 
 def digest_of(value: Any) -> int:
-    """Return a number that two different samples are unlikely to share.
+    """Return a checksum that is very likely to differ for two different samples.
 
-    For a tensor it depends on its shape and some of its numbers.
+    The checksum of a tensor depends on its shape, its dtype and some of its elements.
     """
     if isinstance(value, Tensor):
         value = value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.detach().cpu().numpy()
@@ -425,7 +432,7 @@ def digest_of(value: Any) -> int:
         return zlib.crc32(repr([digest_of(inner) for inner in value]).encode())
     if isinstance(value, (str, bytes, int, float, bool, np.generic)) or value is None:
         return zlib.crc32(repr(value).encode())
-    if hasattr(value, "tobytes"):  # an image
+    if hasattr(value, "tobytes"):  # for example an image
         return zlib.crc32(value.tobytes())
     if hasattr(value, "__dict__") and vars(value):
         return digest_of(vars(value))
@@ -450,7 +457,7 @@ def _lengths(batch: Any) -> Iterator[int | None]:
 
 
 def _is_column(values: Any) -> bool:
-    """Return True if a list has one plain value for each sample, e.g. file names."""
+    """Return True if a list has one plain value per sample, such as file names."""
     return (
         bool(values)
         and not hasattr(values, "_fields")
