@@ -398,5 +398,5 @@ def test_an_extension_that_is_no_description_is_refused_by_name(installed: str, 
         "for name in ('class', 'missing'):\n    try: CODECS[name]\n    except PlanError as error: print(error)"
     )
     wrong, missing = loaded(code, f"{tmp_path}:{installed}")
-    assert "(exponent:Exponent) has the class type; its value must be a CodecInfo" in wrong
+    assert "(exponent:Exponent) is a type, but it must be a CodecInfo" in wrong
     assert "(nowhere:INFO) cannot be loaded: ModuleNotFoundError" in missing

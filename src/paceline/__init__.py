@@ -111,7 +111,7 @@ _HOMES = {
     "train": "paceline.run.train",
 }
 
-# without it, type checkers would accept every name
+# type checkers would accept every name if they saw `__getattr__`
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

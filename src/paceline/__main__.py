@@ -1,4 +1,4 @@
-"""`python -m paceline` is the same as the command `paceline` (and what `torchrun -m paceline` starts)."""
+"""Entry point of `python -m paceline` and `torchrun -m paceline`, the same as the command `paceline`."""
 
 from paceline.cli import main
 

@@ -1,4 +1,4 @@
-"""Terminal output with rich, with control characters in text escaped."""
+"""Terminal output with rich that escapes control characters in text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.text import printable
 
 
 class Console(console.Console):
-    """A rich console that escapes control characters in text; rich's own control codes pass."""
+    """Rich console that escapes control characters in text, but not rich's own control codes."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments of an object to print."""

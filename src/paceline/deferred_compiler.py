@@ -1,4 +1,4 @@
-"""torch's compiler, imported when it is first used instead of by every optimizer.
+"""Import of torch's compiler on first use instead of by every optimizer.
 
 torch's optimizers import `torch._dynamo` to exclude functions from compilation (torch/optim/optimizer.py,
 torch/_compile.py). The import takes as long as `import torch`, and ranks without compilation do not need it.
@@ -18,27 +18,28 @@ _NAME = "torch._dynamo"
 
 
 def defer_compiler() -> None:
-    """Make `import torch._dynamo` import a stand-in in this process, unless already imported.
+    """Make `import torch._dynamo` import a stand-in in this process, unless the compiler is imported.
 
-    The stand-in has the functions that eager optimizers call. Any other use imports the compiler, which replaces it.
+    The stand-in has the functions that eager optimizers call. Any other use imports the compiler, which replaces the
+    stand-in.
     """
     if _NAME not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _TraceRules:
-    """`torch._dynamo.trace_rules` of an unused compiler: `init_process_group` clears its cache."""
+    """Stand-in for `torch._dynamo.trace_rules`, whose cache `init_process_group` clears."""
 
     @staticmethod
     def clear_lru_cache() -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, because the stand-in has no cache."""
 
 
 class _StandIn(ModuleType):
-    """`torch._dynamo` before the compiler is used.
+    """Stand-in for `torch._dynamo` until the compiler is used.
 
     Attributes:
-        disabled: functions that the compiler must skip, and whether it must also skip the functions they call.
+        disabled: functions that the compiler must skip; True if it must also skip the functions that they call.
     """
 
     trace_rules = _TraceRules
@@ -50,14 +51,14 @@ class _StandIn(ModuleType):
         self.disabled: list[tuple[Any, bool]] = []
 
     def graph_break(self, msg: str = "") -> None:
-        """Do nothing while nothing is compiled."""
+        """Break the graph with the compiler; do nothing before the compiler is imported."""
         if not self._waits():
             self._compiler().graph_break(msg)
 
     def disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **more: Any) -> Any:
-        """Return the function to `torch._disable_dynamo`.
+        """Return `fn` itself to `torch._disable_dynamo` before the compiler is imported.
 
-        It keeps the function in an attribute that is corrected later.
+        The caller stores the result in an attribute of `fn`, which is replaced when the compiler is imported.
         """
         if wrapping or more or fn is None or not self._waits():
             return self._compiler().disable(fn, recursive, wrapping=wrapping, **more)
@@ -65,7 +66,7 @@ class _StandIn(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        # The path is requested when a module of the compiler is imported, and while this stand-in is created.
+        # `__path__` is requested when a module of the compiler is imported, and while this stand-in is created.
         if name.startswith("__") and (name != "__path__" or _NAME not in sys.modules):
             raise AttributeError(name)
         return getattr(self._compiler(), name)
@@ -84,21 +85,21 @@ class _StandIn(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finder of the stand-in and of the compiler's modules already loaded.
+    """Import finder for the stand-in, and for modules of the compiler that are already loaded.
 
-    Python searches for such a module once the package's path is known, and would load it a second time.
+    Without this finder, Python would load such a module a second time once the path of its package is known.
     """
 
     def __init__(self) -> None:
         self.made = False
 
     def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
-        """Return a spec for the compiler's first import, or for a loaded module of it."""
+        """Return a spec for the compiler's first import, or for a loaded compiler module."""
         there = name.startswith(f"{_NAME}.") and name in sys.modules
         return ModuleSpec(name, self) if there or (name == _NAME and not self.made) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in, or the loaded module, which keeps its own spec."""
+        """Return the stand-in, or the loaded module after saving its spec."""
         if spec.name != _NAME:
             spec.loader_state = sys.modules[spec.name].__spec__
             return sys.modules[spec.name]

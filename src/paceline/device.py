@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CPU = "cpu"
 GPU = "cuda"  # torch's device type for NVIDIA and AMD
 DEVICE_VARIABLE = "PACELINE_DEVICE"
-# variables with which the vendors' software hides devices
+# variables that hide devices from the vendors' software
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -36,15 +36,15 @@ VISIBLE = (
     "HABANA_VISIBLE_MODULES",
 )
 ON_CPU = {DEVICE_VARIABLE: CPU}
-"""Environment of a process that is to leave the accelerators alone."""
-# device files that are open once the vendor's runtime has started, even in other libraries than torch
+"""Environment variables of a process that must not use the accelerators."""
+# device files that are open once a vendor's runtime has started, even if another library than torch started it
 _DRIVERS_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
 
 
 def accelerator_type() -> str | None:
-    """Return torch's name of this machine's accelerators, such as `cuda`; None without any.
+    """Return torch's device type for this machine's accelerators, such as `cuda`; None without accelerators.
 
-    Also None if PACELINE_DEVICE is `cpu`.
+    The result is also None if PACELINE_DEVICE is `cpu`.
 
     Raises:
         ClusterError: PACELINE_DEVICE names a device that this torch cannot use.
@@ -59,8 +59,8 @@ def accelerator_type() -> str | None:
         there = "no accelerator" if found is None else f"`{found.type}`"
         raise ClusterError(
             "device.not_found",
-            "{variable}={wanted}, but torch {version} finds {there} on this machine. Unset it to use the available "
-            "devices, or set {variable}={cpu}.",
+            "{variable}={wanted}, but torch {version} finds {there} on this machine. Unset the variable to use the "
+            "available devices, or set {variable}={cpu}.",
             variable=DEVICE_VARIABLE,
             wanted=wanted,
             version=torch.__version__,
@@ -78,7 +78,7 @@ def count() -> int:
 
 
 def use(local_rank: int) -> torch.device:
-    """Make an accelerator the current device of this process; the CPU if there is none.
+    """Select and return the device of this process: an accelerator, or the CPU without accelerators.
 
     Raises:
         ClusterError: there are fewer accelerators than ranks on this host.
@@ -91,8 +91,8 @@ def use(local_rank: int) -> torch.device:
     if local_rank >= count():
         raise ClusterError(
             "device.rank_without",
-            "no accelerator is left for local rank {local_rank}: this host has {count} of type {kind}. Start at "
-            "most one rank per accelerator, or set {variable}={cpu} to train on the CPU.",
+            "no accelerator is left for local rank {local_rank}: this host has {count} accelerators of type {kind}. "
+            "Start at most one rank per accelerator, or set {variable}={cpu} to train on the CPU.",
             local_rank=local_rank,
             count=count(),
             kind=kind,
@@ -104,7 +104,7 @@ def use(local_rank: int) -> torch.device:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return True if the host queues work on the device and runs ahead."""
+    """Return True if the host queues work on the device without waiting for results."""
     return device.type not in (CPU, "meta")
 
 
@@ -114,7 +114,7 @@ def on_accelerator(tensor: Tensor) -> bool:
 
 
 def is_started() -> bool:
-    """Return True if this process has started an accelerator, so it must not fork."""
+    """Return True if this process has started an accelerator, and therefore must not fork."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -132,7 +132,7 @@ def default_backend(device: torch.device) -> str:
     """Return torch's name of the collective library for a device's tensors, such as `gloo`.
 
     Raises:
-        ClusterError: this torch has none for the device.
+        ClusterError: the installed torch has no collective library for the device.
     """
     import torch.distributed as dist
 
@@ -153,7 +153,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Make the host wait for all queued work of a device, except the CPU."""
+    """Wait until a device has finished all queued work; on the CPU, return immediately."""
     import torch
 
     if is_accelerator(device):
@@ -169,9 +169,9 @@ def uploaded(numbers: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class Download:
-    """Copy of numbers from an accelerator, while the host continues.
+    """Copy of numbers from an accelerator that does not block the host.
 
-    The copy is queued after the current work of the stream, into its own pinned memory.
+    The copy is queued after the current work of the stream, and has its own pinned memory.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -194,14 +194,14 @@ class Download:
 
 
 def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Return a new event of an accelerator, not yet recorded; a `timed` one has `elapsed_time`."""
+    """Return a new, unrecorded event of an accelerator; a `timed` event supports `elapsed_time`."""
     import torch
 
     return torch.Event(device, enable_timing=timed)
 
 
 def stream(device: torch.device) -> torch.Stream:
-    """Return a new stream of an accelerator, a context manager that makes it current."""
+    """Return a new stream of an accelerator; used as a context manager, it becomes current."""
     import torch
 
     return torch.Stream(device)
@@ -215,9 +215,9 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 class Clock:
-    """Points in time of a device's work.
+    """Clock that marks points in the work of a device.
 
-    They are events in the current stream if the device has timed events, otherwise readings of the host's clock.
+    Points are events in the current stream if the device has timed events, otherwise readings of the host's clock.
 
     Attributes:
         by_events: True if the points are events, which can be compared once the device has reached them.
@@ -240,7 +240,7 @@ class Clock:
         return float(start.elapsed_time(stop)) / 1e3 if self.by_events else float(stop - start)
 
     def reach(self, moment: Any) -> None:
-        """Make the host wait until a point has passed."""
+        """Wait until a point has passed."""
         if self.by_events and not moment.query():
             moment.synchronize()
 
@@ -252,7 +252,7 @@ def random_state(device: torch.device) -> Tensor:
     """Return the state of the device's default generator, a uint8 tensor on the CPU."""
     import torch
 
-    # Without an index: a rank's device is the current one, and MPS does not accept an index.
+    # No index is passed, because a rank's device is the current device, and MPS does not accept an index.
     return device_module(device).get_rng_state() if is_accelerator(device) else torch.get_rng_state()
 
 
@@ -278,7 +278,7 @@ def seed(device: torch.device, number: int) -> None:
 
 @contextmanager
 def forked_random(device: torch.device) -> Iterator[None]:
-    """Restore the random states of the process (torch, NumPy, Python) and of the device at the end."""
+    """Restore the random states of the process (torch, NumPy, Python) and the device on exit."""
     from paceline.own_random import kept_random
 
     with kept_random():
@@ -293,7 +293,7 @@ def forked_random(device: torch.device) -> Iterator[None]:
 
 
 def built_for() -> str:
-    """Return the vendors' software that torch is built for, with its version; `CPU only` without any."""
+    """Return the vendor software that torch is built for, with its version; otherwise `CPU only`."""
     import torch
 
     makers = {"cuda": "CUDA", "hip": "ROCm", "xpu": "XPU"}
@@ -315,7 +315,7 @@ def is_device_type(name: str) -> bool:
     """Return True if torch knows a device type with this name."""
     import torch
 
-    # for a device type that torch will remove
+    # torch warns about a device type that it will remove
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.device(name).type == name
@@ -324,7 +324,7 @@ def is_device_type(name: str) -> bool:
 
 @cache
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over samples: float64, or float32 if unsupported."""
+    """Return the dtype for sums over samples: float64, or float32 on devices without float64."""
     import torch
 
     return torch.float64 if _works(lambda: torch.zeros(1, dtype=torch.float64, device=device)) else torch.float32
@@ -343,7 +343,7 @@ def has_streams(device: torch.device) -> bool:
 
 @cache
 def has_timed_events(device: torch.device) -> bool:
-    """Return True if events of a device measure the time between two of them."""
+    """Return True if a device's events can measure the time between two events."""
 
     def between_two() -> None:
         first, last = event(device, timed=True), event(device, timed=True)
@@ -428,7 +428,7 @@ def _works(action: Callable[[], object]) -> bool:
 
 
 def name(device: torch.device) -> str:
-    """Return the vendor's name of an accelerator, or torch's type if there is none."""
+    """Return the vendor's name of an accelerator, or torch's device type without such a name."""
     ask = getattr(device_module(device), "get_device_name", None)
     return str(ask(device)) if ask else device.type
 
@@ -442,7 +442,7 @@ def states_bf16(device: torch.device) -> bool | None:
 def total_memory(device: torch.device) -> int | None:
     """Return the bytes of an accelerator's memory; None if unknown.
 
-    Device properties are read first, because they do not start the device.
+    Device properties are read first, because reading them does not start the device.
     """
     import torch
 
@@ -462,7 +462,7 @@ class Memory:
         allocated: bytes in tensors of this process now.
         peak: largest `allocated` since the process began or `reset_peak_memory`.
         free: bytes available to all processes.
-        total: bytes of the hardware.
+        total: bytes of the whole memory.
     """
 
     allocated: int
@@ -483,7 +483,7 @@ def memory(device: torch.device) -> Memory | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Restart the peak of `memory`."""
+    """Reset the peak that `memory` reports."""
     import torch
 
     if has_counted_memory(device):
@@ -492,7 +492,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of torch on a device, each from a function `has_…`.
+    """Capabilities of torch on a device, each determined by a function `has_…`.
 
     Attributes:
         collectives: torch's name of the device's collective library; None without one.

@@ -18,7 +18,7 @@ _failure_callbacks: list[Callable[[BaseException], None]] = []  # at most one
 def on_failure(tell: Callable[[BaseException], None]) -> None:
     """Register `tell` as the only callback for the error that ends a rank.
 
-    It is called before the rank releases any resource.
+    `tell` is called before the rank releases any resource.
     """
     _failure_callbacks[:] = [tell]
 
@@ -30,15 +30,15 @@ def report_failure(error: BaseException) -> None:
 
 
 class Problem:
-    """A code for programs and a text for people that describe one problem.
+    """Description of one problem: a code for programs and a text for people.
 
-    A list is shown as `a, b, c`, and with `{name!s}` as Python shows it. Making a problem never fails: if a field is
-    missing, or cannot be shown as the template asks, the text is the template followed by the fields.
+    The text shows a list as `a, b, c`, or with `{name!s}` in Python's notation. Making a problem never fails: if a
+    field is missing or cannot be formatted, the text is the template followed by the fields.
 
     Args:
-        code: area and condition, such as `plan.heads_not_divisible`. It never changes.
-        template: the text with `{name}` for each field. It never comes from outside of the program.
-        fields: values of the text. Numbers, text, and lists and mappings of these are kept; other values become text.
+        code: area and condition, such as `plan.heads_not_divisible`. A code never changes between versions.
+        template: the text with `{name}` for each field. It must be a literal of the program, never outside input.
+        fields: values for the text. Numbers, text, and lists and mappings of these are kept; other values become text.
     """
 
     def __init__(self, code: str, template: str, /, **fields: object) -> None:
@@ -51,7 +51,7 @@ class Problem:
             self.text = f"{template} {self.fields}"
 
     def at(self, place: str) -> Self:
-        """Return this problem with a position before its text, also in the field `place`."""
+        """Return a copy with `place` in front of the text and as an additional field."""
         located = copy.copy(self)
         located.text, located.fields = f"{place}: {self.text}", {"place": place, **self.fields}
         return located
@@ -62,7 +62,7 @@ class Problem:
         return cls(code, template, **fields)
 
     def replaced(self, **fields: object) -> Self:
-        """Return this problem with other values of some fields."""
+        """Return a copy with new values for some fields."""
         return type(self)(self.code, self.template, **(self.fields | fields))
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Problem:
         return type(self) is type(other) and isinstance(other, Problem) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Hash what `==` compares."""
+        """Hash the values that `==` compares."""
         return hash(self._key())
 
     def _key(self) -> tuple[str, str]:
@@ -109,10 +109,10 @@ class PlanProblem(Problem):
 
 
 class _Listed(list[Any]):
-    """A list that a template shows as `a, b, c`."""
+    """List that a template formats as `a, b, c`."""
 
     def __format__(self, spec: str) -> str:
-        """Return the items, each in the given format, with commas."""
+        """Join the items with commas, each in the given format."""
         return ", ".join(format(item, spec) for item in self)
 
 
@@ -137,17 +137,18 @@ def _plain(value: object) -> Any:
 
 
 class PacelineError(Exception):
-    """Base of all errors that paceline raises on purpose; the text is for the user.
+    """Base class of all errors that paceline raises on purpose, with texts for users.
 
     `PlanError("plan.devices", "{plan} needs {needed} devices; there are {found}.", plan=plan, needed=8, found=4)`
 
     Attributes:
-        problems: all problems, at least one. `code`, `template` and `fields` belong to the first.
-        from_users_code: True if the user's own code raised the cause, so its traceback belongs under the text.
+        problems: all problems, at least one. `code`, `template` and `fields` belong to the first problem.
+        from_users_code: True if the user's own code raised the original exception. Its traceback is shown after the
+            text.
         may_pass: True if a second attempt may succeed, so a restart is worthwhile.
-        exit_code: exit code of a command that ends with this error. It is 130 or 143 if SIGINT or SIGTERM came before
-            the run had a state to save.
-        traceback: the part of the text that is the traceback of a rank's error. Commands keep it off the screen.
+        exit_code: exit code of a command that ends with this error. It is 130 or 143 if SIGINT or SIGTERM arrived
+            before the run had a state to save.
+        traceback: the part of the text that is the traceback of a rank's error. Commands do not print this part.
     """
 
     from_users_code = False
@@ -161,8 +162,9 @@ class PacelineError(Exception):
         """Make an error.
 
         Args:
-            code: as for `Problem`. template: as for `Problem`.
-            fields: values of the text; and attributes of the error, which are in `keywords` of its class.
+            code: see `Problem`.
+            template: see `Problem`.
+            fields: values for the text, and attributes of the error that the class lists in `keywords`.
         """
         own = {name: fields[name] for name in fields if name in self.keywords}
         shown = {name: value for name, value in fields.items() if name not in own or f"{{{name}" in template}
@@ -173,18 +175,18 @@ class PacelineError(Exception):
 
     @classmethod
     def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
-        """Make one error of all problems, one on each line of its text."""
+        """Combine problems into one error, whose text has one line per problem."""
         error = cls.__new__(cls, "\n".join(problem.text for problem in problems))
         error.__dict__.update(attributes, problems=tuple(problems))
         return error
 
     @classmethod
     def of_error(cls, error: PacelineError | InvalidValue, place: object = "", **attributes: object) -> Self:
-        """Make an error of this class with the codes and fields of another.
+        """Make an error of this class with the codes and fields of another error.
 
         Args:
             error: the other error.
-            place: position of the error, for the beginning of the text.
+            place: position of the problem, which is put in front of the text.
             attributes: attributes of the new error.
         """
         own = cls.__new__(cls, f"{place}: {error}" if place else str(error))
@@ -198,7 +200,7 @@ class PacelineError(Exception):
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any], **attributes: object) -> Self:
-        """Restore an error that another process described by `as_json`; its code stays."""
+        """Restore an error, including its code, from the description that `as_json` made."""
         code, text = str(told.get("code", "")), str(told.get("text", ""))
         problem = Problem(code if _CODE.fullmatch(code) else "error.received", "{text}", text=text)
         problem.fields = _plain(told.get("fields") or {})
@@ -224,14 +226,14 @@ class PacelineError(Exception):
         return f"{type(self).__name__}({self.code}: {self})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy the text with everything else."""
+        """Pickle or copy the error with its text and all attributes."""
         return _made_again, (type(self), str(self)), self.__dict__
 
 
 class InvalidValue(ValueError):
-    """A wrong value, raised by a validator of a job, a cluster or another file.
+    """Invalid value that a validator found in a job, a cluster or another file.
 
-    `paceline.yaml_file.explain` adds its place. Arguments are those of a `Problem`.
+    `paceline.yaml_file.explain` adds the position of the value. The arguments are the same as for `Problem`.
     """
 
     def __init__(self, code: str, template: str, /, **fields: object) -> None:
@@ -255,7 +257,7 @@ def _made_again(kind: type[PacelineError], text: str) -> PacelineError:
 
 
 class JobError(PacelineError):
-    """The job (model, data, loss, optimizer, stop rule) is wrong or cannot be built."""
+    """The job (model, data, loss, optimizer, stop rule) is invalid or cannot be built."""
 
 
 class DataError(JobError):
@@ -281,7 +283,7 @@ class PlanError(PacelineError):
 
     Attributes:
         problems: every reason.
-        nearest: the plan that works and differs least; None if none was found or searched for.
+        nearest: the working plan that differs least; None if no such plan was found or searched for.
     """
 
     nearest: Plan | None = None
@@ -289,7 +291,7 @@ class PlanError(PacelineError):
 
     @classmethod
     def of_problems(cls, problems: Sequence[Problem], **attributes: object) -> Self:
-        """Make one error of all problems, a line each, and the nearest plan."""
+        """Combine problems into one error, one per line, followed by the nearest plan."""
         error = super().of_problems(problems, **attributes)
         if error.nearest is not None:
             error.args = (f"{error}\n{proposal(error.nearest)}",)
@@ -297,16 +299,16 @@ class PlanError(PacelineError):
 
 
 def proposal(nearest: object) -> PlanProblem:
-    """Return the last line of a refusal: the plan that works."""
+    """Return the last line of a `PlanError`, which proposes a plan that works."""
     return PlanProblem("plan.nearest", "Nearest plan that works: {plan}.", plan=nearest)
 
 
 class NonFiniteError(PacelineError):
-    """NaN or Inf in the data, loss or gradients, with the policy to stop."""
+    """The data, loss or gradients contain NaN or Inf, and the policy is to stop."""
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint cannot be written or read, or none that is whole exists."""
+    """A checkpoint cannot be written or read, or no complete checkpoint exists."""
 
 
 class RunError(PacelineError):
@@ -317,9 +319,9 @@ class StorageError(PacelineError):
     """An object store cannot be used, or does not contain the requested object.
 
     Attributes:
-        absent: the object does not exist.
-        exists: the object already exists.
-        denied: the credentials are missing or insufficient.
+        absent: True if the object does not exist.
+        exists: True if the object already exists.
+        denied: True if the credentials are missing or insufficient.
     """
 
     absent = False
@@ -332,10 +334,10 @@ class LaunchError(PacelineError):
     """The ranks could not be started, or one of them raised, hung or was killed.
 
     Attributes:
-        rank: the rank that failed first, if one did.
-        final: a restart would fail in the same way.
+        rank: the rank that failed first.
+        final: True if a restart would fail in the same way.
         rank_error: class name of the exception that the rank raised, if it raised one.
-        explained: that exception was a PacelineError.
+        explained: True if the rank's exception was a PacelineError.
     """
 
     rank: int = 0
@@ -356,12 +358,12 @@ class DeadlineError(ChannelError):
 
 
 class RemoteError(PacelineError):
-    """A remote function raised, cannot be called, or was given or returned unsendable values.
+    """A remote function raised or cannot be called, or a value cannot be sent.
 
     Attributes:
-        function: its name on the remote side.
-        kind: class name of its exception; empty if the function was not called.
-        remote_traceback: the traceback as text, safe to show.
+        function: name of the function on the remote side.
+        kind: class name of the remote exception; empty if the function was not called.
+        remote_traceback: the remote traceback as text, safe to print.
     """
 
     function = ""
@@ -389,10 +391,10 @@ _LOST_PEER = (
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """True if the cause of an error is a lost connection or a missing rank.
+    """Return True if a lost connection or a missing rank caused an error.
 
-    Any other error is this rank's own. torch raises a `DistError` for most lost connections, recognized here by its
-    name. gloo raises plain RuntimeErrors.
+    Any other error has its cause in this rank. For most lost connections, torch raises a `DistError`, which is
+    recognized by its class name. gloo raises plain RuntimeErrors.
     """
     if isinstance(error, SyncError) or any(kind.__name__ == "DistError" for kind in type(error).__mro__):
         return True
@@ -402,7 +404,7 @@ def lost_a_peer(error: BaseException) -> bool:
 class ServerRefused(PacelineError):
     """A parameter server refused a request.
 
-    Nothing was changed; the message explains what to do.
+    The request changed nothing. The message explains what to do.
     """
 
 

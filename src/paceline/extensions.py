@@ -1,6 +1,6 @@
-"""Extension points: descriptions by name, from paceline and from installed packages.
+"""Extension points: named descriptions from paceline and from installed packages.
 
-A description is a small object that loads nothing heavy; it names the class that does the work by import path.
+A description is a small object without heavy imports. It contains the import path of the class that does the work.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ T = TypeVar("T")
 class ExtensionPoint(Generic[T]):
     """Named extensions of one type: sync rules, codecs, transports, …
 
-    A package adds to it by an entry point whose value is a description, `module:INFO`. Built-in names cannot be taken.
+    A package adds an extension with an entry point, whose value `module:INFO` is a description. Built-in names are
+    reserved.
 
     Args:
         noun: name of the type, for error texts.
         group: the group of its entry points, e.g. `paceline.codecs`.
         kind: the class of the descriptions.
-        built_in: paceline's own, by name.
+        built_in: paceline's own descriptions, by name.
         error: error class for unknown names, and for descriptions that cannot be loaded.
-        words: other accepted words, for the hint.
+        words: other accepted names, for hints in errors.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ExtensionPoint(Generic[T]):
         """Return the description of a name.
 
         Raises:
-            PacelineError: of the class `error`; the name is unknown, or its description cannot be loaded.
+            PacelineError: the name is unknown, or its description cannot be loaded. The class is `error`.
         """
         if name in self.built_in:
             return self.built_in[name]
@@ -75,13 +76,13 @@ class ExtensionPoint(Generic[T]):
         return self._load(self.installed[name])
 
     def all(self) -> dict[str, T]:
-        """Return every description by name, including other packages'; raises the same errors as `[]`."""
+        """Return every description by name. Raises the same errors as `[]`."""
         return {name: self[name] for name in self.names}
 
     def loadable(self) -> tuple[dict[str, T], list[str]]:
-        """Return all descriptions that can be loaded, and the errors of the others, by name.
+        """Return all descriptions that can be loaded, by name, and the errors of the others.
 
-        It is used to choose among all: a broken package that the user has not named must not prevent the choice.
+        Use this to choose among all extensions, so that a broken package cannot prevent the choice of another one.
         """
         found, errors = dict(self.built_in), []
         for name in self.installed:
@@ -106,7 +107,7 @@ class ExtensionPoint(Generic[T]):
         if not isinstance(found, self.kind):
             raise self.error(
                 "extension.wrong_class",
-                "{origin} has the class {class_name}; its value must be a {wanted}",
+                "{origin} is a {class_name}, but it must be a {wanted}",
                 origin=origin,
                 class_name=type(found).__name__,
                 wanted=self.kind.__name__,

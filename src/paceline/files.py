@@ -1,7 +1,7 @@
-"""Safe files: written whole or not at all, private, and never through others' links.
+"""Safe files: atomic, private, and never written through another user's links.
 
 Another user who may write to a folder can put a link at the path of a future file, or a pipe at the path of a file to
-read. So paceline uses this module to write all files with guessable names.
+read. Therefore paceline writes all files with guessable names through this module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
     A link at `path` is replaced, never followed.
 
     Args:
-        durable: return only when the content is on the disk.
+        durable: True to return only when the content is on the disk.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -61,14 +61,14 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> N
 
 
 def short_name(path: Path, limit_bytes: int) -> str:
-    """Cut a file's name for use in a temporary name. File systems limit the bytes of a name, not its characters."""
+    """Shorten a file name for use in a temporary name. File systems limit the bytes of a name, not its characters."""
     return os.fsdecode(os.fsencode(path.name)[:limit_bytes])
 
 
 def create_private(path: Path) -> IO[bytes]:
     """Create a file of mode 0600, open for writing.
 
-    An existing path, link or not, is an error.
+    An existing path is an error, even if it is a link.
 
     Raises:
         FileExistsError: `path` exists.
@@ -88,7 +88,7 @@ def open_to_append(path: Path) -> int:
     The file is created if missing; a link or a pipe is an error.
 
     Raises:
-        OSError: it cannot be opened, or is not a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return _regular(os.open(path, flags, PRIVATE_FILE), path)
@@ -97,7 +97,7 @@ def open_to_append(path: Path) -> int:
 def private_folder(path: Path) -> None:
     """Make a folder of mode 0700, whatever the umask.
 
-    An existing folder of this user gets that mode.
+    If the folder exists and belongs to this user, it also gets this mode.
 
     Raises:
         PermissionError: the folder belongs to another user, who could put links into it or read its files.
@@ -117,7 +117,7 @@ def private_folder(path: Path) -> None:
 
 
 def home_folder() -> Path:
-    """Return paceline's folder of this user: PACELINE_HOME, or else ~/.paceline."""
+    """Return this user's paceline folder: PACELINE_HOME if set, otherwise ~/.paceline."""
     return Path(os.environ.get("PACELINE_HOME") or Path.home() / ".paceline").absolute()
 
 
@@ -129,7 +129,7 @@ def sockets_fit(folder: str) -> bool:
 def temporary_folder(below: str) -> str:
     """Return a folder for temporary files, with a path short enough for sockets.
 
-    It is TMPDIR, or a shorter folder if TMPDIR is too long; TMPDIR if there is none.
+    It is TMPDIR. If TMPDIR is too long, it is a shorter folder if one exists.
     """
     chosen = tempfile.gettempdir()
     found = (folder for folder in (chosen, *_SHORT) if os.access(folder, os.W_OK) and _fits(f"{folder}/{below}"))
@@ -143,7 +143,7 @@ def _fits(socket: str) -> bool:
 def cache_folder() -> Path:
     """Return the folder of paceline's cache.
 
-    It is not writable if the user has no home.
+    The folder is not writable if the user has no home folder.
     """
     home = os.path.expanduser("~")
     return (
@@ -156,7 +156,7 @@ def made_cache_folder(name: str) -> Path:
     """Return a folder of the cache, private to the user; create it if missing.
 
     Raises:
-        OSError: it cannot be created, or belongs to another user.
+        OSError: the folder cannot be created, or belongs to another user.
     """
     private_folder(cache_folder())
     private_folder(cache_folder() / name)
@@ -164,12 +164,12 @@ def made_cache_folder(name: str) -> Path:
 
 
 def write_traceback(text: str, name: str, folder: Path | None = None) -> Path | None:
-    """Write a traceback to a file, and return the file; None if that failed.
+    """Write a traceback to a file, and return the file; None if writing fails.
 
     Args:
         text: the traceback.
         name: name of the file, without `.txt`.
-        folder: folder of the file; None is the folder of tracebacks in the user's cache.
+        folder: folder of the file; None means the traceback folder in the user's cache.
     """
     try:
         file = (folder or made_cache_folder("traceback")) / f"{name}.txt"
@@ -183,7 +183,7 @@ def must_not_be_anothers(path: Path) -> None:
     """Raise an error if a folder belongs to another user, except root.
 
     Raises:
-        PermissionError: its owner could put links in it, or change what is written there.
+        PermissionError: another user owns the folder, and could put links into it or change its files.
     """
     try:
         owner = os.stat(path).st_uid
@@ -203,16 +203,19 @@ def user_name(uid: int) -> str:
 
 @contextmanager
 def scratch_folder(below: str = "") -> Iterator[Path]:
-    """Create a private folder for temporary files, which is removed at the end.
+    """Create a private folder for temporary files, and remove it on exit.
 
-    Folders left by killed processes are removed as well. `below`: the path in it that a socket may have.
+    Folders that killed processes left behind are removed as well.
+
+    Args:
+        below: path of a socket inside the folder. The folder is chosen so that the socket's path is short enough.
     """
     parent = temporary_folder(f"{_SCRATCH}12345678/{below}") if below else tempfile.gettempdir()
     _remove_abandoned(parent)
     folder = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=parent))
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends in any way
+        fcntl.flock(held, fcntl.LOCK_EX)  # held until this process ends, even if it is killed
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -223,14 +226,14 @@ def _remove_abandoned(parent: str) -> None:
     for folder in Path(parent).glob(f"{_SCRATCH}*"):
         try:
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # another user's, or just removed
+        except OSError:  # the folder belongs to another user, or was just removed
             continue
         try:
             about = os.fstat(held)
             if about.st_uid == os.geteuid() and time.time() - about.st_mtime > _NEWBORN_S:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # a living process holds it
+        except OSError:  # a running process holds the lock
             continue
         finally:
             os.close(held)
@@ -243,7 +246,7 @@ def opened_to_read(path: Path) -> Iterator[IO[bytes]]:
     A pipe, a device or a link raises an error instead of blocking.
 
     Raises:
-        OSError: it is missing, cannot be read, or is not a regular file.
+        OSError: the file is missing, cannot be read, or is not a regular file.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(_regular(os.open(path, flags), path), "rb") as file:
@@ -254,8 +257,8 @@ def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
     """Read the text of a regular file that another user may have written.
 
     Raises:
-        OSError: as `opened_to_read`, or it has more than `limit` bytes.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: see `opened_to_read`; or the file has more than `limit` bytes.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     with opened_to_read(path) as file:
         content = file.read(limit + 1)
@@ -275,14 +278,14 @@ def kernel_text(path: Path) -> str:
 def whole_lines(path: Path, limit: int = LINES_LIMIT) -> Iterator[bytes]:
     """Return the lines of a regular file, cut at `LINE_LIMIT`.
 
-    A longer line gives only its beginning, which reads as a broken line.
+    Only the beginning of a longer line is returned, so parsers treat it as a broken line.
 
     At most `limit` bytes are read. Raises OSError like `opened_to_read`.
     """
     with opened_to_read(path) as file:
         while file.tell() < limit and (line := file.readline(LINE_LIMIT)):
             yield line
-            while not line.endswith(b"\n") and file.tell() < limit:  # the rest of one that is too long
+            while not line.endswith(b"\n") and file.tell() < limit:  # skip the rest of a line that is too long
                 line = file.readline(LINE_LIMIT)
                 if not line:
                     return

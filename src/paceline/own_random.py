@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def kept_random() -> Iterator[None]:
-    """Restore the process's random states (torch's of the CPU, NumPy's, Python's) at the end."""
+    """Restore the process's random states (torch on the CPU, NumPy, Python) on exit."""
     states = _states()
     try:
         yield
@@ -24,9 +24,9 @@ def kept_random() -> Iterator[None]:
 
 
 class OwnRandom:
-    """Context in which random numbers come from separate states; outside they are untouched.
+    """Context with its own random states, which leaves the process's random states unchanged.
 
-    The states start from `key`, and the next context continues where the last one ended.
+    The first context starts from `key`. Each later context continues where the previous one ended.
     """
 
     def __init__(self, *key: int) -> None:
@@ -52,9 +52,9 @@ class OwnRandom:
 
 
 class SampleRandom:
-    """Context that restores the process's random states; within it, each sample may have its own.
+    """Context that restores the process's random states, and can seed each sample separately.
 
-    Seeding takes 12 microseconds, so code that draws no random numbers need not be seeded: see `drew`.
+    Seeding takes 12 microseconds. `drew` shows whether code draws random numbers; other code needs no seeding.
     """
 
     def __enter__(self) -> SampleRandom:
@@ -73,7 +73,7 @@ class SampleRandom:
             torch.set_rng_state(before[2])
 
     def drew(self) -> bool:
-        """True if the random states have changed since the context began."""
+        """Return True if the random states have changed since the context began."""
         now, before = _marks(), self._outside
         self._untouched = now[0] == before[0] and now[1] == before[1] and torch.equal(now[2], before[2])
         return not self._untouched
@@ -116,7 +116,7 @@ def _set_numpy(state: Any) -> None:
 
 
 def seed_from(*key: int) -> None:
-    """Start the process's random states from some numbers."""
+    """Seed the process's random states from these numbers."""
     torch_seed, other = np.random.SeedSequence(key).generate_state(2, np.uint64).tolist()
     torch.manual_seed(torch_seed)
     random.seed(other)

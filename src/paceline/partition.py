@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-_WHOLE = 2**30  # costs are rounded to this fraction of their sum, so that parts of equal cost are exactly equal
+_WHOLE = 2**30  # costs are rounded to multiples of their sum / 2**30, so that parts of equal cost are exactly equal
 _Floats = NDArray[np.float64]
 _Windows = list[tuple[int, int]]  # for each part, the first and the last element that the next part may begin with
 
@@ -20,11 +20,11 @@ _Windows = list[tuple[int, int]]  # for each part, the first and the last elemen
 def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
     """Cut a sequence into contiguous parts that minimize the time of the slowest part.
 
-    Of cuts that are equally good, the one whose parts are the most even (smallest sum of squared times) is taken. The
-    result is exact, except for the rounding of each cost to 10^-9 of their sum.
+    Among equally good cuts, the result has the most even parts (the smallest sum of squared times). The result is
+    exact, except that each cost is rounded to 10^-9 of the total cost.
 
     Args:
-        costs: seconds of each element on a device of speed 1, or bytes; at least as many as parts.
+        costs: cost of each element, in seconds on a device of speed 1, or in bytes. There are at least `parts` costs.
         speeds: speeds of the parts' devices; None if all are equally fast.
 
     Returns:
@@ -52,12 +52,15 @@ def contiguous(costs: Sequence[float], parts: int, speeds: Sequence[float] | Non
 
 
 def starts(lengths: Sequence[int]) -> list[int]:
-    """Return the positions of the first elements of the second and later parts."""
+    """Return the position of the first element of each part except the first."""
     return list(accumulate(lengths))[:-1]
 
 
 def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]:
-    """Find bounds of the best cut's largest cost, by bisection."""
+    """Find the largest cost of a part in the best cut by bisection.
+
+    Also return the range in which each part may end.
+    """
     count = len(until) - 1
     low = max(largest, -(-until[-1] // parts))
     high = min(low + largest, until[-1])  # a full part has room for less than one more element
@@ -77,7 +80,7 @@ def _bounded(until: list[int], parts: int, largest: int) -> tuple[int, _Windows]
 
 
 def _filled(until: list[int], parts: int, limit: int) -> list[int]:
-    """Return the ends of parts that are filled in order up to a limit."""
+    """Fill the parts in order up to a limit, and return their ends."""
     ends, at = [], 0
     for _ in range(parts):
         at = bisect_right(until, until[at] + limit, at) - 1
@@ -88,12 +91,12 @@ def _filled(until: list[int], parts: int, limit: int) -> list[int]:
 def _chosen(
     until: _Floats, windows: _Windows, slowness: Sequence[float], limit: int | None = None
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the ends of parts by dynamic programming.
+    """Find the best cut by dynamic programming.
 
-    With a time limit, it finds the most even parts; otherwise the parts with the smallest maximum.
+    With a time limit, the result has the most even parts; otherwise, the parts with the smallest maximum time.
 
     Returns:
-        The sum of squared times, or the slowest time; and the number of elements of each part.
+        The sum of squared times (without a limit, the maximum time), and the number of elements of each part.
     """
     best, start, came = np.zeros(1), 0, []
     for (first, last), slow in zip(windows, slowness, strict=True):

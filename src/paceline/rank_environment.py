@@ -12,8 +12,8 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 
-# A rank that torchrun or another launcher has started has the first five and no PACELINE_ variable but those that a
-# user has set.
+# In a rank that torchrun or another launcher has started, only the first five are set, besides PACELINE_ variables of
+# the user.
 RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK = (
     "RANK",
     "WORLD_SIZE",
@@ -27,18 +27,18 @@ KEY_FD, KEY_FILE = "PACELINE_KEY_FD", "PACELINE_KEY_FILE"
 STORE, _GRACE = "PACELINE_STORE", "PACELINE_GRACE"
 ENCRYPT = "PACELINE_ENCRYPT"  # set to off: gradients between hosts are authenticated but not encrypted
 
-# set if a rank's run directory is a copy of another host's: checkpoints come from there
+# set if a rank's run directory is a copy; checkpoints are then read from the host that has the original
 FOLDER_IS_COPY = "PACELINE_FOLDER_IS_COPY"
 
 
 @dataclass(frozen=True)
 class HostEntry:
-    """An emulated host, with the facts that a process needs to enter it.
+    """Emulated host, with the information that a process needs to enter it.
 
     Attributes:
-        network_namespace: path of the host's namespace. `bridge` is the path of the bridge's namespace, which the
-            host's link needs.
-        control_group: folder of the group that limits the host's cores; None if they are not limited.
+        network_namespace: path of the host's network namespace.
+        bridge: path of the network namespace of the bridge that connects the hosts.
+        control_group: folder of the control group that limits the host's cores; None without a limit.
     """
 
     name: str
@@ -57,7 +57,7 @@ class HostEntry:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> HostEntry | None:
-        """Return the emulated host that the variables name; None if they name none."""
+        """Return the emulated host that the variables name; None if they name no host."""
         name = environ.get(_HOST)
         if not name:
             return None
@@ -67,26 +67,27 @@ class HostEntry:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A rank's position in its run: its number, the others' address, its launcher's files.
+    """A rank's place in its run: its number, its addresses, and its launcher's files.
 
     Attributes:
-        local_rank: number among the ranks of its host, `local_world_size` of them.
-        master_address: host of rank 0, where torch's own store is served on `master_port`; 0 is a free port.
+        local_rank: number of the rank among the `local_world_size` ranks of its host.
+        master_address: host of rank 0, which serves torch's own store on `master_port`; port 0 means a free port.
         attempt: number of earlier restarts; every attempt has its own rendezvous.
-        starts: number of earlier starts of this rank in the attempt.
+        starts: number of earlier starts of this rank in this attempt.
         address: address at which the other ranks reach this one; None if the rank determines it itself.
-        interface: network interface of that address.
+        interface: network interface of `address`.
         threads: number of threads of each torch operation; None leaves the choice to torch.
         cores: cores to which the rank is pinned; empty leaves the choice to the kernel.
         host: emulated host to enter; None if the rank runs directly on this machine.
         status_file: file to which the rank writes its status; None without paceline's launcher.
         error_file: file to which the rank writes its error for the launcher.
         launcher: process id of the launcher.
-        store: the channel's store in which the ranks meet: its Unix socket, or its address and port.
-        key_fd: descriptor of the run's key.
-        store_fd: descriptor of the socket on which rank 0 serves torch's own store, if a library needs that store.
-        inherited_fds: descriptors that the rank holds open until it ends; processes that it starts do not inherit them.
-        grace_s: seconds in which a rank can save after its launcher was killed; with 0, it is killed at once.
+        store: Unix socket, or address and port, of the store through which the ranks find each other.
+        key_fd: file descriptor of the run's key.
+        store_fd: file descriptor of the socket on which rank 0 serves torch's own store, if a library needs that store.
+        inherited_fds: file descriptors that the rank holds open until it ends; processes that it starts do not inherit
+            them.
+        grace_s: seconds in which a rank can save after its launcher was killed; with 0, the rank is killed at once.
     """
 
     rank: int
@@ -123,7 +124,7 @@ class RankEnvironment:
             "PACELINE_ATTEMPT": self.attempt,
             "PACELINE_STARTS": self.starts,
             _ADDRESS: self.address,
-            "GLOO_SOCKET_IFNAME": self.interface,  # gloo, too, listens only there
+            "GLOO_SOCKET_IFNAME": self.interface,  # gloo also listens only on this interface
             "OMP_NUM_THREADS": self.threads,
             "MKL_NUM_THREADS": self.threads,
             "PACELINE_CORES": ",".join(map(str, self.cores)) or None,
@@ -146,16 +147,17 @@ class RankEnvironment:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read the position from the variables.
+        """Read the environment of a rank from the variables.
 
         Raises:
-            LaunchError: RANK is not set, or the number of ranks or the rendezvous is not.
+            LaunchError: the rank, the number of ranks or the address of rank 0 is not set.
         """
         absent = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if name not in environ]
         if absent:
             raise LaunchError(
                 "launch.environment_incomplete",
-                "RANK is set, but {absent} not. Start the script with torchrun or `paceline train`.",
+                "RANK is set, but these variables are not: {absent}. Start the script with "
+                "torchrun or `paceline train`.",
                 absent=list(absent),
             )
         threads = environ.get("OMP_NUM_THREADS", "")
@@ -198,9 +200,9 @@ def is_our_rank() -> bool:
 
 
 def own_rank() -> int:
-    """Return this process's rank; 0 outside of ranks.
+    """Return this process's rank, or 0 if this process is not a rank.
 
-    A process outside of ranks acts for all ranks, like rank 0.
+    A process that is not a rank acts for all ranks, like rank 0.
     """
     return int(os.environ.get(RANK, "0"))
 
@@ -208,14 +210,14 @@ def own_rank() -> int:
 def take_store_fd() -> int | None:
     """Return the socket of torch's own store on rank 0; None if not opened.
 
-    It is returned only once.
+    Later calls return None.
     """
     descriptor = os.environ.pop(_STORE_FD, None)
     return None if descriptor is None else int(descriptor)
 
 
 def named_address() -> str | None:
-    """Return the address of this rank, if the launcher or user names it."""
+    """Return this rank's address if the launcher or the user sets it, otherwise None."""
     return os.environ.get(_ADDRESS) or None
 
 

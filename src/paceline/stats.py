@@ -27,7 +27,7 @@ class Interval:
         return self.low <= other.high and other.low <= self.high
 
     def times(self, factor: float) -> Interval:
-        """Return the interval of `factor` (positive) times the value."""
+        """Return the interval multiplied by a positive factor."""
         return Interval(self.low * factor, self.middle * factor, self.high * factor)
 
 
@@ -51,7 +51,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def _ranks_outside(n: int) -> int:
-    """Return the number of n ordered values outside of the interval on each side."""
+    """Return how many of n sorted values are outside of the interval on each side."""
     outside, tail = 0, 0.5**n
     while outside + 1 < n / 2 and (tail := tail + math.comb(n, outside + 1) * 0.5**n) <= 0.025:
         outside += 1

@@ -1,4 +1,4 @@
-"""Text for users: hints for unknown names, lists, and safe display of foreign text."""
+"""Text for users: hints for unknown names, lists, and safe display of untrusted text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPPOSITES = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `Did you mean "adamw"?`, or `Known: adam, sgd.` without a similar name."""
+    """Return `Did you mean "adamw"?`, or `Known: adam, sgd.` if no name is similar."""
     names = list(known)
     if meant := closest(name, names):
         return f'Did you mean "{meant}"?'
@@ -34,7 +34,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     A name with another meaning is not a misspelling: `fp16` is not `fp64`, `metric_below` is not `metric_above`, and
     `radam` is not `adam`.
     """
-    by_lower_case = {n.lower(): n for n in reversed(list(known))}  # the first of names that differ in case
+    by_lower_case = {n.lower(): n for n in reversed(list(known))}  # of names that differ only in case, the first one
     given = name.lower()
     close = difflib.get_close_matches(given, by_lower_case, n=3)
     return next((by_lower_case[one] for one in close if _is_misspelled(given, one)), None)
@@ -51,7 +51,7 @@ def _is_misspelled(given: str, meant: str) -> bool:
     return True
 
 
-# Control characters but for tab and line feed (a carriage return may hide what stands before it), and those that
+# Control characters except tab and line feed (a carriage return may hide the text before it), and characters that
 # reorder or hide text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
@@ -64,15 +64,15 @@ def printable(text: str) -> str:
     return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-# Not options such as --devices, nor names of classes and files.
+# Excludes options such as --devices, and names of classes and files.
 _DEVICE = re.compile(r"""(?<!=")(?<!=')(?<![-\w.#/=])([Dd])evice(s?)(?!-(?!seconds)|[\w=])""")
 
 
 def listed(words: Sequence[str]) -> str:
-    """Join items: `a, b and c`."""
+    """Join items to `a, b and c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def on_cores(text: str) -> str:
-    """Adapt a text to a machine without GPUs, whose devices are cores."""
+    """Replace `device` with `core` in a text about a machine without GPUs."""
     return _DEVICE.sub(lambda found: ("C" if found[1] == "D" else "c") + f"ore{found[2]}", text)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from paceline.stats import Interval
 
-# The value from which the next scale holds, the factor, and the unit.
+# Upper bound of each scale, its factor, and its unit.
 _SECONDS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"), (math.inf, 1 / 3600, "h"))
-# 1023.5 KiB would round to a number of four digits, so it is 1 MiB.
+# 1023.5 KiB would round to a number of four digits, so it is shown as 1 MiB.
 _BYTES = tuple((1023.5 * 1024**i, 1024.0**-i, unit) for i, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
 _BYTES_PER_S = ((1e3, 1.0, "B/s"), (1e6, 1e-3, "kB/s"), (1e9, 1e-6, "MB/s"), (math.inf, 1e-9, "GB/s"))
 _FLOPS = ((1e12, 1e-9, "GFLOP/s"), (math.inf, 1e-12, "TFLOP/s"))
@@ -30,7 +30,7 @@ _LARGE = ((1e6, 1.0, ""), (1e9, 1e-6, "million"), (1e12, 1e-9, "billion"), (math
 
 @dataclass(frozen=True)
 class Shown:
-    """A figure as it is shown. Its text and unit, its interval's text if it has one, and the number itself."""
+    """Formatted figure: its number, text and unit, and the text of its interval, if any."""
 
     value: float
     text: str
@@ -45,56 +45,56 @@ class Shown:
 
 
 def size(size_bytes: float) -> Shown:
-    """Bytes stored or sent: `512 B`, `64 KiB`, `1.02 MiB`, `75.3 GiB`; whole numbers have no places."""
+    """Format stored or sent bytes: `512 B`, `64 KiB`, `1.02 MiB`, `75.3 GiB`; whole numbers have no decimals."""
     _, factor, unit = next((scale for scale in _BYTES if abs(size_bytes) < scale[0]), _BYTES[-1])
     text = digits(size_bytes * factor)
     return Shown(size_bytes, text.rstrip("0").rstrip(".") if "." in text else text, unit)
 
 
 def bandwidth(bytes_per_s: float) -> Shown:
-    """Bytes per second, in decimal units: `94.9 MB/s`, `11.2 GB/s`."""
+    """Format bytes per second in decimal units: `94.9 MB/s`, `11.2 GB/s`."""
     return _scaled(bytes_per_s, _BYTES_PER_S)
 
 
 def flops(per_s: float) -> Shown:
-    """Floating-point operations per second: `412 GFLOP/s`, `1.21 TFLOP/s`."""
+    """Format floating-point operations per second: `412 GFLOP/s`, `1.21 TFLOP/s`."""
     return _scaled(per_s, _FLOPS)
 
 
 def seconds(x: float | Interval) -> Shown:
-    """A duration: `23.4 ms`, `1.52 s`, `2.61 min`."""
+    """Format a duration: `23.4 ms`, `1.52 s`, `2.61 min`."""
     return _scaled(x, _SECONDS)
 
 
 def span(x: float) -> Shown:
-    """A duration of a whole training: `23.4 s`, `5.20 h`, `61.2 days`."""
+    """Format the duration of a whole training run: `23.4 s`, `5.20 h`, `61.2 days`."""
     return _scaled(x, (*_SPANS, (math.inf, 1 / _DAY_S, "days")))
 
 
 def milliseconds(x: float) -> Shown:
-    """A difference between durations, `+1.82 ms`; all differences in a table have the same unit."""
+    """Format a difference between durations: `+1.82 ms`. All differences in a table have the same unit."""
     return Shown(x, f"{1e3 * x:+,.2f}", "ms")
 
 
 def clock(seconds: float) -> str:
-    """A duration as a clock shows it: `1:05`, `1:02:03`."""
+    """Format a duration like a clock: `1:05`, `1:02:03`."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def rate(x: float | Interval, unit: str = "samples/s") -> Shown:
-    """Things per second: `3,320 samples/s`."""
+    """Format a rate per second: `3,320 samples/s`."""
     return _scaled(x, ((math.inf, 1.0, unit),))
 
 
 def ratio(x: float | Interval) -> Shown:
-    """A factor: `1.52 ×`."""
+    """Format a factor: `1.52 ×`."""
     return _scaled(x, ((math.inf, 1.0, "×"),))
 
 
 def percent(x: float | Interval, places: int | None = None) -> Shown:
-    """A share such as `15.2 %` or `80 %`. One decimal place below 20 % and with an interval, unless given."""
+    """Format a share: `15.2 %`, `80 %`. By default, shares below 20 % and with an interval have one decimal."""
     middle = x.middle if isinstance(x, Interval) else x
     if places is None:
         places = 1 if isinstance(x, Interval) or abs(middle) < 0.2 else 0
@@ -103,42 +103,42 @@ def percent(x: float | Interval, places: int | None = None) -> Shown:
 
 
 def number(x: float) -> Shown:
-    """A number without a unit: `0.978`."""
+    """Format a number without a unit: `0.978`."""
     return _scaled(x, ((math.inf, 1.0, ""),))
 
 
 def large(x: float) -> Shown:
-    """A large number in words: `70.6 billion`, `1.20 million`, `4,810`."""
+    """Format a large number in words: `70.6 billion`, `1.20 million`, `4,810`."""
     return Shown(x, f"{x:,.0f}") if abs(x) < _LARGE[0][0] else _scaled(x, _LARGE)
 
 
 def joules(x: float) -> Shown:
-    """Energy: `610 mJ`, `2.10 J`."""
+    """Format an energy: `610 mJ`, `2.10 J`."""
     return _scaled(x, ((1.0, 1e3, "mJ"), (math.inf, 1.0, "J")))
 
 
 def kilowatt_hours(x: float) -> Shown:
-    """Energy of a whole training: `12.0 kWh`, `3.45 MWh`."""
+    """Format the energy of a whole training run: `12.0 kWh`, `3.45 MWh`."""
     return _scaled(x, _KWH)
 
 
 def kilograms(x: float) -> Shown:
-    """A mass: `12.0 kg`, `3.45 t`."""
+    """Format a mass: `12.0 kg`, `3.45 t`."""
     return _scaled(x, _KG)
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number of things: `1 rank`, `1,024 ranks`, `2 microbatches`."""
+    """Format a count with its noun: `1 rank`, `1,024 ranks`, `2 microbatches`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def money(x: float) -> str:
-    """An amount in the user's currency: `35,040`, `3.57`."""
+    """Format an amount in the user's currency: `35,040`, `3.57`."""
     return f"{x:,.0f}" if abs(x) >= 100 else digits(x)
 
 
 def digits(x: float) -> str:
-    """Three significant digits, with thousands separators: `0.0123`, `1.52`, `23.4`, `3,320`."""
+    """Format a number to three significant digits with thousands separators: `0.0123`, `1.52`, `23.4`, `3,320`."""
     if not math.isfinite(x):
         return str(x)
     places = 0 if x == 0 else max(0, min(6, 2 - math.floor(math.log10(abs(x)))))

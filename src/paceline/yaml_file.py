@@ -1,4 +1,4 @@
-"""Reader of YAML files that records lines, and messages about mistakes in the files."""
+"""Reader of YAML files that records line numbers, and messages for mistakes in the files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FileKind:
     """Type of a YAML file, for messages.
 
     Attributes:
-        name: `job`.
+        name: name of the kind, such as `job`.
         needs: the required keys, as text.
         example: a key with its value, in backticks.
-        error: class of its errors.
+        error: class of the errors for files of this kind.
     """
 
     name: str
@@ -39,8 +39,8 @@ def read_yaml(file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlPositions
     """Read the keys and values of a file, and their positions.
 
     Raises:
-        PacelineError: of the kind's class; the file cannot be read, is not YAML, or not a mapping. The message names
-            the line.
+        PacelineError: the file cannot be read, is not YAML, or is not a mapping. The class is `kind.error`, and the
+            message names the line.
     """
     return _parse(_read_text(file, kind), file, kind)
 
@@ -77,7 +77,7 @@ class Positions(Protocol):
     """Positions of keys, for messages."""
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Return the line of a key (0 without one), and its position as text."""
+        """Return the line number of a key (0 if unknown), and its position as text."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class YamlPositions:
     def place(self, path: KeyPath) -> tuple[int, str]:
         """Return the position of the deepest existing key on `path`.
 
-        It is `(line, "examples/digits.yaml, line 7")`; the line is 0 if there is none.
+        The result is `(line, "examples/digits.yaml, line 7")`. The line is 0 if no key of `path` exists.
         """
         line = 0
         node: yaml.Node = self.root
@@ -103,11 +103,11 @@ class YamlPositions:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe types; `1e-3` is a number, as in YAML 1.2 (PyYAML requires `1.0e-3`)."""
+    """Safe loader that reads `1e-3` as a number, as in YAML 1.2 (PyYAML requires `1.0e-3`)."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would read as a number."""
+    """Safe dumper that quotes text that `_Loader` would read as a number."""
 
 
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
@@ -147,7 +147,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
             raise kind.error(
                 "file.python",
                 "{file} is a Python file, but this command reads a {kind} in YAML, such as {example}. Run a script "
-                "by `python {file}`. A {kind} refers to its functions as {name}:NAME.",
+                "with `python {file}`. A {kind} refers to functions of this file as {name}:NAME.",
                 file=file,
                 kind=kind.name,
                 example=kind.example,
@@ -177,7 +177,7 @@ def _parse(text: str, file: Path, kind: FileKind) -> tuple[dict[Any, Any], YamlP
         if repeated := [
             Problem(
                 "file.key_repeated",
-                '{file}, line {line}: the key "{key}" is there already, in line {first}',
+                '{file}, line {line}: the key "{key}" already appears in line {first}',
                 file=file,
                 line=_line(key),
                 key=key.value,
@@ -254,12 +254,12 @@ def explain(
 ) -> list[Problem]:
     """Explain all errors of a ValidationError, in the order of the file.
 
-    Each problem starts with its place if `positions` are given.
+    If `positions` is given, each problem starts with its position.
 
     Args:
-        spec: model of the whole file.
-        name: name of the file's subject: `job`.
-        hints: advice for some unknown keys.
+        spec: pydantic model of the whole file.
+        name: what the file describes, such as `job`.
+        hints: advice for some unknown keys, by key.
     """
     about = _File(spec, name, hints)
     findings: dict[Problem, int] = {}
@@ -285,7 +285,7 @@ class _File:
     hints: Mapping[str, str]
 
     def dotted(self, path: KeyPath) -> str:
-        """Format the path: `hosts[0].cores`; `the job` for its top."""
+        """Format a key path, such as `hosts[0].cores`; an empty path is `the job`."""
         text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
         return text.removeprefix(".") or f"the {self.name}"
 
@@ -351,9 +351,9 @@ _WANTED = (
 
 
 def _without_misspelled(located: list[_Located]) -> list[_Located]:
-    """Return the findings without missing keys that occur under a misspelled name.
+    """Drop findings about missing keys that are present under a misspelled name.
 
-    The misspelled name has its own finding.
+    The misspelled name has a finding of its own.
     """
     meant = {
         (*path[:-1], closest(str(path[-1]), owner.model_fields))
@@ -407,7 +407,7 @@ def _unknown_key(path: KeyPath, owner: type[BaseModel] | None, about: _File) -> 
 def _hint(key: str, path: KeyPath, known: list[str], about: _File) -> str:
     if key in about.hints:
         return about.hints[key]
-    if key != "name":  # which several parts have
+    if key != "name":  # several parts have a key `name`
         homes = [f'under "{section}"' for section in _sections_with(key, about.spec) if section != path[0]]
         if key in about.spec.model_fields:
             homes.append(f"at the top of the {about.name}")
@@ -425,9 +425,9 @@ def _sections_with(key: str, spec: type[BaseModel]) -> list[str]:
 
 
 class _Step(NamedTuple):
-    """A type on the way down a location.
+    """Type at one level of a pydantic error location.
 
-    `internal`: pydantic's next entry there is its own (the member of a union) and no key.
+    `internal` is True if the next entry of the location names the member of a union and is no key.
     """
 
     members: Sequence[Any]
@@ -466,9 +466,9 @@ def _step(annotation: Any) -> _Step:
 
 
 def _member(members: Sequence[Any], tag: str) -> Any:
-    """Return the member of a union that `tag` stands for.
+    """Return the member of a union that `tag` identifies.
 
-    A spec is identified by its kind; any other member is chosen if it is the only one with further levels.
+    A spec is identified by its kind. Among other members, the first one with further levels, such as a list, is chosen.
     """
     for member in members:
         if _is_spec(member):

@@ -204,7 +204,7 @@ def test_every_mistake_is_named_at_once(tmp_path: Path) -> None:
         ("- a", "line 1: a cluster is a group of keys with values, such as `emulate: .*`, not a list"),
         ("a: [", "this is not valid YAML"),
         ("\xff", "is not UTF-8 text: byte 0 is 0xff"),
-        ("name: a\nname: b", 'line 2: the key "name" is there already, in line 1'),
+        ("name: a\nname: b", 'line 2: the key "name" already appears in line 1'),
     ],
 )
 def test_a_file_that_is_no_cluster_at_all_is_named(tmp_path: Path, content: str, message: str) -> None:

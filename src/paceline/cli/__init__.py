@@ -32,7 +32,7 @@ from paceline.elastic.failure import show, show_traceback
 from paceline.errors import PacelineError
 from paceline.torch_versions import untested
 
-# In the order of `paceline --help`, under each heading.
+# `paceline --help` lists the commands of each heading in this order.
 Commands.known = commands_of(
     {
         "init": Command(init.command, "Train", "paceline init images --data photos/"),
@@ -70,7 +70,7 @@ Commands.known = commands_of(
             'paceline submit examples/digits.yaml --on slurm --num-hosts 4 --plan "dp=4" --dry-run',
         ),
         "cancel": Command(operate.cancel, "Clusters", "paceline cancel digits-20261123-101500"),
-        # -1 is not an option
+        # otherwise click would read -1 as an option
         "scale": Command(
             operate.scale,
             "Clusters",
@@ -84,7 +84,7 @@ app = typer.Typer(name="paceline", cls=Commands, no_args_is_help=True, pretty_ex
 
 
 def commands() -> dict[str, Any]:
-    """Return every command by name, as click runs it; load the commands of other packages."""
+    """Return every click command by name, including the commands of other packages."""
     group = typer.main.get_command(app)
     context = typer.Context(group)
     return {name: group.get_command(context, name) for name in group.list_commands(context)}  # type: ignore[attr-defined]
@@ -105,7 +105,7 @@ def _about(
     ] = False,
     traceback: Annotated[  # read by `main`
         bool,
-        typer.Option("--traceback", help="Show the traceback of an error as well; may stand anywhere in the command."),
+        typer.Option("--traceback", help="Also show the traceback of an error; allowed anywhere in the command."),
     ] = False,
 ) -> None:
     """Train PyTorch models on your machines, and know how fast it went and why."""
@@ -116,7 +116,7 @@ def _about(
 
 
 def main() -> None:
-    """Run the command line; print an error, and exit with its code."""
+    """Run the command line. Print any error, and exit with its exit code."""
     arguments = [word for word in sys.argv[1:] if word != "--traceback"]  # the option may be at any position
     show_traceback(len(arguments) < len(sys.argv) - 1)
     try:

@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 _NAMED = 10  # number of parameters to list if parity fails
-_MOST_RANKS = 4  # maximum number of ranks of the plans that --all checks
-CANNOT_TELL = 3  # exit code
+_MOST_RANKS = 4  # by default, --all checks plans with at most this number of ranks
+CANNOT_TELL = 3  # exit code of an undecided check
 
 
 def command(
     job: JobFile,
     plan: Annotated[
-        str | None, typer.Option(help='Plan to check, e.g. "dp=2 tp=2", or auto for the one that train would choose.')
+        str | None,
+        typer.Option(help='Plan to check, e.g. "dp=2 tp=2", or auto for the plan that `paceline train` would choose.'),
     ] = None,
     changes: SetKeys = None,
     cluster: ClusterFile = None,
@@ -38,7 +39,7 @@ def command(
     every: Annotated[bool, typer.Option("--all", help="Check every plan that can run the job.")] = False,
     max_ranks: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Largest number of ranks of a plan, with --all.", show_default="4"),
+        typer.Option(metavar="N", min=1, help="With --all, check only plans with at most N ranks.", show_default="4"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of optimizer steps to compare.")] = 5,
     dry_run: Annotated[
@@ -46,19 +47,19 @@ def command(
         typer.Option("--dry-run", help="Start no ranks: run one rank of a plan of any size on tensors without memory."),
     ] = False,
 ) -> None:
-    """Check that a plan computes what one process computes, step by step.
+    """Check that a plan computes the same as one process in every step.
 
     Losses, gradients, parameters and buffers are compared in float64.
 
-    Exit code 1: they differ.
+    Exit code 1: the results differ.
 
-    Exit code 3: undecided, because rounding or random numbers could hide a mistake.
+    Exit code 3: the check cannot decide, because rounding or random numbers could hide a mistake.
     """
     start_on(hosts, cluster)
     if not dry_run:
         from paceline.elastic.forkserver import warm_up
 
-        warm_up()  # torch is imported while this process imports the other modules and reads the job
+        warm_up()  # the forkserver imports torch while this process imports the other modules and reads the job
     from paceline.cli.command import to_run_on
     from paceline.console import Console
 
@@ -178,7 +179,7 @@ def _all(job: Job, cluster: Cluster | None, most_ranks: int, steps: int, console
     return 1 if counts["differs"] or counts["failed"] else CANNOT_TELL if counts["cannot tell"] else 0
 
 
-_WIDTH = 120  # minimum width of the table: a pipeline of ranks divided along four more axes
+_WIDTH = 120  # minimum width of the table, which fits a pipeline and four more axes
 _LEGEND = (
     "peak: the most at once in a step, with activations, gathered weights and buffers, but without what kernels take "
     "inside. sent: by each rank in a step, along each axis."
@@ -186,7 +187,7 @@ _LEGEND = (
 
 
 def show_dry_run(job: Job, text: str, console: Console) -> bool:
-    """Dry-run a plan and show the results; return True if it can run."""
+    """Dry-run a plan and show the results; return True if the plan can run."""
     from paceline.planning.arguments import plan_of
     from paceline.run.dry_run.dry_run import run_dry
 
@@ -214,7 +215,7 @@ def _show_dry(found: DryRun, console: Console) -> None:
     plan, state = found.plan, max(stage.state.total for stage in found.stages)
     if reasons := [stage.stopped_by for stage in found.stages if stage.stopped_by]:
         console.print(
-            f"plan {plan} divides the model; a dry run cannot take its step to the end: {reasons[0]}", markup=False
+            f"plan {plan} divides the model, but a dry run cannot complete its step: {reasons[0]}", markup=False
         )
         return
     console.print(
@@ -225,9 +226,9 @@ def _show_dry(found: DryRun, console: Console) -> None:
 
 
 def together(lines: Iterable[str]) -> list[str]:
-    """Merge lines that differ only in module numbers into one with their count.
+    """Merge lines that differ only in module numbers into one line with a count.
 
-    The blocks of a model are usually divided in the same way.
+    The blocks of a model are usually divided in the same way, so they need one line instead of many.
     """
     counts: dict[str, tuple[str, int]] = {}
     for line in dict.fromkeys(lines):
@@ -264,5 +265,5 @@ def _dry_table(found: DryRun) -> Table:
 def _looks(found: DryRun) -> list[str]:
     asked = sorted({kind for stage in found.stages for kind in stage.asked})
     if asked:
-        return [f"the code of {', '.join(asked)} looks at values of tensors, and was told “no” or 1 in place of them"]
+        return [f"the code of {', '.join(asked)} reads values of tensors; the dry run returned False or 1 instead"]
     return []

@@ -33,13 +33,13 @@ class Command:
     """A command, or a group of commands.
 
     Attributes:
-        function: the function that typer calls; for a group, the first sentence of `--help`.
-        panel: heading in `paceline --help`; None for a command below another.
+        function: the function that typer calls; for a group, its help text.
+        panel: heading in `paceline --help`; None for a subcommand.
         example: a command line, shown at the end of `--help`.
-        starts_ranks: True if the command may be started on every host; host 0 then runs it, and the other hosts run
-            agents.
+        starts_ranks: True if the command may be started on every host; host 0 then runs the command, and the
+            other hosts run agents.
         settings: settings of click's context.
-        commands: commands below this one, as in `paceline plan cost`.
+        commands: subcommands by name, such as `cost` in `paceline plan cost`.
     """
 
     function: Callable[..., Any] | str
@@ -50,7 +50,7 @@ class Command:
     commands: Mapping[str, Command] = field(default_factory=dict)
 
     def built(self, name: str) -> Any:
-        """Return the command as click runs it."""
+        """Build the click command."""
         epilog = f"Example: {self.example}"
         below = {word: replace(command, panel=None).built(word) for word, command in self.commands.items()}
         if isinstance(self.function, str):
@@ -84,7 +84,7 @@ class Group(TyperGroup):
     """Group of commands; the error for an unknown command lists all of them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command, and its arguments."""
+        """Find the command of the first argument; return its name, the command and its arguments."""
         if args[0] not in self.commands and not args[0].startswith("-"):
             known = ", ".join(f"`{ctx.command_path} {name}`" for name in self.commands)
             ctx.fail(f"{args[0]!r} is not a command. The commands are {known}.")
@@ -92,15 +92,15 @@ class Group(TyperGroup):
 
 
 class CommandWithOthers(Group):
-    """Command with subcommands: `paceline plan JOB` beside `paceline plan cost JOB`."""
+    """Command that also has subcommands: `paceline plan JOB` and `paceline plan cost JOB`."""
 
     allow_extra_args = False
     allow_interspersed_args = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments of the command itself.
+        """Parse the arguments of this command, not of a subcommand.
 
-        The error for an option of a subcommand names the subcommand.
+        If an argument is an option of a subcommand, the error names the subcommand.
         """
         if args and (meant := closest(args[0], self.commands)) and not Path(args[0]).exists():
             ctx.fail(f"{args[0]!r} is neither a file nor a command. Did you mean `{ctx.command_path} {meant}`?")
@@ -116,7 +116,7 @@ class CommandWithOthers(Group):
         return super(TyperGroup, self).parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command itself."""
+        """Run this command, not a subcommand."""
         return super(TyperGroup, self).invoke(ctx)
 
 
@@ -147,7 +147,7 @@ class Commands(TyperGroup):
         return sorted(found, key=lambda name: (panels.index(found[name].panel), list(found).index(name)))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the name, the command, and its arguments; a subcommand has both names."""
+        """Find the named command or subcommand; return its name, the command and its arguments."""
         if args[0] not in self.known and not args[0].startswith("-"):
             ctx.fail(f"{args[0]!r} is not a command. {nearest(args[0], self.known.names)}")
         name, command, rest = super().resolve_command(ctx, args)
@@ -162,9 +162,9 @@ def commands_of(built_in: dict[str, Command]) -> ExtensionPoint[Command]:
 
 
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_COUNT = re.compile(r"\d+(\.\.\d+)?")  # separator of hosts
+_COUNT = re.compile(r"\d+(\.\.\d+)?")  # N or MIN..MAX
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
-_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a path does not have two consecutive slashes
+_URL_AS_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a `Path` keeps only one slash of `://`
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (YAML) or its URL: what to train.")]
 RunPath = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of a run.")]
 Checkpoint = Annotated[
@@ -221,7 +221,7 @@ def not_at_a_url(file: Path) -> Path:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Refuse to write a file whose folder does not exist, before any work."""
+    """Refuse an output file whose folder does not exist, before any work starts."""
     if file is not None and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     return file
@@ -230,16 +230,16 @@ def in_a_folder(file: Path | None) -> Path | None:
 def load_job(named: str, changes: list[str] | None = None) -> Job:
     """Load a job with its overridden keys.
 
-    A run taken over from a lost host keeps its recorded job, including overrides.
+    If this run was taken over from a lost host, the recorded job is loaded, including its overrides.
 
     Raises:
-        JobError: the file, or an override, is wrong.
-        StorageError: there is nothing at the URL, or it cannot be read.
+        JobError: the job file or an override is invalid.
+        StorageError: the URL does not exist or cannot be read.
     """
     from paceline.cluster.launch_engines import own_engine
     from paceline.job.job import Job
 
-    if own_engine().hosts() is not None:  # usually there is one host, and then nothing more is imported
+    if own_engine().hosts() is not None:  # with one host, the usual case, the import below is skipped
         from paceline.elastic.hosts.hosts import current_hosts
 
         hosts = current_hosts()
@@ -249,13 +249,13 @@ def load_job(named: str, changes: list[str] | None = None) -> Job:
 
 
 def start_on(hosts: str | None, cluster: str | None = None) -> None:
-    """Run this command on the named hosts, if any, and exit with the result.
+    """Run this command on the named hosts, if any, and exit with its exit code.
 
-    Otherwise, if a user without root rights names an emulated cluster, give this process the needed rights.
+    Without hosts, if a user without root rights names an emulated cluster, this process gets the required rights.
 
     Raises:
         LaunchError: a host cannot be reached, or this process is already an agent or a rank.
-        ClusterError: the cluster's file is wrong, or the kernel does not allow the emulation.
+        ClusterError: the cluster file is invalid, or the kernel does not allow the emulation.
     """
     from paceline.cluster.launch_engines import is_rank, own_engine
     from paceline.errors import LaunchError
@@ -275,7 +275,7 @@ def start_on(hosts: str | None, cluster: str | None = None) -> None:
         engine = place.engine if place else "torchrun"
         raise LaunchError(
             "hosts.started_already",
-            "{engine} has started this command on every host already: leave out --hosts.",
+            "{engine} has already started this command on every host. Leave out --hosts.",
             engine=engine,
         )
     from paceline.elastic.ssh import run_on_hosts
@@ -292,7 +292,7 @@ def _be_allowed_to_emulate(cluster: str) -> None:
 
 
 def _without_hosts(arguments: list[str]) -> list[str]:
-    """Return the command line without its option --hosts."""
+    """Return the command line without the option --hosts."""
     kept, words = [], iter(arguments)
     for word in words:
         if word == "--hosts":
@@ -303,7 +303,7 @@ def _without_hosts(arguments: list[str]) -> list[str]:
 
 
 def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Make host 0 run a command that is started on every host; add --num-hosts."""
+    """Let only host 0 run a command that is started on every host; add --num-hosts."""
 
     @wraps(command)
     def started(*args: Any, num_hosts: str | None = None, **kwargs: Any) -> None:
@@ -315,7 +315,7 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
                 raise typer.BadParameter(f"{num_hosts!r} is neither a number nor a range", param_hint="--num-hosts")
             os.environ["PACELINE_HOSTS"] = num_hosts
         with nullcontext() if is_rank() else sigterm_as_exit():
-            # Usually there is one host, and then nothing more is imported; the command itself refuses --hosts.
+            # With one host, the usual case, the import below is skipped. The command itself refuses --hosts.
             if own_engine().hosts() is None or kwargs.get("hosts") is not None:
                 command(*args, **kwargs)
                 return
@@ -325,7 +325,7 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
 
     signature = inspect.signature(command, eval_str=True)
-    if "hosts" not in signature.parameters:  # the command cannot start on hosts by ssh, and has no number of hosts
+    if "hosts" not in signature.parameters:  # such a command cannot be started over ssh, and does not get --num-hosts
         return started
     after_hosts = [*signature.parameters].index("hosts") + 1
     parameters = [*signature.parameters.values()]
@@ -338,11 +338,11 @@ def over_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def to_run_on(text: str | None) -> Cluster | None:
-    """Return the cluster of a file, or this run's hosts; None is this machine.
+    """Return the cluster in a file, or this run's hosts; None means this machine.
 
     Raises:
-        ClusterError: the file cannot be read, or the name is from the hardware catalogue, where nothing can run; or the
-            run already has several hosts.
+        ClusterError: the file cannot be read; or the text names hardware of the catalogue, which only supports
+            planning; or the run already has several hosts.
     """
     from paceline.elastic.hosts.hosts import current_hosts
     from paceline.errors import ClusterError
@@ -354,8 +354,8 @@ def to_run_on(text: str | None) -> Cluster | None:
     if hosts:
         raise ClusterError(
             "cluster.given_twice",
-            "--cluster {text}: the command was started on {hosts} hosts, and these are the cluster. Leave the "
-            "option out, or start the command on one host only.",
+            "--cluster {text}: the command was started on {hosts} hosts, which are already the cluster. Leave out "
+            "--cluster, or start the command on one host only.",
             text=text,
             hosts=len(hosts.cluster.hosts),
         )

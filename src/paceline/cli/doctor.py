@@ -32,9 +32,9 @@ def command(
         bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
 ) -> None:
-    """Check what this machine has for training, what is missing, and how fast it is.
+    """Check whether this machine can train, what is missing, and how fast it is.
 
-    Exit code 1: it cannot train.
+    Exit code 1: this machine cannot train.
     """
     from paceline.cluster.discover import environment
     from paceline.cluster.probe import Probe
@@ -70,7 +70,7 @@ class ProbeResults:
     """Results of the probe, and reasons for missing measurements."""
 
     local: list[ProbedSpeed] = field(default_factory=list)
-    collectives: list[list[calls.CollectiveSpeed]] = field(default_factory=list)  # results of each launch
+    collectives: list[list[calls.CollectiveSpeed]] = field(default_factory=list)  # one list per launch
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -92,7 +92,7 @@ class ProbeResults:
 def _discovered() -> tuple[Host, str | None, list[Finding]]:
     """Return this host and the version of its GPU driver.
 
-    With a broken driver, the result has a finding and only CPU cores.
+    If the driver is broken, the host has only its CPU cores, and a finding describes the problem.
     """
     from paceline.cluster.discover import discover
     from paceline.cluster.doctor import Finding
@@ -107,7 +107,7 @@ def _discovered() -> tuple[Host, str | None, list[Finding]]:
 
 
 def _torch(console: Console, process: Probe) -> dict[str, Any] | str:
-    """Return torch's description of itself, or the reason why it cannot be imported."""
+    """Return a description of the installed torch, or the reason why torch cannot be imported."""
     from paceline.errors import ClusterError
 
     with console.status("importing torch"):
@@ -138,7 +138,7 @@ def _checked(host: Host, driver: str | None, torch: Mapping[str, Any] | str) -> 
 
 
 def _measured(console: Console, host: Host, process: Probe, problems: list[Finding]) -> ProbeResults:
-    """Measure everything possible. No ranks are started if a known problem keeps them from training."""
+    """Take all possible measurements. If a known problem prevents training, no ranks are started."""
     from paceline.errors import PacelineError
 
     started, measured = time.monotonic(), ProbeResults()

@@ -29,9 +29,9 @@ def command(
     checkpoint: Checkpoint = "newest",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure a saved run on a data set by its job's metrics.
+    """Evaluate a saved run on a data set with the metrics of its job.
 
-    The whole model is on one device here, whatever the plan of the run was.
+    The whole model runs on one device, regardless of the run's plan.
     """
     from paceline.run.saved_model import evaluated
 
@@ -47,7 +47,7 @@ def command(
 
 @contextmanager
 def run_with_checkpoint(run: str, checkpoint: str) -> Iterator[Run]:
-    """Open a run, here or copied from a URL; warnings become notes on stderr."""
+    """Open a run from a directory or a URL; print warnings as notes on stderr."""
     from paceline.run.object_store import copy_of
     from paceline.run.record.run import Run
     from paceline.storage.url import is_url

@@ -13,14 +13,14 @@ from typing import Annotated, NamedTuple
 import typer
 
 Values = dict[str, str]
-_IMAGES, _TABLE = "images", "table.csv"  # places of the data beside the job
+_IMAGES, _TABLE = "images", "table.csv"  # default paths of the data, relative to the job's folder
 
 
 class _Starter(NamedTuple):
     """One kind of starter job.
 
-    `values` returns the template's values from the paths of the data and the model, and the target folder. `place` is
-    the path of the data beside the job, if there is no example.
+    `values` computes the template's values from the data path, the model path and the target folder. `place` is the
+    default path of the data, relative to the job's folder; None if the starter uses example data.
     """
 
     about: str
@@ -53,7 +53,7 @@ def command(
 ) -> None:
     """Write a commented starter job for a kind of task.
 
-    Without a kind, list the kinds. Nothing is overwritten.
+    Without a kind, list the kinds. Existing files are not overwritten.
     """
     from paceline.errors import JobError
     from paceline.text import nearest
@@ -119,18 +119,18 @@ def _shown(path: Path) -> str:
 
 
 def _relative(path: Path, folder: Path) -> str:
-    """Return a path as YAML: relative to the job's folder if near, else absolute."""
+    """Return a path as YAML: relative to the job's folder if nearby, otherwise absolute."""
     found = os.path.relpath(path, folder)
     return json.dumps(str(path.resolve()) if found.startswith(os.path.join("..", "..")) else found)
 
 
 def _absolute(path: Path) -> str:
-    """Return an absolute path as YAML: the user's code does not know the job's folder."""
+    """Return an absolute path as YAML; the user's code does not know the job's folder."""
     return json.dumps(str(path.resolve()))
 
 
 def _batch(samples: int | None) -> str:
-    """Return a global batch: 64, or less for fewer than 8 such batches."""
+    """Return the global batch: 64, or less if the data has fewer than 8 batches."""
     return str(64 if samples is None else min(64, 2 ** max(0, (samples // 8).bit_length() - 1)))
 
 

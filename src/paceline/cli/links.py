@@ -62,7 +62,7 @@ def command(
         bool, typer.Option("--json", help="End with one line of JSON: figures and environment.")
     ] = False,
 ) -> None:
-    """Measure the collectives between ranks against the hardware's limits, and check their results.
+    """Measure collectives between ranks, compare them with the hardware's limits, and check their results.
 
     Under torchrun, start it on every host: torchrun … --no-python paceline links --transports gloo
     """
@@ -77,9 +77,11 @@ def command(
     possible = tuple(filter(None, (*TRANSPORTS.names, links.library_of(where))))
     named = _words("--transports", transports, possible)
     here = links.transports_of(where)
-    if not is_rank() and len(where.hosts) == 1:  # under torchrun, `where` is this host alone
+    if not is_rank() and len(where.hosts) == 1:  # under torchrun, `where` is only this host
         for name in named:
-            if name in TRANSPORTS.names and name not in here:  # another transport would be measured under its name
+            if (
+                name in TRANSPORTS.names and name not in here
+            ):  # otherwise another transport would be measured under this name
                 raise typer.BadParameter(
                     f"{name} carries messages between hosts only; name them with --hosts or --cluster. Here it can be "
                     f"{', '.join(here)}",
@@ -105,9 +107,9 @@ def command(
 
 
 def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
-    """Measure as one of torchrun's ranks, which supports only one transport.
+    """Measure one transport as a rank that torchrun started.
 
-    Returns None except on rank 0.
+    Only rank 0 returns the results; the other ranks return None.
     """
     from paceline.comm.measure.links import LinksRequest, measure_on_rank
     from paceline.rank_environment import own_rank
@@ -119,13 +121,13 @@ def _as_rank(wanted: Wanted, named: str | None) -> LinkResults | None:
     try:
         transport = wanted.transports[0] if named else "auto"
         measured = measure_on_rank(LinksRequest(transport, wanted.collectives, wanted.algorithms, wanted.sizes))
-    except Exception as error:  # noqa: BLE001 - torchrun is told, whatever it was
+    except Exception as error:  # noqa: BLE001 - every error is reported to torchrun
         fail(error)
     return LinkResults([measured]) if own_rank() == 0 else None
 
 
 def _report(found: LinkResults, where: Cluster, out: Path | None, *, as_json: bool) -> None:
-    """Write all results to the screen, a page and JSON; then raise their problems."""
+    """Write all results to the screen, a page and JSON; then raise any problems."""
     from paceline.cli.links_screen import show
     from paceline.cluster.discover import environment
     from paceline.comm.measure.links import figures

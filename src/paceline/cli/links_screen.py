@@ -85,7 +85,7 @@ def _limits(limit: Limit, stated: str) -> Iterator[str]:
 
 
 def _stated(where: Cluster) -> str:
-    """Return the rates of the links between the hosts, as the cluster states them."""
+    """Return the link rates between hosts that the cluster file states."""
     links = [link for host in where.hosts for link in host.links if link.kind == "ethernet"]
     rates = sorted({link.bandwidth_gbps for link in links if link.bandwidth_gbps})
     return " to ".join(

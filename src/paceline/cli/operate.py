@@ -46,9 +46,9 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and stop.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the log after submitting.")] = False,
 ) -> None:
-    """Submit a job to a cluster's scheduler, and follow it to its end.
+    """Submit a job to a cluster's scheduler, and follow its log until the run ends.
 
-    Ctrl-C stops following; the run goes on. The exit code is that of the run.
+    Ctrl-C stops following the log, and the run continues. The command returns the run's exit code.
     """
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import Submission, save
@@ -85,7 +85,7 @@ def request_from(
     options: list[str],
     changes: list[str],
 ) -> Request:
-    """Build the request, after all checks that need no scheduler."""
+    """Run all checks that need no scheduler, and build the request."""
     from paceline.elastic.submit import scheduler as requests
     from paceline.errors import LaunchError
     from paceline.job.job import Job
@@ -117,7 +117,7 @@ def cancel(
 ) -> None:
     """End a submitted run.
 
-    It saves a checkpoint if its scheduler gives it the time.
+    The run saves a checkpoint if its scheduler leaves enough time.
     """
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import find
@@ -143,7 +143,7 @@ def scale(
 ) -> None:
     """Add or remove one replica while a run trains.
 
-    The global batch stays the same. A run has at most the replicas of its plan.
+    The global batch stays the same. A run cannot have more replicas than its plan.
     """
     from paceline.elastic.recovery import ask
     from paceline.errors import RunError
@@ -175,7 +175,7 @@ def _holder(run: Path) -> str:
     """Describe the process that trains a run of this user.
 
     Raises:
-        RunError: no process trains the run, another user owns it, or it is not a run.
+        RunError: no process trains the run, another user owns it, or the directory is not a run.
     """
     from paceline.elastic.leadership import LOCK, Holder
     from paceline.errors import RunError
@@ -219,8 +219,8 @@ def key(
 ) -> None:
     """Make a key for runs on several hosts.
 
-    Copy it to every host, as ~/.paceline/key or as the file that PACELINE_KEY_FILE names. Any process that has the key
-    can join the run.
+    Copy the key to every host, to ~/.paceline/key or to the file that PACELINE_KEY_FILE names. Any process that has
+    the key can join the run.
     """
     from paceline.files import private_folder
     from paceline.wire.key import RunKey, default_key_file, write_key

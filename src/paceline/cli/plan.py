@@ -78,7 +78,7 @@ def plan(
     _train_it(found, options, console)
     console.print(Text(f"explain it  paceline plan explain {options.all}"), soft_wrap=True)
     values = found.to_json()
-    if out is None:  # not predicted without a page
+    if out is None:  # predicted only for a page
         values = {key: value for key, value in values.items() if key not in _OF_HELP}
     else:
         values |= _page(found, asked, out)
@@ -157,7 +157,7 @@ def cost(
     out: PageFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict time, money, energy and failures of a whole training."""
+    """Predict the time, cost, energy and failures of a whole training run."""
     asked, console = setting(job, changes, cluster, calibrate_on, measure=measure, price=price, failures=failures)
     from paceline.cli.plan_screen import show_costs
     from paceline.planning.explain.training_run import amount_of, training_run
@@ -231,7 +231,7 @@ def cluster(
     out: PageFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose among offers of machines: the fastest, the cheapest, and those that no other beats."""
+    """Choose among machine offers: the fastest, the cheapest, and those that no other offer beats."""
     what = load_job(str(job), changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.plan_screen import fitted, show_choice
     from paceline.console import Console
@@ -300,7 +300,7 @@ def batch(
 
 
 def _explained(asked: Setting, top: int, *, what_would_help: bool) -> Explanation:
-    """Search the best plans, and explain the first."""
+    """Search for the best plans, and explain the first one."""
     from paceline.console import Console
     from paceline.planning.explain.explain import explain
     from paceline.planning.search.search import search
@@ -348,7 +348,7 @@ def _candidate(asked: Setting, text: str) -> Candidate:
 
 
 def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
-    """Write the page; return its contents beyond the explanation."""
+    """Write the page, and return those contents that are not in the explanation."""
     from paceline.console import Console
     from paceline.planning.explain.advice import scaling
     from paceline.planning.explain.questions import advise
@@ -362,7 +362,7 @@ def _page(found: Explanation, asked: Setting, file: Path) -> dict[str, Any]:
 
 
 def _write_job(advice: BatchAdvice, job: Job, source: Path, file: Path, console: Console) -> None:
-    """Write the job with the advised values, if any differs, and print every change."""
+    """Write the job with the advised values if any value differs, and print every change."""
     from rich.text import Text
 
     from paceline.errors import JobError
@@ -391,9 +391,9 @@ def _write_job(advice: BatchAdvice, job: Job, source: Path, file: Path, console:
 
 
 def _as_written(value: Any, written: Any, folder: Path) -> Any:
-    """Return a job's values with its paths as its file has them."""
+    """Return a job's values, with paths as they are written in the job's file."""
     if isinstance(value, dict):
-        # in the short form of a part, `model: net.py:Net`, the text stands for one of the part's keys
+        # in the short form `model: net.py:Net`, the text is the value of one of the keys below `model`
         keys = written if isinstance(written, dict) else dict.fromkeys(value, written)
         return {key: _as_written(entry, keys.get(key), folder) for key, entry in value.items()}
     if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
@@ -403,7 +403,7 @@ def _as_written(value: Any, written: Any, folder: Path) -> Any:
 
 
 class _Options(NamedTuple):
-    """Words of the command line that a proposed command has to repeat."""
+    """Options of this command line that a proposed command must repeat."""
 
     job: str
     cluster: str
@@ -411,7 +411,7 @@ class _Options(NamedTuple):
 
     @property
     def all(self) -> str:
-        """All words, for another `paceline plan` command."""
+        """All options, for another `paceline plan` command."""
         return self.job + self.cluster + self.prediction
 
 
@@ -429,17 +429,19 @@ def _options(
 
 
 def _train_it(found: Explanation, options: _Options, console: Console) -> None:
-    """Print the command that trains by the plan, on its machines."""
+    """Print the command that trains with the plan on its machines."""
     from rich.text import Text
 
     where = found.cluster
     console.print()
-    if found.job.model.transformer is not None:  # dimensions can be planned but not trained
+    if (
+        found.job.model.transformer is not None
+    ):  # a model that is given only by dimensions can be planned but not trained
         return
     on = "" if where.only_planned else options.cluster
     launcher = "there, on every host: torchrun … --no-python " if where.only_planned and len(where.hosts) > 1 else ""
     line = f'train it    {launcher}paceline train {options.job}{on} --plan "{found.winner.plan}"'
-    console.print(Text(line), soft_wrap=True)  # a command is copied as one line
+    console.print(Text(line), soft_wrap=True)  # the command stays on one line, so that it can be copied
 
 
 def _command_line() -> str:

@@ -38,7 +38,7 @@ Measure = Annotated[
     bool,
     typer.Option(
         "--measure/--no-measure",
-        help="Measure this machine once, which takes some seconds, or use the figures of the catalogue.",
+        help="Measure this machine, which takes some seconds, or use the figures of the catalogue.",
     ),
 ]
 CalibrateOn = Annotated[
@@ -98,7 +98,7 @@ Carbon = Annotated[float | None, _number(metavar="G/KWH", panel=_POWER, about="G
 
 
 class Setting(NamedTuple):
-    """Subject of a plan: the job, and the machines."""
+    """Job and machines to plan for."""
 
     job: Job
     cluster: Cluster
@@ -117,7 +117,7 @@ def setting(
 ) -> tuple[Setting, Console]:
     """Load the job and the cluster; measure this machine or read measured runs.
 
-    Also returns the console.
+    The console for the output is returned as well.
     """
     what = load_job(str(job), changes)  # before heavy imports, so that a mistake is reported at once
     from paceline.cli.plan_screen import fitted
@@ -142,7 +142,7 @@ def cluster_of(text: str | None, price: float | None, failures: float | None = N
 
 
 def factors_of(paths: Sequence[Path] | None, cluster: Cluster | None, console: Console) -> Adjustment | None:
-    """Return the factors of measured runs, and print the files read; None without runs."""
+    """Return correction factors from measured runs, and print the files read; None without runs."""
     from rich.text import Text
 
     from paceline.console import Console
@@ -178,7 +178,7 @@ def measure_machine(job: Job, cluster: Cluster, console: Console) -> Calibration
 
 
 def goal_of(tokens: str | None, samples: str | None, loss: float | None) -> Goal:
-    """Return the amount of training that the options name."""
+    """Return the amount of training that the options specify."""
     from paceline.planning.explain.training_run import Goal, read_amount
 
     return Goal(
@@ -193,14 +193,14 @@ def conditions_of(
     pue: float | None,
     carbon: float | None,
 ) -> Conditions:
-    """Return the circumstances of a training that the options name."""
+    """Return the conditions of a training run that the options specify."""
     from paceline.planning.explain.training_run import Conditions
 
     return Conditions(spot_price, preemptions, _sigma(straggler_sigma), pue, carbon)
 
 
 def _sigma(text: str | None) -> float:
-    """Return the number, or the value from the run's directory."""
+    """Return the given number, or the value measured in the given run directory."""
     if text is None:
         return 0.0
     try:
@@ -216,7 +216,7 @@ def _sigma(text: str | None) -> float:
 
 
 def offers_of(catalogue: Path | None, cluster: Cluster | None) -> Offers:
-    """Return the offers of a file, the examples, or the hosts of a named cluster."""
+    """Return the offers in a file, the example offers, or a named cluster's hosts."""
     from paceline.planning.explain.which_cluster import EXAMPLES, Offer, Offers, read_offers
 
     if catalogue is not None:

@@ -54,7 +54,7 @@ def show_explanation(one: Explanation, best: Explanation, console: Console) -> N
     """Show where the time and memory of one plan go, and what would help.
 
     Args:
-        best: the explanation of the best plan, which may be another.
+        best: the explanation of the best plan, which may be a different plan.
     """
     show_head(one, console)
     show_winner(one, console)
@@ -70,7 +70,7 @@ def show_explanation(one: Explanation, best: Explanation, console: Console) -> N
 
 
 def show_costs(found: Explanation, console: Console) -> None:
-    """Show the needs of a whole training: time, money, energy, and failures."""
+    """Show the time, cost, energy and failures of a whole training run."""
     show_head(found, console)
     console.print()
     print_inset(console, Text(str(found.winner.plan), style="bold cyan"))
@@ -156,7 +156,7 @@ def show_winner(explanation: Explanation, console: Console) -> None:
 
 
 def show_time(explanation: Explanation, console: Console) -> None:
-    """Show the parts of its step."""
+    """Show how the time of a step is divided."""
     titled(console, "where the step goes")
     table = _bars()
     for part in sorted((part for part in explanation.time if part.share >= LEAST), key=lambda part: -part.share):
@@ -171,7 +171,7 @@ def show_time(explanation: Explanation, console: Console) -> None:
 
 
 def show_memory(explanation: Explanation, console: Console) -> None:
-    """Show the parts of its memory."""
+    """Show how the memory of the fullest rank is divided."""
     room = explanation.capacity_bytes
     titled(console, "what holds the memory", f"of the fullest rank, which has room for {size(room)}")
     table = _bars()
@@ -285,7 +285,7 @@ def _answers(explanation: Explanation, console: Console) -> None:
 
 
 def _gains(console: Console, title: str, about: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Show changes with their gains as text; improvements have a colour."""
+    """Show changes with their gains as text; improvements are coloured."""
     if not rows:
         return
     titled(console, title, about)
@@ -310,7 +310,7 @@ def _run(explanation: Explanation, console: Console) -> None:
 
 
 def show_run(run: TrainingRun, console: Console) -> None:
-    """Show time, cost, energy and carbon of a training, and the assumptions."""
+    """Show the time, cost, energy and carbon of a training run, and the assumptions."""
     table = table_of("what", "value", "about", heads=False)
     table.columns[0].justify = "left"
     for name, value, about in run.rows:
@@ -360,7 +360,7 @@ def _search(explanation: Explanation, console: Console) -> None:
 
 
 def show_choice(choice: ClusterChoice, console: Console, *, cheapest: bool, bundled: bool) -> None:
-    """Show the fastest and cheapest machines, undominated offers, and unusable ones."""
+    """Show the fastest and cheapest machines, the Pareto-optimal offers, and the unusable machines."""
     limits = [f"within {money(choice.budget)}"] if choice.budget is not None else []
     limits += [f"in {span(choice.deadline_s)}"] if choice.deadline_s is not None else []
     about = f"{choice.amount.words} {' and '.join(limits)}".strip()
@@ -436,7 +436,7 @@ def _prices(offers: Offers, *, bundled: bool) -> str:
 
 
 def titled(console: Console, title: str, about: str = "") -> None:
-    """Return a title line for the following content."""
+    """Print a title line for the content that follows."""
     console.print()
     console.print(
         Rule(Text.assemble((title, "bold"), f"  {about}" if about else ""), align="left", style=QUIET, characters="─")

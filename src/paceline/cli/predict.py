@@ -26,7 +26,7 @@ def command(
         typer.Option(
             metavar="WHAT",
             help="classes, probabilities or logits; may be repeated.",
-            show_default="what the loss is for",
+            show_default="the usual output for the loss",
         ),
     ] = None,
     columns: Annotated[
@@ -37,9 +37,9 @@ def command(
         int | None, typer.Option(min=1, help="Samples at a time.", show_default="the job's global batch")
     ] = None,
 ) -> None:
-    """Write predictions of a saved run for new data, in its order.
+    """Write predictions of a saved run for new data, in the order of the data.
 
-    The whole model is on one device here, whatever the plan of the run was, and only a batch is in memory.
+    The whole model runs on one device, regardless of the run's plan. Only one batch of data is in memory at a time.
     """
     from paceline.run.predictions import predict
     from paceline.units import count

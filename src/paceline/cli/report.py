@@ -15,8 +15,8 @@ def command(
 ) -> None:
     """Write a page about a run or a benchmark: report.html in its directory.
 
-    The page is one file that opens in any browser without a network. For a URL it is NAME.report.html in the current
-    directory.
+    The page is one file that opens in any browser without a network. For a URL, the page is NAME.report.html in the
+    current directory.
     """
     from paceline.storage.url import is_url
 
@@ -34,7 +34,7 @@ def _page(directory: Path) -> Path:
     if not directory.is_dir():
         raise RunError(
             "report.no_directory",
-            "{directory}: this directory does not exist. Name a directory of `paceline train` or `paceline bench`, "
+            "{directory} does not exist. Name a directory of `paceline train` or `paceline bench`, "
             "for example runs/digits-…",
             directory=directory,
         )

@@ -1,4 +1,4 @@
-"""`paceline runs` and `paceline logs NAME`: runs of this folder, and runs submitted from here."""
+"""`paceline runs` and `paceline logs NAME`: runs of this folder, and runs submitted from this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runs(
 ) -> None:
     """List local and submitted runs with their state, newest step, loss and age.
 
-    A run that has not ended failed if the process that trained it is gone.
+    A run counts as failed if it has not ended and the process that trained it is gone.
     """
     if folder is not None and not folder.is_dir():
         advice = f"; `paceline logs {folder}` shows the log of a run" if len(folder.parts) == 1 else ""
@@ -71,7 +71,7 @@ def _rows(folder: Path | None) -> list[Row]:
 
 
 def _submitted(local: dict[Path, RunBrief]) -> list[Row]:
-    """Return the rows of submitted runs; their directories are removed from `local`."""
+    """Return the rows of submitted runs, and remove their directories from `local`."""
     from concurrent.futures import ThreadPoolExecutor
 
     from paceline.elastic.submit.scheduler import submissions
@@ -134,7 +134,7 @@ def _age(seconds: float) -> str:
 
 
 def _state_of(submission: Submission) -> str:
-    """Return the state of a submitted run as text; store its end."""
+    """Return the state of a submitted run as text; record its end, if any."""
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import ended
     from paceline.errors import LaunchError
@@ -146,7 +146,7 @@ def _state_of(submission: Submission) -> str:
     except LaunchError as error:
         return f"unknown: {str(error).splitlines()[0]}"
     if state.ended:
-        with suppress(OSError):  # stored if possible
+        with suppress(OSError):  # recording the end is optional
             ended(submission, state.phase, state.exit_code)
         return state.phase + (f", exit code {state.exit_code}" if state.exit_code else "")
     return state.phase + (f" ({state.note})" if state.note else "")
@@ -161,9 +161,9 @@ def logs(
         typer.Option("--follow/--no-follow", help="Follow the log until the run ends, or show what there is and stop."),
     ] = True,
 ) -> None:
-    """Show the log of a run, and follow it to its end.
+    """Show the log of a run, and follow it until the run ends.
 
-    Ctrl-C stops following; the run goes on. The exit code is that of the run.
+    Ctrl-C stops following the log, and the run continues. The command returns the run's exit code.
     """
     from paceline.elastic.submit import scheduler_named
     from paceline.elastic.submit.scheduler import submissions
@@ -178,7 +178,7 @@ def logs(
     if follow:
         from paceline.elastic.submit.scheduler import find
 
-        submission = find(name)  # which refuses a name that matches several
+        submission = find(name)  # raises an error if the name matches several runs
         where = scheduler_named(submission.engine)
         where.state(submission)  # a scheduler that cannot be reached fails at once
         follow_submitted(where, submission)
@@ -234,7 +234,7 @@ def _local(path: Path, *, follow: bool) -> None:
     steps.skip(_TAIL_BYTES)
     recent, printed, printed_at = RecentSteps(None), 0, float("-inf")
     while True:
-        brief = brief_of(path)  # before the files are read, so that the end is not missed
+        brief = brief_of(path)  # read before the files, so that the last lines are not missed
         for event in events:
             if sentence := _sentence(event, recent):
                 typer.echo(printable(sentence))

@@ -37,7 +37,11 @@ def command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random draws.")] = 0,
     repeat: Annotated[
-        int, typer.Option(min=1, help="Runs of each combination, with different seeds; fewer than 3 claim no best.")
+        int,
+        typer.Option(
+            min=1,
+            help="Runs of each combination, with different seeds; at least 3 are needed to name the best.",
+        ),
     ] = 1,
     metric: Annotated[
         str | None,
@@ -48,7 +52,7 @@ def command(
         typer.Option(help="Whether a lower or a higher value is better.", show_default="as the metric says"),
     ] = None,
     changes: SetKeys = None,
-    plan: Annotated[str, typer.Option(help="How to train, as `paceline train` takes it.")] = "auto",
+    plan: Annotated[str, typer.Option(help="Plan, as for `paceline train`.")] = "auto",
     cluster: ClusterFile = None,
     on: Annotated[
         Literal["here", "ray"], typer.Option("--on", help="Where to start the runs: here, or by Ray Tune.")
@@ -78,7 +82,7 @@ def command(
     start_on(None, cluster)
     from paceline.elastic.forkserver import warm_up
 
-    warm_up()  # torch is imported while this process imports the other modules and checks the jobs
+    warm_up()  # the forkserver imports torch while this process imports the other modules and checks the jobs
     from paceline.run.sweep.sweep import Sweep, SweepRequest
 
     line = shlex.join(["paceline", *sys.argv[1:]])

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Write a timeline of all ranks for Perfetto, and name the critical path.
 
-    Open the file at ui.perfetto.dev or in chrome://tracing; it does not leave your machine.
+    Open the file at ui.perfetto.dev or in chrome://tracing. The file does not leave your machine.
     """
     wanted = _range(steps)
     if operations:

@@ -24,7 +24,7 @@ def command(
         str | None,
         typer.Option(
             "--run",
-            "--run-dir",  # torchrun of Python < 3.12.8 mistakes --run for an abbreviation of its own option
+            "--run-dir",  # with Python < 3.12.8, torchrun mistakes --run for an abbreviation of one of its own options
             metavar="DIR|URL",
             help="Directory or URL of the run, e.g. s3://bucket/run; under torchrun say --run-dir.",
             show_default="runs/JOB-TIME",
@@ -47,7 +47,7 @@ def command(
     from paceline.rank_environment import own_rank
 
     if not is_rank():
-        warm_up()  # torch is imported while this process imports the other modules and reads the job
+        warm_up()  # the forkserver imports torch while this process imports the other modules and reads the job
     try:
         # A mistake in the file is reported before the other imports.
         what = load_job(job, changes)
@@ -72,7 +72,7 @@ def command(
 
 
 def summary(run: Run) -> str:
-    """Return result, speed, reason for the end, and directory of a run, as text."""
+    """Return the result, speed, stop reason and directory of a run as text."""
     from paceline.run.record.goodput import goodput
 
     steps, end = run.steps(), last(run, "end")

@@ -36,8 +36,8 @@ def watch(
 ) -> None:
     """Watch runs in the terminal: progress, loss, where each rank's time goes, and events.
 
-    The command only reads the files of the runs, so it may be started and stopped at any time, on any machine that
-    sees them. It ends with the last run, or by Ctrl-C.
+    The command only reads the files of the runs, so you can start and stop it at any time, on any machine that
+    can read these files. It ends when the last run ends, or on Ctrl-C.
     """
     from paceline.cli.watch_screen import screen
     from paceline.console import Console
@@ -56,7 +56,7 @@ def watch(
 
 
 def followed(runs: Sequence[str]) -> list[LiveRun]:
-    """Open the runs of directories, with their existing contents already read.
+    """Open the runs in these directories, and read their current contents.
 
     Raises:
         RunError: a directory is not a run.
@@ -138,8 +138,8 @@ def dashboard(
 ) -> None:
     """Show runs in a browser while they train.
 
-    The page is served on this machine only. The address has a token, so keep it to yourself. Ctrl-C ends the page, and
-    the runs go on.
+    The page is served on this machine only. The address contains a token, so keep the address to yourself. Ctrl-C
+    stops the server, and the runs continue.
     """
     import asyncio
 
@@ -168,9 +168,9 @@ def dashboard(
 
 
 def _opened(url: str, folder: Path) -> bool:
-    """Open a browser at the page; return False if there is none.
+    """Open the page in a browser; return False if there is no browser.
 
-    The browser gets a private file that leads to the page, because other users can read command lines and their tokens.
+    The browser opens a private file that redirects to the page, because other users can read tokens on command lines.
     """
     import webbrowser
 
@@ -186,7 +186,7 @@ def _opened(url: str, folder: Path) -> bool:
 
 
 def port_of(listen: str | None) -> int:
-    """Return the port of an address on loopback; 0 (a free port) without an address.
+    """Return the port of a loopback address, or 0 (a free port) without an address.
 
     Raises:
         RunError: the address is not of the form 127.0.0.1:PORT.

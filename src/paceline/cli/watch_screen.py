@@ -1,4 +1,4 @@
-"""Screen of `paceline watch`: one complete run, or several beside each other."""
+"""Screen of `paceline watch`: one run in detail, or a summary of several runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.text import printable
 from paceline.units import clock, seconds, size
 
 _BARS = "▁▂▃▄▅▆▇█"
-# characters for each part of a step, which also differ without colours
+# character and colour for each part of a step; the characters alone are distinct
 _LOOKS = {
     "data": ("░", "blue"),
     "compute": ("█", "green"),
@@ -71,7 +71,7 @@ def _table(ranks: Sequence[RankNow], most: int) -> Iterator[Text]:
     """Render a table with a row for each rank.
 
     If the ranks do not fit, only the slowest and the mean are shown. The table is plain text, because rich's tables
-    take several times as long, four times a second.
+    take several times as long to render.
     """
     shown = ranks
     if len(ranks) > most:

@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Explain why a run is not faster, and what to try.
 
-    The run is compared with one device. A change is advised only if its predicted gain is larger than the error of the
-    prediction.
+    The run is compared with training on one device. A change is advised only if its predicted gain exceeds the error
+    of the prediction.
     """
     if tries and not predict:
         raise typer.BadParameter("it measures predicted plans: leave --no-predict out", param_hint="--try")

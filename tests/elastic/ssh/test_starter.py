@@ -180,7 +180,7 @@ def test_a_host_that_cannot_be_started_on_is_named_with_the_reason(
 def test_hosts_of_another_engine_start_no_further_ones(tmp_path: Path) -> None:
     by_hand = {"PACELINE_HOSTS": "2", "PACELINE_HOST_NUMBER": "1", "PACELINE_COORDINATOR": "a"}
     outcome = in_a_process("links", "--hosts", "b,c", folder=tmp_path, **by_hand)
-    assert "hosts has started this command on every host already: leave out --hosts" in outcome.error
+    assert "hosts has already started this command on every host. Leave out --hosts" in outcome.error
 
 
 def _runs(pid: int) -> bool:

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Invented points of two classes: inside and outside a circle. Replace them by your data."""
+    """Invented points of two classes: inside and outside a circle. Replace them with your data."""
 
     def __init__(self, count: int) -> None:
         self.inputs = 2 * torch.rand(count, 2) - 1
@@ -22,7 +22,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Network(nn.Module):
-    """The logits of two classes. Replace it by your model."""
+    """Network that computes the logits of two classes. Replace it with your model."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

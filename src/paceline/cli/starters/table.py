@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 class Rows(Dataset[tuple[Tensor, Tensor]]):
     """Rows of a CSV or Parquet file.
 
-    Inputs are all numeric columns but the target, scaled to mean 0 and standard deviation 1. A target of text or whole
-    numbers is a class; any other number is a quantity.
+    The inputs are all numeric columns except the target, scaled to mean 0 and standard deviation 1. A target of text or
+    whole numbers is a class; any other number is a quantity.
     """
 
     def __init__(self, path: str, target: str) -> None:
@@ -44,7 +44,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Network(nn.Sequential):
-    """Two hidden layers."""
+    """Network with two hidden layers."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__(
