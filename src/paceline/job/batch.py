@@ -1,4 +1,4 @@
-"""Batches for the engine: moving them, splitting them, and finding their target."""
+"""Functions that move a batch to a device, split it, and find its target."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from paceline.errors import DataError
 
-# A tuple (inputs …, target), or a mapping that is passed to the model as keywords, with "labels" as the target.
+# A tuple (inputs …, target), or a mapping of keyword arguments for the model, in which "labels" is the target.
 Batch: TypeAlias = tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
 
 
 def rows(batch: Batch | None) -> int:
-    """Return the number of samples in the batch (dim 0); 0 for None, an empty share."""
+    """Return the number of samples in the batch (dim 0); 0 for an empty batch, None."""
     if batch is None:
         return 0
     whole = _tensors(batch) if isinstance(batch, (tuple, list, Mapping)) else ()
@@ -24,9 +24,9 @@ def rows(batch: Batch | None) -> int:
         inside = f" that ends with a {type(last).__name__}" if whole else ""
         raise DataError(
             "data.batch_form",
-            'a batch must be (inputs …, target) or a dict with "labels", of tensors, but this batch is a '
-            "{class_name}{inside}. Change the dataset so that it returns such samples, or the collate_fn so that "
-            "it returns such batches.",
+            'a batch must be a tuple of tensors (inputs …, target) or a dict of tensors with "labels", but this '
+            "batch is a {class_name}{inside}. Change the dataset so that it returns such samples, or change the "
+            "collate_fn so that it returns such batches.",
             class_name=type(batch).__name__,
             inside=inside,
         )
@@ -34,7 +34,7 @@ def rows(batch: Batch | None) -> int:
 
 
 def split(batch: Batch, microbatches: int) -> Iterator[Batch]:
-    """Split a batch into `microbatches` of nearly equal size, in order, without empty ones."""
+    """Split a batch in order into `microbatches` of nearly equal size, and omit empty ones."""
     if microbatches == 1:
         yield batch
         return
@@ -45,16 +45,16 @@ def split(batch: Batch, microbatches: int) -> Iterator[Batch]:
 
 
 def target_of(batch: Batch) -> Any:
-    """Return the tensor of a batch that the loss compares the output with.
+    """Return the target, the tensor that the loss compares with the model's output.
 
     Raises:
-        DataError: a mapping without "labels", or a tuple without a target.
+        DataError: the batch is a mapping without "labels", or a tuple without a target.
     """
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise DataError(
                 "data.dict_without_labels",
-                'a dict sample needs its target under "labels", but this sample has {keys}',
+                'a dict sample needs its target under "labels", but this sample has the keys {keys}',
                 keys=list(batch),
             )
         return batch["labels"]
@@ -70,7 +70,8 @@ def target_of(batch: Batch) -> Any:
 def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, channels_last: bool) -> Batch:
     """Move the batch to `device`.
 
-    Floating-point tensors become `dtype` if one is given; images (4-D) become channels-last if `channels_last`.
+    Floating-point tensors are converted to `dtype` if it is given. With `channels_last`, 4-D tensors (images) are
+    converted to the channels-last memory format.
     """
     if device.type == "cpu" and dtype is None and not channels_last:
         return batch
@@ -85,12 +86,12 @@ def place(batch: Batch, device: torch.device, *, dtype: torch.dtype | None, chan
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Move a batch of any structure, with all its tensors, to `device`."""
+    """Move all tensors of a batch, however nested, to `device`."""
     if device.type == "cpu" or batch is None:
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if callable(move := getattr(batch, "to", None)):  # Hugging Face's BatchEncoding, a PackedSequence
+    if callable(move := getattr(batch, "to", None)):  # for example a BatchEncoding of Hugging Face, or a PackedSequence
         return move(device)
     if isinstance(batch, Mapping):
         return {key: on_device(value, device) for key, value in batch.items()}
@@ -101,7 +102,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def nonfinite_rows(batch: Batch | None) -> list[int]:
-    """Return the rows of the batch with NaN or Inf in any floating-point tensor."""
+    """Return the indices of the samples that have NaN or Inf in any floating-point tensor."""
     if batch is None:
         return []
     bad: set[int] = set()

@@ -1,4 +1,4 @@
-"""Data of a job: the source, and the division into training and validation (`held_out`) sets."""
+"""The data of a job: its source, and its split into training and validation sets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _not_empty(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     return paths
 
 
-# A URL remains text until `build` replaces it by the path of its copy.
+# A URL remains a string until `build` replaces it with the path of the local copy.
 DataPath = Annotated[Path, WrapValidator(_path_or_url), PlainSerializer(str, when_used="json")]
 
 
@@ -55,19 +55,20 @@ _PATHS = ("path", "held_out_path", "factory", "held_out_factory", "collate", "co
 
 
 class _Data(Spec):
-    # fraction of the samples kept for evaluation, the same samples for every plan
+    # fraction of the samples that form the validation set, which is the same for every plan
     held_out: float = Field(default=0.1, ge=0, lt=1)
-    # a fraction of the samples besides `held_out`, or a file, folder or factory: evaluated once, at the end of training
+    # the test set, which is evaluated once, at the end of training: a file, a folder, a factory, or a fraction of the
+    # samples in addition to `held_out`
     test: float | str | None = None
     num_workers: int = Field(default=0, ge=0)  # number of loader processes per rank
-    # use only the first samples (also of a validation set with its own files)
+    # use only this number of samples, the first ones; also applies to a validation set with its own files
     limit: int | None = Field(default=None, ge=1)
     collate: str | None = None  # import path of a function that makes a batch from a list of samples
-    collate_held_out: str | None = None  # the same for the validation set; None uses `collate`
+    collate_held_out: str | None = None  # the `collate` function of the validation set; None uses `collate`
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
-        """Expand an import path, or the name of a type, to its keys."""
+        """Expand an import path or the name of a data type to a mapping."""
         if not isinstance(value, str):
             return value
         return {"kind": "dataset", "factory": value} if ":" in value else {"kind": value}
@@ -95,15 +96,15 @@ class _Data(Spec):
 
     @classmethod
     def resolved(cls, source: str, context: Mapping[str, Any] | None = None) -> str:
-        """Return the absolute path, URL or import path of another data source.
+        """Return the absolute path, URL or import path of a source of this data type.
 
         Raises:
-            InvalidValue: this type of data has no other source.
+            InvalidValue: data of this type has no paths.
         """
         kind = get_args(cls.model_fields["kind"].annotation)[0]
         if kind in _SHARE_OF:
             raise InvalidValue(
-                "data.no_other_source", "{kind} has no files: give a share of its samples, e.g. 0.1", kind=kind
+                "data.no_other_source", "{kind} has no files. Give a share of its samples, e.g. 0.1.", kind=kind
             )
         if kind == "dataset":
             return resolve_import_path(source, context)
@@ -121,17 +122,18 @@ class _Data(Spec):
         return not self.held_out and not named
 
     def fetch(self) -> dict[str, str]:
-        """Fetch files that a URL names, unless this host already has the store's version.
+        """Download the files that a URL names, unless this host has the current version.
 
-        Returns environment variables with which the ranks on all hosts read exactly these versions.
+        The returned environment variables make the ranks on all hosts read exactly the fetched versions.
 
         Raises:
-            DataError: the URL has no files, or they cannot be read or stored; the message names the URL and what to do.
+            DataError: the URL has no files, or the files cannot be read or stored. The message names the URL and the
+                remedy.
         """
         versions: dict[str, str] = {}
 
         def newest(url: str) -> Path:
-            from paceline.storage.store import fetched, version_of  # fsspec, which few jobs need
+            from paceline.storage.store import fetched, version_of  # imports fsspec, which few jobs need
 
             copy = fetched(url)
             versions[url] = version_of(copy)
@@ -141,7 +143,7 @@ class _Data(Spec):
         return {DATA_VERSIONS: json.dumps(versions)} if versions else {}
 
     def _with_paths(self, copy_of: Callable[[str], Path]) -> Self:
-        """Return a copy of the spec with a path for each URL."""
+        """Return a copy of the spec in which a local path replaces each URL."""
 
         def local(field: str, value: Any) -> Any:
             if isinstance(value, tuple):
@@ -160,11 +162,11 @@ class _Data(Spec):
     def build(self, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
         """Build the training, validation and test sets.
 
-        Images are resized to `input_shape` (channels, height, width) if the model names one.
+        Images are resized to `input_shape` (channels, height, width) if the model requires a shape.
 
         Raises:
-            DataError: the data is missing, unreadable, empty or too small to split; it has negative labels, rows of
-                different lengths, NaN or Inf; or an optional package is missing.
+            DataError: the data is missing, unreadable, empty or too small to split; the data contains negative labels,
+                rows of different lengths, NaN or Inf; or an optional package is missing.
         """
         from paceline.job.zoo.datasets import build_data
 
@@ -181,13 +183,14 @@ class Digits(_Data):
 
     kind: Literal["digits"]
     held_out: float = Field(default=0.2, ge=0, lt=1)
-    shape: ImageShape | None = None  # otherwise the shape that the model needs, or 1 x 8 x 8
+    shape: ImageShape | None = None  # by default, the shape that the model needs, or 1 x 8 x 8
 
 
 class Cifar10(_Data):
     """CIFAR-10 in its binary distribution: a folder with `data_batch_*.bin`.
 
-    `test_batch.bin` in the same folder, if it exists, is the validation set, unless `held_out` is 0 or it is `test`.
+    If the folder contains `test_batch.bin`, this file is the validation set, unless `held_out` is 0 or `test` names the
+    file.
     """
 
     kind: Literal["cifar10"]
@@ -195,10 +198,10 @@ class Cifar10(_Data):
 
 
 class Images(_Data):
-    """A folder with one folder of images per class; `held_out_path` is another such folder.
+    """A folder with one subfolder of images per class.
 
-    Images are resized and cropped around the centre to `shape` (1 or 3 channels); without it, to the shape that the
-    model needs.
+    Images are resized, and cropped around the centre, to `shape` (1 or 3 channels). By default, the shape is the one
+    that the model needs. `held_out_path` names another such folder, the validation set.
     """
 
     kind: Literal["images"]
@@ -208,31 +211,32 @@ class Images(_Data):
 
 
 class Text(_Data):
-    """Text files, or folders of them, as bytes (vocabulary 256).
+    """Text files or folders of text files, read as bytes (vocabulary 256).
 
-    `{stdlib}` in a path is the folder of Python's own library.
+    `{stdlib}` in a path stands for the folder of Python's standard library.
 
-    `causal`: predict the next byte. `masked`: restore 15 % hidden bytes (Devlin et al., 2019; token 256 is the mask,
-    the vocabulary 257).
+    With `causal`, the task is to predict the next byte. With `masked`, the task is to restore the 15 % of the bytes
+    that are hidden (Devlin et al., 2019); token 256 is the mask, so the vocabulary has 257 tokens.
     """
 
     kind: Literal["text"]
     path: Annotated[
         tuple[DataPath, ...],
-        AfterValidator(_not_empty),  # not min_length, because its message would show secrets in a URL
+        AfterValidator(_not_empty),  # not `min_length`, because its error message would show the secrets in a URL
         BeforeValidator(lambda v: v if isinstance(v, (list, tuple)) else (v,)),
     ]
     context: int = Field(default=128, ge=1)
     objective: Literal["causal", "masked"] = "causal"
-    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # pattern of the files in a folder
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")  # pattern that selects files of a folder
 
 
 class Arrays(_Data):
-    """Numbers from a `.npz`, a `.parquet`, or a folder of `.npy` files.
+    """Numeric data from a `.npz` file, a `.parquet` file, or a folder of `.npy` files.
 
-    `inputs` and `target` name arrays, columns or files (`x`: x.npy). One or several columns become a float32 matrix (a
-    Parquet column of lists of equal length counts as several columns). A single array of more dimensions keeps its
-    shape; integers become int64. An integer target is a class; any other target is a quantity to predict.
+    `inputs` and `target` name arrays, columns or files (`x` names x.npy). One or several columns become a float32
+    matrix. A Parquet column of lists of equal length counts as several columns. A single array with more dimensions
+    keeps its shape, and integers in it become int64. An integer target is a class; any other target is a quantity to
+    predict.
     """
 
     kind: Literal["arrays"]
@@ -242,9 +246,10 @@ class Arrays(_Data):
 
 
 class Custom(_Data):
-    """Any map-style `torch.utils.data.Dataset` by import path; the factory gets `args` as keywords.
+    """Any map-style `torch.utils.data.Dataset`, which a factory returns.
 
-    `held_out_factory` makes the validation set, from the same `args`; without it, a share of the samples is held out.
+    `factory` is the import path of a callable, which gets `args` as keyword arguments. `held_out_factory` makes the
+    validation set from the same `args`. Without `held_out_factory`, a share of the samples is held out.
     """
 
     kind: Literal["dataset"]
@@ -254,14 +259,14 @@ class Custom(_Data):
 
 
 class Synthetic(_Data):
-    """Generated data for benchmarks, labelled as such in every figure.
+    """Generated data for benchmarks. Every figure labels its results as synthetic.
 
-    `classes` for images and vectors, `vocab` for token sequences.
+    Set `classes` for images and vectors, or `vocab` for token sequences.
     """
 
     kind: Literal["synthetic"]
     samples: int = Field(default=10_000, ge=1)
-    shape: tuple[PositiveInt, ...] | None = None  # shape of one sample; with `vocab`, (sequence length,)
+    shape: tuple[PositiveInt, ...] | None = None  # shape of one sample; (sequence length,) with `vocab`
     classes: int = Field(default=10, ge=2)
     vocab: int | None = Field(default=None, ge=2)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: token counts, and the weight of the balance loss."""
+"""Mixtures of experts: token counts, and the weight of the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from paceline.device import widest_float
 
 
 class BalancedRouter(Protocol):
-    """A router with a balance loss; any module with these attributes is one.
+    """A router with a load-balancing loss; any module with these attributes is one.
 
     Attributes:
-        weight: the router's parameter, on its device.
-        taken: tokens that each expert has taken, (experts,).
-        dropped: choices of experts that were full, ().
-        sequence_weight: weight of each sequence's balance loss in the next forward pass, see `weigh_balance`.
-        pieces: number of chunks into which each sequence is divided, one per rank.
-        sum_over_pieces: function that sums the counts of a sequence over these ranks.
+        weight: the parameter of the router.
+        taken: number of tokens that each expert has processed, shape (experts,).
+        dropped: number of choices that were dropped because the chosen expert was full, shape ().
+        sequence_weight: weight of each sequence's load-balancing loss in the next forward pass; see `weigh_balance`.
+        pieces: number of ranks over which each sequence is divided.
+        sum_over_pieces: function that sums the token counts of a sequence over the ranks that share it.
     """
 
     weight: Tensor
@@ -33,20 +33,20 @@ class BalancedRouter(Protocol):
 
 
 def routers_of(model: nn.Module) -> Iterator[tuple[str, BalancedRouter]]:
-    """Return the routers of a model that have a balance loss, by name."""
+    """Yield the name and module of each router that has a load-balancing loss."""
     for name, module in model.named_modules():
         if hasattr(module, "sequence_weight") and hasattr(module, "sum_over_pieces"):
             yield name, cast(BalancedRouter, module)
 
 
 def moe_counts(model: nn.Module) -> dict[str, Any]:
-    """Return the token counts of a model's routers in training on this rank; {} without routers.
+    """Return this rank's token counts of the model's routers in training; {} without routers.
 
     Returns:
-        `routed`: number of tokens sent to experts (tokens * top_k, over all layers). `dropped`: number of these for
+        `routed`: number of choices of an expert (tokens * top_k, over all layers). `dropped`: number of choices for
             which the expert was full. `load`: for each router, by name, the number of tokens that each expert has
-            taken. The counts can be summed over ranks that read different samples (or different parts of a sequence);
-            they are equal on ranks that read the same samples.
+            processed. The counts can be summed over ranks that read different samples or different parts of a sequence.
+            Ranks that read the same samples have equal counts.
     """
     routers = dict(routers_of(model))
     if not routers:
@@ -57,7 +57,7 @@ def moe_counts(model: nn.Module) -> dict[str, Any]:
 
 
 def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of several `moe_counts`; {} if all are empty."""
+    """Sum several results of `moe_counts`; return {} if all are empty."""
     some = [counts for counts in found if counts]
     if not some:
         return {}
@@ -69,14 +69,15 @@ def add_counts(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
-    """Set the weight of each sequence's balance loss for the next forward passes.
+    """Set the weight of each sequence's load-balancing loss for the next forward passes.
 
-    A caller that scales the loss of a microbatch before the backward pass must scale this loss in the same way: the
-    weight of a sequence is its share of the items (tokens) of the global mean.
+    A caller that scales the loss of a microbatch before the backward pass must also scale the load-balancing loss. The
+    weight of a sequence is its share of the items (tokens) in the global mean.
 
     Args:
-        weight: one number for every sequence, or (n,) for those of the next forward pass. None, the initial value,
-            means 1 / n, which is correct if the loss is the mean over all sequences of a forward pass.
+        weight: one number for all sequences, or one for each of the n sequences of the next forward pass, shape (n,).
+            None, the initial value, means 1 / n, which is correct if the loss is the mean over all sequences of a
+            forward pass.
     """
     routers = [router for _, router in routers_of(model)]
     if routers:
@@ -87,9 +88,10 @@ def weigh_balance(model: nn.Module, weight: Tensor | float | None) -> None:
 
 
 def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices (token * k + j) by expert, and count them (experts,).
+    """Sort the choices by expert, and count the choices of each expert.
 
-    Choices without an expert come last.
+    Choice j of a token has the index token * k + j. Choices without an expert come last. The counts have the shape
+    (experts,).
     """
     of_expert, order = top_k_index.flatten().sort(stable=True)
     bounds = torch.searchsorted(of_expert, torch.arange(experts + 1, device=order.device))
@@ -99,8 +101,8 @@ def by_expert(top_k_index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum (tokens, hidden) of each token's rows.
 
-    `rows[i]` belongs to choice `order[i]` of weights (tokens, k). It uses no atomic additions, which are
-    nondeterministic on a GPU.
+    `rows[i]` belongs to choice `order[i]`. `weights` has the shape (tokens, k). The function avoids atomic additions,
+    because they are nondeterministic on a GPU.
     """
     (tokens, k), hidden = weights.shape, rows.shape[1]
     weighted = rows * weights.flatten()[order].unsqueeze(-1)
@@ -108,5 +110,5 @@ def combined(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Return True if a tensor has only a shape (meta tensor or `FakeTensor`)."""
+    """Return True if a tensor has a shape but no values (a meta tensor or a `FakeTensor`)."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,6 +1,6 @@
-"""A job describes *what* to train, but not where and how.
+"""A job describes *what* to train, but not where or how.
 
-It is read from YAML or made in Python.
+A job is read from YAML or created in Python.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _HINTS = {
 
 
 class EvaluateSpec(Spec):
-    """Steps or epochs between evaluations on the validation set (default: every epoch; always at the end)."""
+    """Number of steps or epochs between evaluations on the validation set.
+
+    By default, the model is evaluated after every epoch. It is always evaluated at the end of the run.
+    """
 
     every_steps: int | None = Field(None, ge=1)
     every_epochs: int = Field(1, ge=1)
@@ -61,23 +64,23 @@ class CheckpointSpec(Spec):
     """Interval between checkpoints, and number of newest checkpoints to keep.
 
     The run is also saved at the end, on SIGINT and on SIGTERM. `every_steps` and `every_seconds` limit the work that a
-    failure can lose: a checkpoint that takes long to write begins earlier.
+    failure can lose, so a checkpoint that takes long to write begins earlier.
     """
 
     every_steps: int | None = Field(None, ge=1)
     every_seconds: float = Field(300.0, gt=0)  # used if `every_steps` is not given
     keep: int = Field(3, ge=1)
-    # a validation metric: the checkpoint of its best evaluation is also kept
+    # a validation metric; the checkpoint with its best value is also kept
     best: BestSpec | None = None
-    # number of consecutive checkpoint failures at which the run ends
+    # number of consecutive checkpoint failures after which the run ends
     max_failures: int = Field(3, ge=1)
-    # steps between states in memory, if the job rewinds or its plan has one divided replica; by default, chosen to cost
-    # at most 1 % of the time
+    # steps between copies of the state in memory, which are made if the job rewinds or its plan has one divided
+    # replica; the default interval costs at most 1 % of the time
     memory_every_steps: int | None = Field(None, ge=1)
 
 
 class TrackerSpec(Spec):
-    """A tracker for the run's numbers: a name, or `{name: mlflow, args: {experiment: digits}}`."""
+    """A tracker that records the run's numbers: a name, or `{name: mlflow, args: {experiment: digits}}`."""
 
     short: ClassVar[str | None] = "name"
     name: str
@@ -85,21 +88,21 @@ class TrackerSpec(Spec):
 
 
 class Job(Spec):
-    """A training job: what to train, until when, and on what data.
+    """A training job: the model, the data, the optimizer and the stop rule.
 
-    `global_batch` and `seed` belong to the job, so all plans do the same work and have the same losses.
+    `global_batch` and `seed` belong to the job, so the job has the same losses under every plan.
 
-    In Python, parts take the same short forms as in YAML, and `model`, `data` and `loss` also take a function or class:
-    `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64,
+    In Python, sections accept the same short forms as in YAML, and `model`, `data` and `loss` also accept a function or
+    class: `Job(model=MyNet, data="digits", loss="cross_entropy", optimizer={"name": "sgd", "lr": 0.1}, global_batch=64,
     stop={"epochs": 3})`.
 
     Raises:
-        JobError: a key or value is wrong. The message names all of them, and the nearest key for a misspelled one.
+        JobError: keys or values are wrong. The message lists all, with the nearest key for a misspelled one.
     """
 
-    model_config = ConfigDict(extra="allow")  # sections of other packages, which `read_sections` checks
+    model_config = ConfigDict(extra="allow")  # keys of sections that other packages define; `read_sections` checks them
 
-    if TYPE_CHECKING:  # the short forms of the parts differ from the types of the fields
+    if TYPE_CHECKING:  # the arguments may have short forms, which differ from the types of the fields
 
         def __init__(self, **values: Any) -> None: ...
 
@@ -111,17 +114,18 @@ class Job(Spec):
     metrics: tuple[MetricSpec, ...] = ()
     optimizer: OptimizerSpec
     schedule: ScheduleSpec = ScheduleSpec()
-    global_batch: int = Field(ge=1)  # samples per optimizer step, over all replicas
-    # microbatches that each data-parallel rank's share is computed in; a plan's `microbatches` overrides it
+    global_batch: int = Field(ge=1)  # samples of an optimizer step, over all replicas
+    # number of microbatches into which each data-parallel rank splits its share of the batch; the plan's `microbatches`
+    # overrides this value
     gradient_accumulation_steps: int = Field(1, ge=1)
-    drop_last: bool = False  # skip the last, smaller batch of an epoch; by default it is weighted exactly
+    drop_last: bool = False  # skip the last batch of an epoch if it is smaller; by default it is weighted by its size
     clip_norm: float | None = Field(None, gt=0)  # largest L2 norm of the whole gradient
     clip_value: float | None = Field(None, gt=0)  # largest absolute value of an element of the gradient
-    ema: float | None = Field(None, gt=0, lt=1)  # decay of the average of the weights, which evaluations measure
-    batch_norm: Literal["local", "sync"] = "local"  # statistics over a replica's share, or over the global batch
-    # buffers that the forward pass writes: the same on all replicas, or each keeps its own
+    ema: float | None = Field(None, gt=0, lt=1)  # decay of the weights' moving average, which evaluations use
+    batch_norm: Literal["local", "sync"] = "local"  # statistics of a replica's share, or of the global batch
+    # buffers that the forward pass writes: equal on all replicas, or each replica keeps its own
     buffers: Literal["same", "local"] = "same"
-    compare_every: int = Field(100, ge=1)  # steps between comparisons of replicas, which find silent corruption
+    compare_every: int = Field(100, ge=1)  # steps between the checks that all replicas are equal
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"  # policy for NaN or Inf in the loss or the gradients
     spike: SpikeSpec = SpikeSpec()
     precision: Precision = "fp32"
@@ -131,10 +135,10 @@ class Job(Spec):
     evaluate: EvaluateSpec = EvaluateSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     trackers: tuple[TrackerSpec, ...] = ()
-    deadline_s: float = Field(300.0, gt=0)  # longest time that any rank may keep the others waiting
+    deadline_s: float = Field(300.0, gt=0)  # longest time that other ranks wait for a rank
 
     def __repr__(self) -> str:
-        """Return name, model, data, optimizer, global batch and stop rule; `to_yaml` has everything."""
+        """Summarize name, model, data, optimizer, global batch and stop rule; `to_yaml` returns all keys."""
         model = self.model.zoo or self.model.factory or (self.model.hf and self.model.hf.name) or "transformer"
         optimizer, stop = self.optimizer, self.stop.model_dump(exclude_defaults=True)
         until = ", ".join(f"{key}={value}" for key, value in stop.items())
@@ -146,7 +150,7 @@ class Job(Spec):
     @field_validator("model", "data", "loss", mode="before")
     @classmethod
     def _name_python_objects(cls, value: Any) -> Any:
-        """Replace functions and classes, alone or as `factory` or `name`, by their import paths."""
+        """Replace functions and classes with their import paths, also under `factory` or `name`."""
         if isinstance(value, dict):
             return {key: import_path_of(entry) if callable(entry) else entry for key, entry in value.items()}
         return import_path_of(value) if callable(value) else value
@@ -196,7 +200,7 @@ class Job(Spec):
 
     @model_validator(mode="after")
     def _stop_metrics_are_measured(self) -> Job:
-        # clients of a federated job may hold out their own samples
+        # clients of a federated job may hold out samples of their own
         nothing_held_out = self.data.keeps_no_validation_set and not self.model_extra
         best = self.checkpoint.best
         watched = ({best.metric: "checkpoint.best"} if best else {}) | self.stop.watched
@@ -216,7 +220,7 @@ class Job(Spec):
                 names=named,
             )
         unmeasured = set(watched) - {metric.name for metric in self.metrics} - {"loss"}
-        # a user's metric has a name only once it is built
+        # a user's metric has a name only after it is built
         if unmeasured and not any(":" in metric.name for metric in self.metrics):
             name = min(unmeasured)
             raise InvalidValue(
@@ -227,7 +231,7 @@ class Job(Spec):
             )
         return self
 
-    @model_validator(mode="wrap")  # the last one, so it is outermost
+    @model_validator(mode="wrap")  # the last validator is the outermost one
     @classmethod
     def _explain_what_is_wrong(cls, values: Any, validate: ModelWrapValidatorHandler[Job], info: ValidationInfo) -> Job:
         errors: list[ErrorDetails] = []
@@ -244,9 +248,9 @@ class Job(Spec):
 
     @property
     def beyond_plain_steps(self) -> list[str]:
-        """Return the keys of this job that only paceline's own training loop supports.
+        """Return the keys that this job uses and only paceline's own training loop supports.
 
-        Parameter servers, federated clients and other systems refuse these keys.
+        Parameter servers, federated clients and other systems reject these keys.
         """
         optimizer, schedule = self.optimizer, self.schedule
         found = {
@@ -264,22 +268,23 @@ class Job(Spec):
 
     @property
     def state_tensors(self) -> float:
-        """Number of tensors of a parameter's shape and type that are kept with it."""
+        """Number of tensors with a parameter's shape and type that are stored for each parameter."""
         return self.optimizer.state_tensors + (self.ema is not None)
 
     def fetch(self) -> dict[str, str]:
-        """Fetch data and weights that a URL names, unless this host has the store's version.
+        """Download data and weights that a URL names, unless this host has the current version.
 
-        Returns environment variables with which the ranks on all hosts read exactly these versions.
+        The returned environment variables make the ranks on all hosts read exactly the fetched versions.
 
         Raises:
-            DataError: the URL has no files, or they cannot be read or stored; the message names the URL and what to do.
-            JobError: the same for weights.
+            DataError: the URL of the data has no files, or the files cannot be read or stored. The message names the
+                URL and the remedy.
+            JobError: the URL of the weights has no files, or the files cannot be read or stored.
         """
         environment = self.data.fetch()
         if not is_url(self.model.weights):
             return environment
-        from paceline.storage.store import fetched, version_of  # fsspec, which few jobs need
+        from paceline.storage.store import fetched, version_of  # imports fsspec, which few jobs need
 
         try:
             version = version_of(fetched(self.model.weights))
@@ -290,18 +295,19 @@ class Job(Spec):
 
     @classmethod
     def load(cls, file: str | Path, *, set: Overrides = ()) -> Job:
-        """Read a job from a YAML file or from the URL of one.
+        """Read a job from a YAML file, given as a path or a URL.
 
-        Relative paths start at the file's own folder; in a job from an object store, at the current folder.
+        Relative paths in a file are relative to the file's folder. In a job from an object store, they are relative to
+        the current folder.
 
         Args:
-            set: keys to override before the job is checked: `{"optimizer.lr": 3e-4}`, or texts as after `--set`:
-                `["optimizer.lr=3e-4"]`.
+            set: keys to override before the job is checked, as a mapping `{"optimizer.lr": 3e-4}` or in the form of the
+                option `--set`, `["optimizer.lr=3e-4"]`.
 
         Raises:
             JobError: the file cannot be read, or a key or value is wrong. The message names the line or the override,
                 and the nearest key for a misspelled one.
-            StorageError: the URL does not exist, or cannot be read.
+            StorageError: the object at the URL does not exist or cannot be read.
         """
         from paceline.yaml_file import FileKind, read_yaml
 
@@ -320,11 +326,11 @@ class Job(Spec):
         """Return a copy of this job with some keys set to other values.
 
         Args:
-            changes: values by dotted keys, as `load` takes them: `{"optimizer.lr": 3e-4, "stop.epochs": 2}`. Relative
-                paths start at the current directory.
+            changes: new values by dotted key, in the form that `load` accepts: `{"optimizer.lr": 3e-4, "stop.epochs":
+                2}`. Relative paths are relative to the current directory.
 
         Raises:
-            JobError: a key or value is wrong. The message names all of them, and the nearest key for a misspelled one.
+            JobError: keys or values are wrong. The message lists all, with the nearest key for a misspelled one.
         """
         values = self.model_dump(mode="json", exclude_defaults=True)
         values, positions = override(values, changes, with_sections(type(self)))

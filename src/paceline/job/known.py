@@ -1,4 +1,4 @@
-"""Models with published dimensions, from `known.yaml`, and their lookup by name in any spelling."""
+"""Models with published dimensions, from `known.yaml`, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from paceline.errors import InvalidValue
 from paceline.text import nearest
 
-# words that name a training run, a framework or a variant of a model, not its dimensions
+# words that describe a training run, a framework or a variant of a model, but not the dimensions
 _OTHER = re.compile(
     r"instruct|chat|base|hf|it|pt|pretrain\w*|finetune\w*|sft|lora|release|nightly|sm|mcore|megatron|maxtext|nemo|te|text"
     r"|dropless|tokendrop|alltoall|allgather|flex|mlperf|thinking|uncased|cased|multilingual|en|preview"
@@ -28,11 +28,12 @@ class KnownModel(NamedTuple):
 
     Attributes:
         name: usual name of the model.
-        family: family in the documentation's table.
-        source: where its dimensions are published.
-        dimensions: values of `Dimensions`; `seq` is the length that it was trained with.
-        parameters: published number in billions, without layers that predict further tokens; None if unpublished.
-        also: other names.
+        family: model family in the documentation's table.
+        source: publication that gives the dimensions.
+        dimensions: values of `Dimensions`; `seq` is the sequence length of the published training.
+        parameters: published number of parameters in billions, without layers for multi-token prediction; None if
+            unpublished.
+        also: other names of the model.
     """
 
     name: str
@@ -62,7 +63,7 @@ def models() -> tuple[KnownModel, ...]:
 def find_model(name: str) -> KnownModel | None:
     """Return the known model with that name; None if there is none.
 
-    Case, separators, the maker before a slash and words such as `instruct` do not matter.
+    The lookup ignores case, separators, the organization before a slash, and words such as `instruct`.
     """
     by_name = _by_name()
     for words in candidates(name):
@@ -75,7 +76,7 @@ def must_find_model(name: str) -> KnownModel:
     """Return the known model with that name.
 
     Raises:
-        ValueError: there is none; the message names the nearest.
+        ValueError: there is no such model; the message names the nearest one.
     """
     if found := find_model(name):
         return found
@@ -88,7 +89,10 @@ def must_find_model(name: str) -> KnownModel:
 
 
 def candidates(name: str) -> list[list[str]]:
-    """Return words that may be a model's name, longest first, without makers and other words."""
+    """Return the parts of a text that may name a model, longest first.
+
+    Organizations and words that do not describe dimensions are omitted.
+    """
     plain = re.sub(r"\([^)]*\)", " ", name.lower())
     found = []
     for part in dict.fromkeys((plain, plain.rsplit("/", 1)[-1])):

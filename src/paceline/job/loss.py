@@ -17,49 +17,52 @@ if TYPE_CHECKING:
 class Loss(Protocol):
     """The loss function that the engine calls.
 
-    A plain function `loss(output, target) -> Tensor` (a mean over the samples) is also a loss.
+    A plain function `loss(output, target) -> Tensor` that returns a mean over the samples is also a loss.
 
-    A batch is computed in parts, by ranks and microbatches. Before the first update, the engine compares the loss of a
-    few samples with the losses of their parts, and refuses a loss that differs from its declaration. Optional
-    attributes declare the loss:
-    - `items(target) -> int | Tensor`: how many items the mean is over (e.g. labels that are not ignored, or the sum of
-      their weights); without it, the samples. torch's own losses need none.
+    The engine divides a batch into parts: one for each rank and microbatch. Before the first update, the engine
+    compares the loss of a few samples with the losses of their parts. The engine rejects a loss whose values contradict
+    its declaration. These optional attributes declare the loss:
+    - `items(target) -> int | Tensor`: the number of items in the mean, e.g. the number of labels that are not ignored,
+      or the sum of their weights. Without this attribute, the items are the samples. torch's own losses do not need it.
     - `reduction = "sum"`: the loss is a sum over the samples, not a mean.
-    - `whole_batch = True`: the loss compares samples of a batch with each other (contrastive losses), so it is computed
-      from the outputs of all data-parallel ranks.
-    - `known_mean = True`, set by the class of the loss itself: the mean is as declared, and 0 without items, so the
-      engine neither tests it nor searches for parts without items.
-    - `divides_classes = True`: a cross-entropy with `weight` and `label_smoothing`, which tensor parallelism computes
-      from logits that stay divided over the classes.
+    - `whole_batch = True`: the loss compares the samples of a batch with each other, as contrastive losses do. Such a
+      loss is computed from the outputs of all data-parallel ranks.
+    - `known_mean = True`, set by the class of the loss and not inherited: the loss is known to follow its declaration,
+      and its mean is 0 for a part without items. The engine then skips the comparison and the search for parts without
+      items.
+    - `divides_classes = True`: the loss is a cross-entropy with the attributes `weight` and `label_smoothing`. Tensor
+      parallelism computes it from logits that stay divided over the classes.
     - `probabilities(output) -> Tensor`: conversion of outputs to probabilities, for metrics of
-      `torchmetrics.classification` and for predictions. Built-in losses and torch's own need none.
-    - `check(output, target, where, samples)`: raise a DataError for a target on the host that cannot be compared with
-      the output; called before a loss on a GPU, where such a target would end the process.
+      `torchmetrics.classification` and for predictions. The built-in losses and torch's own losses do not need it.
+    - `check(output, target, where, samples)`: a function that raises a DataError if a target in host memory cannot be
+      compared with the output. The engine calls this function before a loss on a GPU, where an invalid target would end
+      the process.
     """
 
     def __call__(self, output: Any, target: Any) -> Tensor: ...
 
 
 class Metric(Protocol):
-    """A validation measure of one of two kinds.
+    """A measure of the model on the validation set, of one of two kinds.
 
     - Most metrics are a ratio of two sums: a call returns `(total, count)` of one batch, and `result` gets both sums
-      over all batches and replicas. The total is a number, or a tensor of one shape for all batches.
+      over all batches and replicas. The total is a number, or a tensor with the same shape for all batches.
     - With the attribute `gathers = True` (R², AUC, F1), a call returns two tensors `(predictions, targets)` with one
-      row per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank, in
-      another order than in the data set. The limit is 1 GiB in total, so return only what `result` needs.
+      row per sample of the batch. `result` gets the rows of the whole validation set, on the CPU of every rank; their
+      order differs from the order of the data set. All rows together may have at most 1 GiB, so return only values that
+      `result` needs.
 
-    The attribute `higher_is_better` (True or False) determines the better of two values, for stopping and for keeping
-    the best checkpoint. Built-in metrics and most of torchmetrics have it.
+    The attribute `higher_is_better` states whether the larger of two values is the better one. Stop rules and the
+    choice of the best checkpoint use this attribute. The built-in metrics and most metrics of torchmetrics define it.
     """
 
     name: str
 
     def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """Return `(total, count)`, or the rows `(predictions, targets)`, of one batch."""
+        """Return `(total, count)` of one batch, or the rows `(predictions, targets)` of the batch."""
 
     def result(self, total: Any, count: Any) -> float:
-        """Compute the value from the sums, or the rows, of all batches and replicas."""
+        """Compute the metric from the sums or rows of all batches and replicas."""
 
 
 class _NamedSpec(Spec):
@@ -80,14 +83,14 @@ class MetricSpec(_NamedSpec):
 
 
 class LossSpec(_NamedSpec):
-    """The loss of a job: a name, an import path, or either with arguments.
+    """The loss of a job: a name or an import path, optionally with arguments.
 
     For example `loss: cross_entropy`, `loss: SmoothL1Loss`, `loss: pkg.mod:function`, or `{name: cross_entropy, args:
     {weight: [1.0, 3.0]}}`.
 
-    Built in: `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits), `contrastive`
-    (NT-Xent), `model` (the model computes its own loss, as Hugging Face models do if they get labels), and every loss
-    class of `torch.nn` that compares an output with a target.
+    The built-in losses are `cross_entropy` (classes, tokens; label -100 is ignored), `mse`, `mae`, `bce` (with logits),
+    `contrastive` (NT-Xent), `model` (the model computes its own loss, like Hugging Face models that get labels), and
+    every loss class of `torch.nn` that compares an output with a target.
     """
 
     @property
@@ -97,7 +100,7 @@ class LossSpec(_NamedSpec):
 
     @property
     def is_over_whole_sequences(self) -> bool:
-        """True if the loss is a mean over samples of any length (`KLDivLoss`, batchmean)."""
+        """True if the loss is a mean over whole sequences (`KLDivLoss` with the reduction `batchmean`)."""
         return self.args.get("reduction") == "batchmean" and bool(getattr(self.build(), "whole_sequences", False))
 
     def build(self) -> Loss:
@@ -114,10 +117,10 @@ class LossSpec(_NamedSpec):
 def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -> list[Metric]:
     """Build the metrics by name, from `paceline.job.zoo.metrics` or an import path.
 
-    Given the job's loss, the first metric is that loss, by the name `loss`.
+    If `loss` is given, the first metric is this loss, with the name `loss`.
 
     Raises:
-        JobError: a name is unknown (the message names the nearest), or two metrics have one name.
+        JobError: a name is unknown (the message names the nearest), or two metrics have the same name.
     """
     from paceline.job.loss_items import LossMetric
     from paceline.job.zoo.metrics import build_metric
@@ -128,8 +131,8 @@ def build_metrics(specs: Sequence[MetricSpec | str], loss: Loss | None = None) -
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise JobError(
             "metric.twice",
-            "two metrics of the job have the name {name}. Leave one of them out, or name your own class for one of "
-            "them.",
+            "two metrics of the job have the name {name}. Remove one of them, or replace one with your own class of "
+            "another name.",
             name=twice,
         )
     return [*([LossMetric(loss)] if loss else []), *built]

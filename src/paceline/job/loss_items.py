@@ -1,7 +1,8 @@
-"""Items that a loss averages over, and calls of a model.
+"""Functions that count the items in the mean of a loss, and call a model.
 
-A batch is computed in microbatches, by several ranks. To combine their losses into the loss of the batch, each is
-weighted by the number of items in its mean: samples for most losses, labels that are not ignored for others.
+A batch is computed in microbatches by several ranks. To combine their losses into the loss of the batch, each loss is
+weighted by the number of items in its mean. The items are samples for most losses, and labels that are not ignored for
+other losses.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ IGNORED = -100  # the label that torch and transformers ignore
 
 
 class ModelsOwn:
-    """Loss that the model has computed itself: `output.loss` or `output["loss"]`.
+    """Loss that the model computes itself: `output.loss` or `output["loss"]`.
 
     Attributes:
-        terms: the items that the mean is taken over, by the parts of a batch; empty for samples. The engine determines
-            them (`paceline.engine.model_loss`).
+        terms: the items in the model's mean, one entry for each term of its loss; empty if the items are samples.
+            `paceline.engine.model_loss` determines them.
     """
 
     def __init__(self) -> None:
         self.terms: tuple[Term, ...] = ()
 
     def items_in(self, batch: Any) -> float | Tensor:
-        """Return the number of items in a mean loss; `batch`: the model's input or labels."""
-        # whole sequences, although this rank has only some of their tokens
+        """Return the number of items in the mean; `batch` is the input or the labels."""
+        # the count covers whole sequences, although this rank has only some of their tokens
         if isinstance(batch, Mapping) and "num_items_in_batch" in batch:
             items: Tensor = batch["num_items_in_batch"].sum()
             return items
@@ -72,13 +73,15 @@ class ModelsOwn:
 
 @dataclass(frozen=True)
 class Term:
-    """Items of one part of a model's loss: labels under `key` that are not ignored.
+    """The items of one term of a model's loss: labels that are not ignored.
+
+    The labels are the entry `key` of a batch.
 
     Attributes:
-        shifted: each token predicts the next one, so the first label of a sequence is not used.
-        ignored: the ignored label; None ignores labels from the number of tokens of `input_ids` on (positions of
-            answers).
-        masked: labels at positions with `attention_mask` 0 are also ignored.
+        shifted: whether each token predicts the next one, so that the first label of a sequence is not used.
+        ignored: the label to ignore. None means that labels are positions in the sequence; labels beyond the last token
+            of `input_ids` are then ignored.
+        masked: whether labels at positions with `attention_mask` 0 are also ignored.
     """
 
     key: str
@@ -96,10 +99,10 @@ class Term:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the tensor of a model's output: the output itself, or its `.logits`.
+    """Return the logits of a model's output: the output itself, or its `.logits`.
 
     Raises:
-        JobError: the output has no such tensor.
+        JobError: the output is not a tensor, and `.logits` is missing or is not a tensor.
     """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
@@ -119,7 +122,8 @@ def described(tensor: Tensor) -> str:
 def call(model: Callable[..., Any], batch: Batch, *, loss: Loss) -> Any:
     """Return the model's output for a batch.
 
-    A tuple's inputs are passed in order, a mapping's by name; labels only if the model computes the loss.
+    The inputs of a tuple are passed by position, the inputs of a mapping by name. Labels are passed only if the model
+    computes the loss.
     """
     inputs, named = _arguments(batch, loss)
     return model(*inputs, **named)
@@ -134,7 +138,7 @@ def _arguments(batch: Batch, loss: Loss) -> tuple[tuple[Any, ...], dict[str, Any
 
 
 def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, loss: Loss) -> BatchError | None:
-    """Explain why `call` failed on this batch, as an error; None if unknown."""
+    """Return an error that explains why `call` failed; None if the cause is unknown."""
     inputs, named = _arguments(batch, loss)
     if why := _misfit(model, inputs, named, error):
         return BatchError("model.batch_failed", "{why} ({error})", why=why, error=first_line(error))
@@ -153,14 +157,14 @@ def refused_batch(model: Callable[..., Any], batch: Batch, error: Exception, *, 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error, and the first line of its text."""
+    """Return the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _misfit(
     model: Callable[..., Any], inputs: tuple[Any, ...], named: Mapping[str, Any], failure: Exception
 ) -> str | None:
-    """Explain why a model rejects these inputs; None if unknown."""
+    """Explain why a model rejects these inputs; return None if the cause is unknown."""
     forward = model.forward if isinstance(model, nn.Module) else model
     name = _kind(model)
     try:
@@ -184,7 +188,7 @@ def _misfit(
 
 
 def _other_dtype(of_model: torch.dtype, of_data: set[torch.dtype], failure: Exception) -> str | None:
-    """Explain a failure by different dtypes of model and data; None for other causes."""
+    """Explain a failure that different dtypes cause; return None for other causes."""
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in (of_model, *of_data)}
     wide = torch.float64 in of_data and of_model != torch.float64
     other = torch.float64 if wide else next((dtype for dtype in of_data if dtype != of_model), None)
@@ -204,12 +208,12 @@ def _kind(model: Callable[..., Any]) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else "the model"
 
 
-# function from the target of a batch to the number of items, or the sum of their weights
+# function that returns the number of items in the target of a batch, or the sum of their weights
 Items: TypeAlias = Callable[[Any], Any]
 
 
-OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)  # means over the labels that are not ignored, or over their weights
-# means over the elements of an output and a target of the same shape
+OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)  # losses averaged over the labels that are not ignored
+# losses averaged over the elements of an output and a target of the same shape
 ELEMENTWISE = (
     nn.MSELoss,
     nn.L1Loss,
@@ -226,10 +230,10 @@ ELEMENTWISE = (
 
 
 def items_of(loss: object) -> Items | None:
-    """Return the function that counts the items of a loss's mean; None for samples.
+    """Return the function that counts a loss's items; None if the items are samples.
 
-    It is the loss's own `items`; for torch's cross-entropy and NLL loss, it counts the labels that are not ignored, or
-    sums their weights.
+    The function is the loss's own `items` if the loss has this attribute. For torch's cross-entropy and NLL loss, the
+    function counts the labels that are not ignored, or sums their weights.
     """
     own = getattr(loss, "items", None)
     if callable(own) and not isinstance(loss, (Mapping, nn.ModuleDict)):
@@ -253,9 +257,9 @@ def adds_up(loss: object) -> bool:
 
 
 def declares_mean(loss: object) -> bool:
-    """Return True if the class of a loss sets `known_mean`: its mean needs no test.
+    """Return True if the class of a loss itself sets `known_mean`.
 
-    Derived classes may compute another loss, so they must set it themselves.
+    The mean of such a loss needs no test. A derived class may compute another loss, so it must set `known_mean` itself.
     """
     return bool(vars(type(loss)).get("known_mean", False))
 
@@ -286,7 +290,7 @@ def _reads_loss_of(code: CodeType, argument: int) -> bool:
 
 
 def hands_on_models_loss(loss: object) -> bool:
-    """Return True if a function only returns the loss that the model has computed."""
+    """Return True if a function only returns the loss that the model computed."""
     if not (inspect.isfunction(loss) and reads_models_loss(loss)):
         return False
     output = _OnlyALoss()
@@ -297,7 +301,7 @@ def hands_on_models_loss(loss: object) -> bool:
 
 
 class _OnlyALoss:
-    """Stand-in for an output of which only the loss is known."""
+    """Stand-in for a model's output that has only a loss."""
 
     def __init__(self) -> None:
         self.loss = torch.zeros(())
@@ -309,8 +313,8 @@ class _OnlyALoss:
 
 
 def _counted(target: Tensor, *, ignored: int, weight: Tensor | None) -> float | Tensor:
-    """Return the labels that are not `ignored`, or the sum of their classes' weights."""
-    if target.is_floating_point():  # probabilities of classes: the mean is over all but dim 1
+    """Count the labels that are not `ignored`, or sum the weights of their classes."""
+    if target.is_floating_point():  # class probabilities: the mean is over all dimensions except dim 1
         return float(target.numel() // target.shape[1] if target.dim() > 1 else 1)
     counts = target != ignored
     if weight is None:
@@ -319,7 +323,7 @@ def _counted(target: Tensor, *, ignored: int, weight: Tensor | None) -> float | 
 
 
 class LossMetric:
-    """The job's loss on validation data, weighted as in training, by the name `loss`."""
+    """The metric `loss`: the job's loss on validation data, weighted as in training."""
 
     name = "loss"
 
@@ -328,7 +332,7 @@ class LossMetric:
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
-        """Return `(total, count)` of one batch; the count is the loss's items, or the samples."""
+        """Return `(total, count)` of one batch; the count is the number of items."""
         if isinstance(self._loss, ModelsOwn):
             count = float(self._loss.items_in(target))
         else:
@@ -345,14 +349,14 @@ class LossMetric:
 
 
 def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int] | None = None) -> None:
-    """Check that labels are in 0..classes-1 or -100.
+    """Check that every label is -100 or in the range 0 to classes - 1.
 
     Args:
-        where: position of the labels, e.g. `in batch 37`.
-        samples: the indices in the data set of the rows of `target`, to be named.
+        where: position of the labels for the message, e.g. `in batch 37`.
+        samples: for each row of `target`, the index of its sample in the data set, for the message.
 
     Raises:
-        DataError: a label is out of range; the message names it, its position and the range.
+        DataError: a label is out of range; the message names the label, its position and the range.
     """
     wrong = ((target < 0) & (target != IGNORED)) | (target >= classes)
     if wrong.any():
@@ -363,7 +367,8 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
             at = f"sample {samples[place[0]]}" + "".join(f", position {p}" for p in place[1:])
         raise DataError(
             "loss.label_out_of_range",
-            "expected labels in 0..{largest}, found {label} {where} ({at}, {wrong} of {labels} labels)",
+            "expected labels in 0..{largest}, found {label} {where} ({at}; {wrong} of {labels} labels are out of "
+            "range)",
             largest=classes - 1,
             label=label,
             where=where,
@@ -374,12 +379,12 @@ def check_labels(target: Tensor, classes: int, where: str, samples: Sequence[int
 
 
 def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert the logits and labels of a batch to shapes (m, classes, …) and (m, …).
+    """Convert the logits and labels of a batch to the shapes (m, classes, …) and (m, …).
 
-    Sequences (n, t, classes) become one row per token.
+    For sequences (n, t, classes), each token becomes a row.
 
     Raises:
-        DataError: the labels are not whole numbers, or not one per sample or token.
+        DataError: the labels are not integers, or there is not exactly one label for each sample or token.
     """
     if target.is_floating_point():
         raise DataError(
@@ -401,12 +406,12 @@ def classes_on_dim_1(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_shape(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and target in one shape and one dtype of at least 32 bits.
+    """Return output and target with equal shapes and dtypes (at least 32 bits).
 
-    A last dimension of size 1 may be missing.
+    One of them may lack a last dimension of size 1.
 
     Raises:
-        DataError: the shapes differ otherwise, so that torch would broadcast them into a wrong result.
+        DataError: the shapes differ in another way; torch would broadcast them and return a wrong result.
     """
     values = logits_of(output)
     if values.shape != target.shape:

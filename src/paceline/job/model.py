@@ -1,4 +1,4 @@
-"""Model of a job: zoo, Hugging Face config, user's factory, or dimensions only."""
+"""The model of a job."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Task = Literal[
 
 
 class ModelSpec(Spec):
-    """Exactly one of `zoo`, `factory`, `hf`, `transformer`.
+    """A model, specified by exactly one of `zoo`, `factory`, `hf` and `transformer`.
 
-    - `model: mlp` or `{zoo: gpt, args: {layers: 4}}`: a built-in model.
-    - `model: pkg.mod:factory` or `./my_model.py:factory`: anything that returns an `nn.Module` and accepts `args` as
-      keywords.
-    - `{hf: config.json, task: causal_lm}`: a Hugging Face configuration; weights are initialised, nothing is
-      downloaded. `args` override values of the configuration.
-    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}`: a model described by its
-      dimensions, for planning only.
+    - `model: mlp` or `model: {zoo: gpt, args: {layers: 4}}` names a built-in model.
+    - `model: pkg.mod:factory` or `./my_model.py:factory` names a callable that accepts `args` as keyword arguments and
+      returns an `nn.Module`.
+    - `{hf: config.json, task: causal_lm}` names a Hugging Face configuration. The weights are initialised randomly, and
+      nothing is downloaded. `args` override values of the configuration.
+    - `{transformer: {layers: 80, hidden: 8192, heads: 64, seq: 4096, vocab: 128256}}` gives only the dimensions of a
+      model, which are sufficient for planning but not for training.
 
-    `weights` is a safetensors file, or a folder in Hugging Face's layout, with the weights to start from instead of
-    fresh ones; or the URL of either.
+    `weights` is the path or URL of the initial weights: a safetensors file, or a folder in Hugging Face's layout.
+    Without `weights`, the weights are initialised randomly.
     """
 
     short: ClassVar[str | None] = "zoo"
@@ -93,10 +93,10 @@ class ModelSpec(Spec):
         return self
 
     def must_be_at_hand(self) -> None:
-        """Refuse a model of which only the dimensions are known.
+        """Raise an error if only the dimensions of the model are known.
 
         Raises:
-            JobError: the model can be planned but not trained; the message says what to name instead.
+            JobError: the model can be planned but not trained. The message proposes models that can be trained.
         """
         if self.transformer is not None:
             raise JobError(
@@ -112,7 +112,7 @@ class ModelSpec(Spec):
         return self._frozen
 
     def freezing(self, patterns: tuple[str, ...]) -> ModelSpec:
-        """Return the same model with these parameters frozen."""
+        """Return a copy of this spec in which parameters that match the patterns are frozen."""
         spec = self.model_copy()
         spec._frozen = patterns
         return spec
@@ -120,7 +120,7 @@ class ModelSpec(Spec):
     def build(self) -> nn.Module:
         """Build the model on the CPU, initialised from torch's current random state.
 
-        Parameters that the job freezes have no `requires_grad`.
+        Parameters that the job freezes have `requires_grad=False`.
 
         Raises:
             JobError: the zoo model is unknown (the message names the nearest), an import fails, the arguments are
@@ -138,10 +138,10 @@ class ModelSpec(Spec):
         return model
 
     def input_shape(self) -> tuple[int, ...] | None:
-        """Return the sample shape (channels, height, width) that the model needs; None if any.
+        """Return the sample shape (channels, height, width) that the model requires; None if it accepts any shape.
 
         Raises:
-            JobError: see `build`.
+            JobError: the model is unknown, an import fails, or the arguments are wrong.
         """
         self.must_be_at_hand()
         from paceline.job.zoo import input_shape
@@ -149,7 +149,7 @@ class ModelSpec(Spec):
         return input_shape(self)
 
 
-# letters of `pattern`
+# letters that `pattern` may contain
 STATE_SPACE, DELTA, ATTENTION, FEED_FORWARD, MIXTURE = "MD*-E"
 _OF_EXPERTS = ("expert_ffn", "expert_hidden", "shared_experts", "shared_ffn", "dense_layers", "moe_every")
 
@@ -157,9 +157,9 @@ _OF_EXPERTS = ("expert_ffn", "expert_hidden", "shared_experts", "shared_ffn", "d
 class LatentAttention(Spec):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, §2.1).
 
-    Queries and keys have `nope` elements without and `rope` elements with rotary position; values have `value`
-    elements. They are projections of vectors of size `q_rank` and `kv_rank`; without `q_rank`, queries come from the
-    residual stream.
+    Each query and key has `nope` elements without rotary position embedding and `rope` elements with it. Each value has
+    `value` elements. Queries are projections of a vector of size `q_rank`, or of the residual stream if `q_rank` is not
+    set. Keys and values are projections of a vector of size `kv_rank`.
     """
 
     q_rank: int | None = Field(None, ge=1)
@@ -170,10 +170,10 @@ class LatentAttention(Spec):
 
 
 class StateSpace(Spec):
-    """State-space layers as in Mamba-2 (arXiv:2405.21060).
+    """Dimensions of state-space layers like those of Mamba-2 (arXiv:2405.21060).
 
-    `heads` of `head_dim`, each with a state of `state` × `head_dim`; `groups` share its two projections. A convolution
-    has a width of `conv` tokens.
+    A layer has `heads` heads of width `head_dim`. The state of a head has `state` × `head_dim` elements. The heads of
+    each of the `groups` share the projections into and out of the state. The convolution covers `conv` tokens.
     """
 
     state: int = Field(ge=1)
@@ -189,9 +189,10 @@ class StateSpace(Spec):
 
 
 class GatedDelta(Spec):
-    """Linear attention by the gated delta rule (arXiv:2412.06464).
+    """Dimensions of linear attention with the gated delta rule (arXiv:2412.06464).
 
-    `value_heads` of `head_dim` share `key_heads` of queries and keys. A convolution has a width of `conv` tokens.
+    A layer has `value_heads` value heads of width `head_dim`, which share `key_heads` heads of queries and keys. The
+    convolution covers `conv` tokens.
     """
 
     key_heads: int = Field(ge=1)
@@ -205,24 +206,27 @@ class Dimensions(Spec):
 
     For example `{layers: 80, hidden: 8192, ffn: 28672, heads: 64, kv_heads: 8, seq: 4096, vocab: 128256}`.
 
-    `name` is the name of a known model, which supplies all other values: `{name: llama-3.1-8b, seq: 4096}`.
+    `name` names a known model, which supplies all values that are not given: `{name: llama-3.1-8b, seq: 4096}`.
 
-    By default, `ffn` is 4 × hidden, `kv_heads` equals heads, and `head_dim` is hidden / heads. `gated`: three matrices
-    in each feed-forward part (SwiGLU) instead of two. `biases`: in all products and norms, only in queries, keys and
-    values, or none; gated models have none. `tied`: the head is the embedding. `positions`: a table of learned
-    positions, with the length of a sequence or the given number. `dropout`: whether the model has dropout (gated models
-    have none). `parallel`: attention and the feed-forward part read the same norm and are added together. `window`:
-    number of past tokens that attention sees, in all layers except one of `full_every`. `mla`: latent attention.
+    By default, `ffn` is 4 × hidden, `kv_heads` equals `heads`, and `head_dim` is hidden / heads. With `gated`, each
+    feed-forward part has three matrices (SwiGLU) instead of two. `biases` selects whether all products and norms, only
+    the projections of queries, keys and values, or no layers have biases; by default, gated models have none. With
+    `tied`, the output head shares the weights of the embedding. `positions` adds a table of learned positions; its
+    length is the sequence length or the given number. `dropout` states whether the model has dropout; by default, gated
+    models have none. With `parallel`, attention and the feed-forward part read the same normalized input, and their
+    outputs are added together. `window` is the number of past tokens that attention sees; one of every `full_every`
+    layers sees all tokens. `mla` selects latent attention.
 
-    With `experts`, layers have this number of feed-forward parts of width `expert_ffn`. Every token goes through
-    `top_k` of them and through `shared_experts`, whose total width is `shared_ffn`. The first `dense_layers`, and all
-    but one of `moe_every` layers, have a dense part of width `ffn`. With `expert_hidden`, experts work on a narrower
-    projection. `mtp`: layers that predict further tokens. `encoder_layers` read `source_seq` tokens, which each of
-    `layers` attends to as well. `predicted`: a head for masked tokens, for this fraction of the tokens. `pooled`: one
-    more output, for the whole sequence. `segments`: number of rows in a table of segments. `pattern`: one letter per
-    layer, instead of attention and a feed-forward part in each: `M` state space (of `mamba`), `D` linear attention (of
-    `delta`), `*` attention, `-` feed-forward, `E` mixture. `gated_attention`: the output of attention is multiplied by
-    a gate of the same width.
+    With `experts`, layers have this number of feed-forward parts of width `expert_ffn`. Every token passes through
+    `top_k` experts and through the `shared_experts`, whose total width is `shared_ffn`. The first `dense_layers` layers
+    have a dense part of width `ffn` instead. Of every `moe_every` later layers, only one has experts. With
+    `expert_hidden`, the experts work on a narrower projection. `mtp` is the number of layers for multi-token
+    prediction. An encoder of `encoder_layers` layers reads `source_seq` tokens, and each of the `layers` also attends
+    to these tokens. `predicted` adds a head that predicts masked tokens, for this fraction of the tokens. `pooled` adds
+    one output for the whole sequence. `segments` is the number of rows in a table of segment embeddings. `pattern` has
+    one letter per layer, which replaces the usual pair of attention and feed-forward part: `M` state space (see
+    `mamba`), `D` linear attention (see `delta`), `*` attention, `-` feed-forward part, `E` mixture of experts. With
+    `gated_attention`, the output of attention is multiplied by a gate of the same width.
     """
 
     name: str | None = None
@@ -304,7 +308,8 @@ class Dimensions(Spec):
             raise InvalidValue("model.no_experts", "{key} needs experts. Set their number with experts.", key=alone[0])
         if self.mla and (self.kv_heads or self.head_dim):
             raise InvalidValue(
-                "model.mla_alone", "mla uses its own nope, rope and value instead of kv_heads and head_dim"
+                "model.mla_alone",
+                "mla cannot be combined with kv_heads or head_dim, because it has its own nope, rope and value",
             )
         if self.full_every and not self.window:
             raise InvalidValue(
@@ -325,7 +330,7 @@ class Dimensions(Spec):
                 if getattr(self, key):
                     raise InvalidValue(
                         "model.pattern_missing",
-                        '{key}: mark its layers in pattern, such as "{letter}-{letter}-*-"',
+                        '{key} needs a pattern that marks its layers, such as "{letter}-{letter}-*-"',
                         key=key,
                         letter=letter,
                     )
@@ -355,17 +360,17 @@ class Dimensions(Spec):
 
     @property
     def feed_forward(self) -> int:
-        """Width of a dense feed-forward part."""
+        """Inner width of a dense feed-forward part."""
         return self.ffn or 4 * self.hidden
 
     @property
     def expert_width(self) -> int:
-        """Width of an expert."""
+        """Inner width of an expert."""
         return self.expert_ffn or self.feed_forward
 
     @property
     def shared_width(self) -> int:
-        """Total width of all shared experts."""
+        """Total inner width of all shared experts."""
         return self.shared_ffn or self.shared_experts * self.expert_width
 
     @property
@@ -375,7 +380,7 @@ class Dimensions(Spec):
 
     @property
     def head_width(self) -> int:
-        """Width of a head of queries, keys and values, without `mla`."""
+        """Width of an attention head; not used with `mla`."""
         return self.head_dim or self.hidden // self.heads
 
     @property
@@ -385,7 +390,7 @@ class Dimensions(Spec):
 
     @property
     def table(self) -> int:
-        """Number of rows of the position table."""
+        """Number of rows in the table of learned positions."""
         return self.seq if self.positions is True else int(self.positions)
 
     @property

@@ -1,4 +1,4 @@
-"""The optimizer of a job, and its parameter groups."""
+"""The optimizer of a job and its parameter groups."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class GroupSpec(Spec):
-    """Parameters that share settings: `{match: ["*.bias"], weight_decay: 0, lr: 0.001}`.
+    """A group of parameters with its own settings: `{match: ["*.bias"], weight_decay: 0, lr: 0.001}`.
 
-    Every key except `match` is an argument of the optimizer, and applies only to these parameters.
+    Every key except `match` is an argument of the optimizer and applies only to the matching parameters.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -51,12 +51,15 @@ class GroupSpec(Spec):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keywords of the group."""
+        """Keyword arguments of the group."""
         return _as_arguments(self.model_dump(exclude={"match"}, exclude_defaults=True))
 
 
 class OptimizerSpec(Spec):
-    """`optimizer: adamw`, `{name: RMSprop, lr: 0.01, args: {alpha: 0.9}}`, or `{name: pkg.mod:Class, lr: 0.1}`.
+    """The optimizer of a job: a short name, a torch class, or an import path.
+
+    Examples are `optimizer: adamw`, `{name: RMSprop, lr: 0.01, args: {alpha: 0.9}}` and `{name: pkg.mod:Class, lr:
+    0.1}`.
 
     LARS (You et al., 2017, arXiv:1708.03888) and LAMB (You et al., 2020, arXiv:1904.00962) are for large batches:
     they scale each layer's step by the ratio of its weight norm to its update norm.
@@ -64,13 +67,13 @@ class OptimizerSpec(Spec):
 
     short: ClassVar[str | None] = "name"
     name: str  # sgd, adam, adamw, lars, lamb; a class of torch.optim; or an import path
-    lr: float = Field(default=cast("float", None), gt=0)  # default 0.001; for a class of torch.optim, its own default
+    lr: float = Field(default=cast("float", None), gt=0)  # default 0.001, or the own default of a class of torch.optim
     weight_decay: float = Field(0.0, ge=0)
-    momentum: float = Field(0.0, ge=0, lt=1)  # sgd, lars
-    nesterov: bool = False  # sgd
-    betas: tuple[float, float] = (0.9, 0.999)  # adam, adamw, lamb
+    momentum: float = Field(0.0, ge=0, lt=1)  # used by sgd and lars
+    nesterov: bool = False  # used by sgd
+    betas: tuple[float, float] = (0.9, 0.999)  # used by adam, adamw and lamb
     eps: float = Field(1e-8, gt=0)
-    trust: float = Field(1e-3, gt=0)  # lars: the trust coefficient
+    trust: float = Field(1e-3, gt=0)  # trust coefficient of lars
     args: Args = Field(default_factory=dict)  # further arguments of the class
     groups: tuple[GroupSpec, ...] = ()
     no_decay: Patterns = ()  # parameters without weight decay, in any group
@@ -78,7 +81,7 @@ class OptimizerSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _gather_arguments(cls, value: Any) -> Any:
-        """Fill in the learning rate; for a class, move all other arguments into `args`."""
+        """Set the default learning rate. For a class, move all other arguments into `args`."""
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return value
@@ -102,7 +105,10 @@ class OptimizerSpec(Spec):
 
     @model_serializer(mode="wrap")
     def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit the arguments that a class has in `args`, to keep its own defaults."""
+        """Omit the fields of short names if the optimizer is a class.
+
+        The class then keeps its own defaults.
+        """
         values: dict[str, Any] = write(self)
         unused = () if self.has_short_name else (*_ARGUMENTS, "trust")
         return {key: value for key, value in values.items() if key not in unused}
@@ -153,7 +159,7 @@ class OptimizerSpec(Spec):
 
     @property
     def scope(self) -> Scope:
-        """Return what the update of an element depends on; run a trial if unknown."""
+        """Return the scope of an update; a trial determines it if it is unknown."""
         if known := self._known_without_torch:
             return known.scope
         from paceline.job.zoo.optimizer_trials import scope_of
@@ -162,19 +168,19 @@ class OptimizerSpec(Spec):
 
     @property
     def _known_without_torch(self) -> _Optimizer | None:
-        """Return the facts of a short name, for planning without torch; None for a trial."""
+        """Return the known properties of the optimizer; None if a trial must determine them."""
         return _SHORT[self.name] if self.has_short_name and not self.args else None
 
     @property
     def has_fused_step(self) -> bool:
-        """Return True if torch has a fused step, and `args` choose no other."""
+        """Return True if torch has a fused step and `args` select no other implementation."""
         return self.name.lower() in ("sgd", "adam", "adamw") and not {"fused", "foreach"} & self.args.keys()
 
     @property
     def state_tensors(self) -> float:
-        """Return the number of state tensors of a float32 matrix.
+        """Return the number of state tensors that the optimizer keeps for a float32 matrix.
 
-        Each has the matrix's shape and type.
+        Only tensors with the shape of the matrix count. A tensor of a smaller type counts as a fraction.
         """
         if known := self._known_without_torch:
             return float(bool(self.momentum) if self.name == "sgd" else known.kept)
@@ -186,7 +192,7 @@ class OptimizerSpec(Spec):
         return sum(kept.bytes(shape, element_bytes) for kept in self._state(len(shape)).tensors)
 
     def refusal(self, dims: int) -> str:
-        """Return the reason to refuse parameters with this number of dimensions; "" if none."""
+        """Return why the optimizer rejects parameters with this number of dimensions; "" if it accepts them."""
         return self._state(dims).refused
 
     def _state(self, dims: int) -> StateTried:
@@ -205,20 +211,21 @@ class OptimizerSpec(Spec):
     ) -> torch.optim.Optimizer:
         """Build the optimizer of a model's trainable parameters.
 
-        Weight decay applies to all of them, except with LARS and LAMB. Every rank has the same groups; if a rank holds
-        a part of the model, some groups are empty. The first group has the parameters that no other group names.
+        Weight decay applies to all parameters, but LARS and LAMB exempt parameters with fewer than two dimensions.
+        Every rank has the same groups; if a rank holds only a part of the model, some groups may be empty. The first
+        group contains the parameters that no other group matches.
 
         Args:
-            parameters: this rank's parameters, by name; without names if the job has no groups.
-            names: names of the whole model's parameters; None if this rank has all of them.
-            fused: use torch's fused step if torch has one for these parameters' device and dtype.
+            parameters: this rank's parameters by name; the names may be missing if the job has no groups.
+            names: names of the whole model's parameters; None if this rank has all parameters.
+            fused: whether to use torch's fused step, if torch has one for the device and dtype of these parameters.
 
         Raises:
             JobError: no parameter is trainable, or the class rejects the arguments.
         """
         named = parameters if isinstance(parameters, Mapping) else {str(n): p for n, p in enumerate(parameters)}
         trained = {name: p for name, p in named.items() if p.requires_grad}
-        if not trained and (names is None or names.keys() <= named.keys()):  # of the whole model
+        if not trained and (names is None or names.keys() <= named.keys()):  # true only if the whole model has none
             raise JobError(
                 "model.no_parameters", "the model has no trainable parameters: requires_grad is False for all of them"
             )
@@ -238,10 +245,10 @@ class OptimizerSpec(Spec):
         return optimizer
 
     def groups_of(self, names: Names) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return settings and parameters of every group; the first has the unnamed parameters.
+        """Return settings and parameter names of each group; the first has the unmatched parameters.
 
         Raises:
-            JobError: a pattern matches no parameter, or two groups name one.
+            JobError: a pattern matches no parameter, or two groups match the same parameter.
         """
         owner: dict[str, int] = {}
         for number, group in enumerate(self.groups, 1):
@@ -287,7 +294,7 @@ class OptimizerSpec(Spec):
         return {option: getattr(self, option) for option in own} | _as_arguments(self.args)
 
 
-BASE_LR = "base_lr"  # a group's learning rate before any schedule
+BASE_LR = "base_lr"  # the group's learning rate before a schedule changes it
 
 
 def _made(
@@ -328,7 +335,7 @@ def _tried(spec: OptimizerSpec, trial: Any, *args: Any) -> Any:
 
 
 def _as_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values of a file to Python arguments: lists become tuples."""
+    """Convert values from a file to Python arguments; lists become tuples."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -337,12 +344,12 @@ def _written(patterns: Iterable[str]) -> str:
 
 
 class _Optimizer(NamedTuple):
-    """Class behind a short name, and its properties that are known without torch.
+    """The class behind a short name, and properties that are known without importing torch.
 
     Attributes:
-        options: arguments that are keys of the job.
-        kept: state tensors of a parameter; sgd without momentum has none.
-        scope: what an update of an element depends on.
+        options: arguments of the class that are keys of the job's `optimizer` section.
+        kept: number of state tensors per parameter; sgd without momentum has none.
+        scope: scope of an update, see `Scope`.
     """
 
     path: str
@@ -362,7 +369,7 @@ _SHORT = {
     "lars": _Optimizer("paceline.job.zoo.optimizers:LARS", (*_COMMON, "momentum", "trust"), 1, "parameter"),
     "lamb": _Optimizer("paceline.job.zoo.optimizers:LAMB", _ADAM, 2, "parameter"),
 }
-# torch's classes and their default learning rates; listed here because torch is slow to import
+# torch's optimizer classes and their default learning rates, listed here because importing torch is slow
 _TORCH = {
     "ASGD": 0.01,
     "Adadelta": 1.0,
@@ -383,7 +390,7 @@ _TORCH = {
 
 
 def refuse_unused(spec: Spec, name: str, keys: tuple[str, ...]) -> None:
-    """Refuse a key that the chosen type ignores, which is most likely a mistake."""
+    """Raise an error for keys that the chosen type would ignore."""
     unused = [key for key in spec.model_dump(exclude_defaults=True) if key not in ("name", *keys)]
     if unused:
         raise InvalidValue(

@@ -1,4 +1,4 @@
-"""Overrides of a job's keys: `optimizer.lr=3e-4`, as for `--set` and `Job.load(…, set=…)`."""
+"""Overrides of a job's keys, such as `optimizer.lr=3e-4`, for `--set` and `Job.load(…, set=…)`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from paceline.errors import JobError, Problem
 from paceline.job.spec import Spec
 from paceline.yaml_file import KeyPath, Positions, annotation_below, parse_value, specs_of
 
-# values by their dotted keys, or `KEY=VALUE` texts as on the command line; a sequence may have both
+# a mapping from dotted keys to values, `KEY=VALUE` strings as on the command line, or a sequence of both
 Overrides: TypeAlias = Mapping[str, Any] | Sequence[str | tuple[str, Any]]
 
 
 @dataclass(frozen=True)
 class OverriddenPositions:
-    """Positions of keys, some of which were overridden.
+    """Positions of a job's keys, some of which were overridden.
 
     Attributes:
-        labels: position text by the path of an override, e.g. `--set optimizer.lr`.
-        file: positions of the other keys; None if they do not come from a file.
+        labels: for each overridden path, the position that messages show, e.g. `--set optimizer.lr`.
+        file: positions of the other keys; None if the job does not come from a file.
     """
 
     labels: Mapping[KeyPath, str]
     file: Positions | None = None
 
     def place(self, path: KeyPath) -> tuple[int, str]:
-        """Return the position of the override of a key or its parts.
+        """Return the position of the override that changed a key's value.
 
-        A key without an override has its position in the file.
+        For a key without an override, return its position in the file.
         """
         above = [label for own, label in self.labels.items() if path[: len(own)] == own]
         below = [label for own, label in self.labels.items() if path and own[: len(path)] == path]
@@ -44,23 +44,23 @@ class OverriddenPositions:
 def override(
     values: Mapping[str, Any], changes: Overrides, spec: type[BaseModel], positions: Positions | None = None
 ) -> tuple[dict[str, Any], OverriddenPositions]:
-    """Set keys of a job that consists of plain values.
+    """Override keys of a job that consists of plain values.
 
-    A part in its short form accepts the keys of its long form: `optimizer: adamw` with `optimizer.lr=0.1` is `{name:
-    adamw, lr: 0.1}`.
+    A section in its short form accepts the keys of its long form. For example, `optimizer: adamw` with
+    `optimizer.lr=0.1` becomes `{name: adamw, lr: 0.1}`.
 
     Args:
-        values: the job, as read from a file; not modified.
-        changes: `["optimizer.lr=3e-4"]`, whose values are YAML, or `{"optimizer.lr": 3e-4}`.
-        spec: class of the whole job.
+        values: the job as read from a file; it is not modified.
+        changes: strings with YAML values, `["optimizer.lr=3e-4"]`, or a mapping, `{"optimizer.lr": 3e-4}`.
+        spec: the class of the job.
         positions: positions of the keys in `values`.
 
     Returns:
-        The changed values, and the positions of their keys for messages.
+        The changed values, and the positions of the keys for messages.
 
     Raises:
-        JobError: a change is not KEY=VALUE, is not YAML, names a key of a value that has no keys, or undoes an earlier
-            change. The message lists all of them.
+        JobError: a change is not of the form KEY=VALUE, is not YAML, names a key of a value that has no keys, or
+            replaces an earlier change. The message lists all such changes.
     """
     if isinstance(changes, str):
         changes = [changes]
@@ -89,7 +89,7 @@ def override(
 
 
 def _parsed(change: str | tuple[str, Any]) -> tuple[str, str, Any]:
-    """Return label for messages, dotted key and value of a change."""
+    """Return the label for messages, the dotted key and the value of a change."""
     if not isinstance(change, str):
         key, value = change
         return f"set {key}", key, value

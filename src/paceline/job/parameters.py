@@ -1,4 +1,4 @@
-"""Parameters of a model by patterns of names, for parameter groups and frozen layers."""
+"""Selection of a model's parameters by name patterns, for parameter groups and frozen layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _listed(value: Any) -> Any:
 
 # `bias`, or `[bias, "*norm*"]`
 Patterns: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-# all names of each parameter, by its name in a checkpoint; tied parameters have several
+# for each parameter's name in a checkpoint, all names of the parameter; tied parameters have several
 Names: TypeAlias = Mapping[str, Sequence[str]]
 
 
@@ -53,7 +53,7 @@ def matching(key: str, patterns: Iterable[str], names: Names) -> list[str]:
 
 
 def names_of(model: nn.Module) -> Names:
-    """Return all names of each parameter of a whole model."""
+    """Return all names of each parameter of an undivided model."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -67,7 +67,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _like(pattern: str, names: Names) -> str:
-    """Return names that look like the pattern, or the first ones."""
+    """Return parameter names similar to the pattern, or the first names if none is similar."""
     plain = pattern.strip("*.")
     inside = [name for name in names if plain and plain.lower() in name.lower()]
     parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))

@@ -1,6 +1,7 @@
-"""Partition of an epoch's samples over the replicas.
+"""Partition of the samples of an epoch over the replicas.
 
-Everything here is a pure function of (spec, sizes, seed, epoch): each rank computes its own part without communication.
+The partition is a pure function of (spec, sizes, seed, epoch), so each rank computes its own part without
+communication.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ Floats = NDArray[np.float64]
 
 
 class PartitionSpec(Spec):
-    """`partition: stratified`, or `{kind: uniform, weights: [1, 0.5]}`.
+    """How samples are divided: `partition: stratified`, or `{kind: uniform, weights: [1, 0.5]}`.
 
     - `uniform`: each global batch is a slice of one shuffled order, so it is the same for any number of replicas.
-    - `stratified`: like `uniform`, but every batch and every replica's part keep the proportions of the classes.
-    - `hierarchical`: each host reads only its own part of the set, in every epoch; with `host_files` the part is the
-      files that it holds.
+    - `stratified`: like `uniform`, but every batch and every replica's part have the same class proportions as the
+      whole set.
+    - `hierarchical`: each host reads only its own part of the set, the same part in every epoch. With `host_files`,
+      this part consists of the files on the host.
     """
 
     short: ClassVar[str | None] = "kind"
     kind: Literal["uniform", "hierarchical", "stratified"] = "uniform"
-    # one for each replica: its share of each step
+    # each replica's relative share of every step
     weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] | None = None
     host_files: bool = False
-    shuffle: bool = True  # in a new order in each epoch; otherwise in the dataset's own order
+    shuffle: bool = True  # whether each epoch has a new order; otherwise the order of the data set is kept
 
     @model_validator(mode="after")
     def _stratified_is_shuffled(self) -> PartitionSpec:
@@ -58,27 +60,29 @@ class PartitionSpec(Spec):
 
 
 class Partition:
-    """One replica's view of the partition; all replicas together read every sample once per epoch.
+    """The partition of a training set over replicas, and one replica's part of it.
+
+    All replicas together read every sample once per epoch.
 
     Args:
         samples: number of samples in the whole training set, over all hosts.
-        global_batch: samples of a step over all replicas. The last step of an epoch has the remaining samples, or is
-            skipped (`drop_last`).
-        hosts: the host (0, 1, …) of each replica; by default, all on one host.
-        host_samples: `host_files` only: number of samples on each host. Indices then count within the replica's own
-            host.
+        global_batch: number of samples of a step over all replicas. The last step of an epoch has the remaining
+            samples, or is skipped with `drop_last`.
+        hosts: the host (0, 1, …) of each replica; by default, all replicas are on one host.
+        host_samples: number of samples on each host, only with `host_files`. Sample indices then count only the samples
+            of the replica's own host.
         leaves_empty: whether the global batch may be smaller than the number of replicas; some replicas then have no
             sample.
-        labels: `stratified` only: the class of each sample, shape (samples,), integers.
+        labels: the class of each sample, integers of shape (samples,); only with `stratified`.
 
     Attributes:
-        changes: shares that differ from the weights, and their first steps; only if `moves`.
+        changes: shares that replace the weights, each with its first step; empty unless `moves` is True.
 
     Raises:
-        DataError: an empty set, one shorter than a global batch, labels that are missing or do not fit, a host without
-            samples.
-        PlanError: a global batch smaller than the number of replicas (unless `leaves_empty`), or not one weight per
-            replica.
+        DataError: the set is empty or smaller than a global batch, labels are missing or do not fit the set, or a host
+            has no samples.
+        PlanError: the global batch is smaller than the number of replicas (unless `leaves_empty`), or the number of
+            weights is not the number of replicas.
     """
 
     def __init__(
@@ -115,13 +119,13 @@ class Partition:
             self.held_samples = samples if held is None else int(held[owners[replica]])
 
     def size(self, step: int) -> int:
-        """Return the samples of all replicas together in that step of an epoch (0-based)."""
+        """Return the number of samples of all replicas together in step `step` of an epoch (0-based)."""
         return min(self.global_batch, self.samples - step * self.global_batch)
 
     def shares(self, step: int, epoch: int = 0) -> tuple[int, ...]:
         """Return the number of samples of each replica in step `step` of an epoch (0-based).
 
-        They sum to `size(step)`, and do not depend on the epoch until there are `changes`.
+        The shares sum to `size(step)`. Without `changes`, they are the same in every epoch.
         """
         return tuple(self._deal.shares(epoch, step).tolist())
 
@@ -131,21 +135,21 @@ class Partition:
         return isinstance(self._deal, _Uniform)
 
     def batches(self, epoch: int, start_step: int = 0) -> Iterator[list[int]]:
-        """Yield this replica's sample indices, step by step from `start_step`.
+        """Yield this replica's sample indices for each step, starting at `start_step`.
 
-        A list is empty if the last batch has fewer samples than there are replicas.
+        A list may be empty if the last batch has fewer samples than there are replicas.
         """
         return self._deal.batches(epoch, start_step)
 
 
 def even_shard(samples: int, replica: int, replicas: int) -> slice:
-    """Return the samples of one replica if they are divided by `even_shares`."""
+    """Return the range of samples that `even_shares` assigns to one replica."""
     ends = (0, *accumulate(even_shares(samples, replicas)))
     return slice(ends[replica], ends[replica + 1])
 
 
 def even_shares(samples: int, replicas: int) -> tuple[int, ...]:
-    """Divide `samples` into nearly equal numbers, one for each replica."""
+    """Divide a number of samples into nearly equal shares, one for each replica."""
     return tuple(np.diff(_cuts(_bounds(np.ones(replicas)), samples)).tolist())
 
 
@@ -156,9 +160,9 @@ class _Deal(Protocol):
 
 
 class _Uniform:
-    """Contiguous slices of one order.
+    """Uniform partition: every batch is a contiguous slice of one order of the samples.
 
-    Step s takes positions [s·B, (s+1)·B), divided over the replicas.
+    With global batch B, step s takes positions [s·B, (s+1)·B) and divides them over the replicas.
     """
 
     def __init__(self, partition: Partition, weights: Floats) -> None:
@@ -169,20 +173,18 @@ class _Uniform:
         return np.diff(self.cuts(epoch, step))
 
     def cuts(self, epoch: int, step: int) -> Ints:
-        """Return the end positions of the replicas' parts in a step's batch.
-
-        The list begins with 0.
-        """
+        """Return 0 and the end position of each replica's part of a step's batch."""
         part = self.partition
         size, changed = part.size(step), part.changes.at((epoch, step))
         if changed is not None:
             cuts = _cuts(_bounds(np.asarray(changed, np.float64)), size)
-            if size == part.global_batch or np.diff(cuts).all():  # gives every replica a sample of a small last batch
+            # a smaller batch uses the shares only if every replica gets a sample
+            if size == part.global_batch or np.diff(cuts).all():
                 return cuts
         return _cuts(self.bounds, size)
 
     def order(self, epoch: int) -> NDArray[np.integer[Any]]:
-        """Return all samples in the epoch's order, which does not depend on replicas or weights."""
+        """Return all samples in the epoch's order, which is independent of replicas and weights."""
         return _order(self.partition, self.partition.samples, epoch)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
@@ -190,7 +192,7 @@ class _Uniform:
         shares = None
         for step in range(start_step, part.steps_per_epoch):
             before, shares = shares, part.changes.at((epoch, step))
-            # the cuts of all full steps are equal until shares change
+            # all full steps have the same cuts until shares change
             if step == start_step or shares is not before or part.size(step) != part.global_batch:
                 begin, end = self.cuts(epoch, step)[part.replica : part.replica + 2].tolist()
             first = step * part.global_batch
@@ -198,12 +200,12 @@ class _Uniform:
 
 
 class _Stratified(_Uniform):
-    """Stratified partition: the order mixes classes evenly; batches are divided class by class.
+    """Stratified partition: an order that mixes classes evenly, and batches divided class by class.
 
-    A batch is divided by halving the replicas until one is left. Each halving splits every class in proportion, rounded
-    down, or up if the deficit from earlier batches is largest. So over any number of steps, a replica's number of
-    samples in each class is within two or three of its exact share. A replica computes only the halvings that lead to
-    itself.
+    To divide a batch, the replicas are split into halves, again and again, until each half has one replica. Each split
+    divides every class in proportion and rounds down; the classes with the largest deficit from earlier batches are
+    rounded up. Over any number of steps, a replica's number of samples in each class therefore differs from its exact
+    share by at most two or three. A replica computes only the splits that lead to itself.
     """
 
     def __init__(self, partition: Partition, weights: Floats, codes: Ints) -> None:
@@ -226,8 +228,8 @@ class _Stratified(_Uniform):
     def batches(self, epoch: int, start_step: int) -> Iterator[list[int]]:
         part, order = self.partition, self.order(epoch)
         classes = len(self.class_sizes)
-        # The class that is rounded up first is random; otherwise the first replicas would always get more of the first
-        # classes.
+        # The class that is rounded up first is random. Otherwise the first replicas would always get more samples of
+        # the first classes.
         codes = _random(part.seed, epoch, 2).permutation(classes)[self.codes]
         halvings = [(*halving, np.zeros(classes)) for halving in _halvings(part.replica, part.replicas)]
         for step in range(part.steps_per_epoch):  # from the first step on, because each step leaves a deficit
@@ -243,7 +245,7 @@ class _Stratified(_Uniform):
 
 
 class _Hierarchical:
-    """Partition in which each host owns a range of the samples.
+    """Hierarchical partition: each host owns a range of the samples.
 
     A step takes samples from all hosts in proportion, and divides them over replicas by weight.
     """
@@ -280,7 +282,7 @@ def _check_sizes(samples: int, global_batch: int, replicas: int) -> None:
     if samples == 0:
         raise DataError(
             "data.empty",
-            "the training set has 0 samples. Check the job's `data`: the path, the filter, the limit.",
+            "the training set has 0 samples. Check the path, the filter and the limit in the job's `data`.",
         )
     if global_batch < replicas:
         raise PlanError(
@@ -314,7 +316,7 @@ def _weights(spec: PartitionSpec, replicas: int) -> Floats:
 
 
 def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
-    """Map the classes to 0, 1, …, whatever integers name them."""
+    """Map the class labels, which may be any integers, to 0, 1, …."""
     if labels is None:
         raise DataError(
             "data.no_labels",
@@ -325,7 +327,7 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
     if labels.shape != (samples,) or labels.dtype.kind not in "iub":
         raise DataError(
             "data.labels_invalid",
-            "partition: stratified needs `labels` of shape ({samples},) and an integer type, but those of the "
+            "partition: stratified needs `labels` of shape ({samples},) and an integer type, but the labels of the "
             "dataset have shape {shape} and type {dtype}",
             samples=samples,
             shape=labels.shape,
@@ -335,7 +337,7 @@ def _class_codes(labels: NDArray[Any] | None, samples: int) -> Ints:
 
 
 def _owners(hosts: Sequence[int] | None, replicas: int) -> Ints:
-    """Return the host of each replica; check that hosts are numbered from 0 without gaps."""
+    """Check that hosts are numbered from 0 without gaps; return each replica's host."""
     owners = np.asarray([0] * replicas if hosts is None else hosts, np.int64)
     if len(owners) != replicas or set(owners.tolist()) != set(range(int(owners.max()) + 1)):
         raise PlanError(
@@ -354,8 +356,8 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
     if len(held) != hosts or sum(held) != samples:
         raise DataError(
             "data.host_files_counts",
-            "partition: host_files needs the number of samples on each of {hosts} hosts, {samples} in all; got "
-            "{counts!s}",
+            "partition: host_files needs the number of samples on each of {hosts} hosts. These numbers must sum to "
+            "{samples}, but they are {counts!s}.",
             hosts=hosts,
             samples=samples,
             counts=held,
@@ -370,15 +372,15 @@ def _host_samples(host_samples: Sequence[int] | None, samples: int, owners: Ints
 
 
 def _bounds(weights: Floats) -> Floats:
-    """Return cumulative shares from 0 to 1, the ends of the parts."""
+    """Return the cumulative shares, from 0 to 1, which are the boundaries of the parts."""
     bounds: Floats = np.concatenate(([0.0], np.cumsum(weights)))
     return bounds / float(bounds[-1])
 
 
 def _cuts(bounds: Floats, count: int) -> Ints:
-    """Return cuts of `count` items, each part within one item of its share.
+    """Return the boundaries that divide `count` items by share.
 
-    Halves are rounded up.
+    Each part differs from its exact share by less than one item, and halves are rounded up.
     """
     return np.floor(bounds * count + 0.5).astype(np.int64)
 
@@ -388,7 +390,7 @@ def _random(*key: int) -> np.random.Generator:
 
 
 def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArray[np.integer[Any]]:
-    # half the memory for a large set
+    # uint32 needs half the memory for a large set
     indices: NDArray[np.integer[Any]] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
     if partition.shuffle:
         _random(partition.seed, epoch, 0, host).shuffle(indices)
@@ -396,17 +398,17 @@ def _order(partition: Partition, count: int, epoch: int, host: int = 0) -> NDArr
 
 
 def _ranks_in_runs(lengths: Ints) -> Ints:
-    """Return each item's position within its run, for runs of these lengths.
+    """Return each item's position within its run; `lengths` has the lengths of the runs.
 
-    For lengths [2, 3] it returns 0 1 0 1 2.
+    For the lengths [2, 3], the result is 0 1 0 1 2.
     """
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
-    """Return the binary splits that lead to this replica.
+    """Yield the splits into halves that lead to this replica.
 
-    They are given by the first replicas of their halves.
+    Each split is a pair: the first replica of the lower half and the first replica of the upper half.
     """
     first, end = 0, replicas
     while end - first > 1:
@@ -416,9 +418,9 @@ def _halvings(replica: int, replicas: int) -> Iterator[tuple[int, int]]:
 
 
 def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
-    """Split off `total` items in proportion, rounded up for the largest deficits.
+    """Divide `total` items in proportion to `counts`, and round up for the largest deficits.
 
-    Updates `owed`.
+    Updates the deficits, `owed`.
     """
     whole, remainder = np.divmod(counts * total, max(int(counts.sum()), 1))
     owed += remainder / max(int(counts.sum()), 1)
@@ -431,18 +433,19 @@ def _round_to_sum(counts: Ints, total: int, owed: Floats) -> Ints:
 
 
 def _counts_per_host(sizes: Ints, global_batch: int) -> Ints:
-    """Return the samples of each host in each step, shape (steps, hosts).
+    """Return the number of samples of each host in each step, shape (steps, hosts).
 
-    Rows sum to the global batch, columns to the hosts' sizes. In every step a host gives its exact share, rounded down.
-    Its remaining samples are spread evenly over the epoch: the remaining samples of all hosts form one sequence,
-    ordered by (i + 1) / n for a host's i-th of n (Jefferson's rule), and the steps take their missing samples from it.
+    Each row sums to the global batch, and each column sums to the size of a host. In every step, a host contributes its
+    exact share, rounded down. The samples that remain are spread evenly over the epoch. For this purpose, the remaining
+    samples of all hosts form one sequence, in which the i-th of a host's n remaining samples is ordered by (i + 1) / n
+    (Jefferson's rule). Each step takes its missing samples from this sequence in order.
     """
     samples = int(sizes.sum())
     totals = np.full(-(-samples // global_batch), global_batch)
     totals[-1] = samples - global_batch * (len(totals) - 1)
     counts = totals[:, None] * sizes // samples
     left_over = sizes - counts.sum(axis=0)
-    # at equal positions the host with the most samples comes first, so that the others wait for the last batch
+    # at equal positions, the host with the most remaining samples comes first, so that other hosts fill the last batch
     by_size = np.argsort(-left_over, kind="stable")
     place = (_ranks_in_runs(left_over[by_size]) + 1) / np.repeat(left_over[by_size], left_over[by_size])
     sequence = np.repeat(by_size, left_over[by_size])[np.argsort(place, kind="stable")]
@@ -456,10 +459,10 @@ Place = tuple[int, int]  # epoch and step, both 0-based
 
 
 class ShareChanges:
-    """Shares of the full batches, in the order of their first positions.
+    """Changes of the replicas' shares of full batches, in the order of their first positions.
 
     Args:
-        replicas, global_batch: the number of shares, and their sum.
+        replicas, global_batch: the number of shares and their sum.
     """
 
     def __init__(self, replicas: int, global_batch: int) -> None:
@@ -468,22 +471,22 @@ class ShareChanges:
         self._shares: list[Shares] = []
 
     def at(self, place: Place) -> Shares | None:
-        """Return the shares at a position; None if they are the partition's own."""
+        """Return the changed shares at a position; None if the partition's weights apply."""
         found = bisect_right(self._places, place) - 1
         return self._shares[found] if found >= 0 else None
 
     @property
     def newest(self) -> Shares | None:
-        """Return the shares valid from some position on; None if they are the partition's own."""
+        """Return the shares of the last change; None if the partition's weights apply."""
         return self._shares[-1] if self._shares else None
 
     def add(self, place: Place, shares: Sequence[int]) -> None:
-        """Make shares valid from `place` on.
+        """Use these shares from position `place` on.
 
-        Later changes are dropped, and so are all but the newest change before that epoch.
+        Later changes are removed. Of the changes before that epoch, only the newest is kept.
 
         Raises:
-            ValueError: the shares do not divide a full batch, with at least one sample each.
+            ValueError: the shares do not sum to the global batch, or a replica has no sample.
         """
         shares = tuple(shares)
         if not self.fits(shares) or min(shares) < 1:
@@ -494,18 +497,18 @@ class ShareChanges:
         self._shares = [*self._shares[first:end], shares]
 
     def fits(self, shares: Sequence[int]) -> bool:
-        """Return True if there is one share per replica, with the right sum."""
+        """Return True if each replica has a share and their sum is the global batch."""
         return len(shares) == self.replicas and sum(shares) == self.global_batch
 
     def state(self) -> list[Any]:
-        """Return all changes that are still needed, as JSON-able values."""
+        """Return the changes that are still needed, as values that JSON can represent."""
         return [[*place, list(shares)] for place, shares in zip(self._places, self._shares, strict=True)]
 
     def load(self, state: Sequence[Any]) -> None:
-        """Restore saved changes; ignore them if replicas or batch differ.
+        """Restore saved changes; ignore changes for another number of replicas or another global batch.
 
         Raises:
-            ValueError: the values do not come from `state`.
+            ValueError: the values were not returned by `state`.
         """
         self._places, self._shares = [], []
         for epoch, step, shares in state:

@@ -1,4 +1,4 @@
-"""Components of data sets: samples in memory, selections, and the training/validation split."""
+"""Building blocks of data sets: samples in memory, subsets, and the training/validation split."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from paceline.units import count
 Labels = npt.NDArray[np.int64]
 Batch = tuple[Tensor, ...]
 
-_SMALL = 64  # maximum number of entries of a container that `apart` copies
+_SMALL = 64  # maximum number of entries in a container that `apart` copies
 
 
 class SplitSpec(Protocol):
-    """Part of a data spec for the split of its samples."""
+    """The keys of a data spec that determine how its samples are split."""
 
     @property
     def held_out(self) -> float: ...
@@ -35,14 +35,14 @@ class SplitSpec(Protocol):
 
 
 class TensorSamples(Dataset[Batch]):
-    """Samples held as two tensors, samples on dim 0.
+    """Samples in two tensors, inputs and targets, with samples on dim 0.
 
-    A list of indices becomes a collated batch `(inputs, target)` in two indexed copies.
+    Indexing with a list returns a collated batch `(inputs, target)` and copies each tensor only once.
 
     Args:
-        inputs: the stored inputs, which may be smaller than the model's inputs (e.g. bytes).
-        target: class labels (int64, one per sample) or any other target.
-        prepare: converts a batch of stored inputs to the model's inputs.
+        inputs: the stored inputs, which may have a more compact type than the model's inputs (e.g. bytes).
+        target: class labels (int64, one per sample) or other targets.
+        prepare: function that converts a batch of stored inputs to the model's inputs.
     """
 
     def __init__(self, inputs: Tensor, target: Tensor, prepare: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -50,7 +50,7 @@ class TensorSamples(Dataset[Batch]):
 
     @property
     def labels(self) -> Labels | None:
-        """Class of each sample, or None if the target is not a class."""
+        """Class of each sample; None if the targets are not classes."""
         return self.target.numpy() if self.target.dim() == 1 and self.target.dtype == torch.int64 else None
 
     def __len__(self) -> int:
@@ -67,14 +67,14 @@ class TensorSamples(Dataset[Batch]):
 
 
 class _Wrapped(Dataset[Any]):
-    """Wrapper of a user's data set that keeps its batched access and its epochs."""
+    """Wrapper of a user's data set that passes on its batched access and `set_epoch`."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
         self._batched = getattr(dataset, "__getitems__", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the data set, if it has `set_epoch`."""
+        """Pass the epoch to the user's data set if it has `set_epoch`."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -92,13 +92,13 @@ class Selection(_Wrapped):
 
     @classmethod
     def first(cls, dataset: Dataset[Any], limit: int | None) -> Selection:
-        """Return the first `limit` samples, or all."""
+        """Return the first `limit` samples, or all samples if `limit` is None."""
         samples = _length(dataset)
         return cls(dataset, np.arange(min(samples, limit or samples)))
 
     @property
     def labels(self) -> Labels | None:
-        """Class of each selected sample (integers), or None if the data set has no `labels`."""
+        """Class of each selected sample (integers); None if the data set has no `labels`."""
         labels = getattr(self.dataset, "labels", None)
         if not isinstance(labels, (np.ndarray, Tensor, Sequence)) or len(labels) != self._dataset_length:
             return None
@@ -125,7 +125,7 @@ class Selection(_Wrapped):
 
 
 class Collated(_Wrapped):
-    """A data set whose batches the job's own `collate_fn` makes from lists of samples."""
+    """A data set whose samples the job's `collate` function turns into batches."""
 
     def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
         super().__init__(dataset)
@@ -149,7 +149,7 @@ class Collated(_Wrapped):
 
 
 def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]], Any] | None) -> bool:
-    """Return True if `read_many(indices)` returned collated columns instead of one tensor per sample."""
+    """Return True if `read_many(indices)` returned collated columns instead of a list of samples."""
     if not isinstance(batch, tuple) or not all(isinstance(part, Tensor) for part in batch):
         return False
     count = len(indices)
@@ -159,13 +159,13 @@ def are_columns(batch: Any, indices: list[Any], read_many: Callable[[list[Any]],
 
 
 def apart(dataset: Any) -> Any:
-    """Copy the objects of a data set, but not its data.
+    """Copy the objects of a data set without its data.
 
-    A file or connection opened for reading then belongs to the copy. Loader processes are forked with the original, so
-    each opens its own file. Otherwise processes with a shared file would change each other's position in it.
+    A file or connection that is opened for reading then belongs to the copy. Loader processes are forked with the
+    original, so each process opens its own file. Processes that shared a file would change each other's position in it.
     """
     copies: dict[int, Any] = {}
-    kept: list[Any] = []  # so that no id in `copies` is reused
+    kept: list[Any] = []  # kept alive so that no id in `copies` is reused
     packages = {_package(dataset)}
 
     def copied(value: Any, *, always: bool = False) -> Any:
@@ -200,7 +200,7 @@ def _package(value: Any) -> str:
 
 
 def in_users_data(dataset: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the user's own data set without its wrappers, and its indices of these samples."""
+    """Return the user's own data set without wrappers, and the samples' indices in it."""
     found = list(indices)
     while isinstance(dataset, _Wrapped):
         if isinstance(dataset, Selection):
@@ -219,15 +219,16 @@ def split(
 ) -> DataSets:
     """Split the first `spec.limit` samples into a training, a validation and a test set.
 
-    Random shares of `spec.held_out` and `spec.test`, determined by `seed`, become the validation and test sets. They
-    have no sample in common, and the validation set does not depend on the test set. All sets keep their order.
+    `seed` determines which samples become the validation set, with a share of `spec.held_out`, and the test set, with a
+    share of `spec.test`. These sets have no sample in common, and the validation set does not depend on the test set.
+    All sets keep the order of the samples.
 
     Args:
         held_out: a separate validation set, which is also limited to `spec.limit` samples.
-        test: the same for the test set.
+        test: a separate test set, which is also limited to `spec.limit` samples.
 
     Raises:
-        DataError: there are too few samples for one in each set.
+        DataError: there are too few samples to give each set at least one.
     """
     samples = min(_length(dataset), spec.limit or _length(dataset))
     kept, tested = shares(samples, spec, has_held_out=held_out is not None)
@@ -241,9 +242,9 @@ def split(
 
 
 def shares(samples: int, spec: SplitSpec, *, has_held_out: bool = False) -> tuple[int, int]:
-    """Return the numbers of validation and test samples, by the shares of the spec.
+    """Return the numbers of validation and test samples for the shares in the spec.
 
-    They are rounded, and at least 1 unless the share is 0.
+    The numbers are rounded. They are at least 1 unless the share is 0.
 
     Raises:
         DataError: no sample would be left for training.
@@ -254,8 +255,8 @@ def shares(samples: int, spec: SplitSpec, *, has_held_out: bool = False) -> tupl
     if kept + tested >= samples:
         raise DataError(
             "data.nothing_left_to_train",
-            "data.{keys} of {samples} leaves no samples for training; provide more samples, a smaller share, or "
-            "held_out: 0 for no validation set",
+            "data.{keys} of {samples} leaves no samples for training. Provide more samples or a smaller share, or "
+            "set held_out: 0 to train without a validation set.",
             keys=[f"{key}={share:g}" for key, share in (("held_out", held_out), ("test", test)) if share],
             samples=count(samples, "sample"),
         )
@@ -269,8 +270,8 @@ def _length(dataset: Dataset[Any]) -> int:
 class DataSets(NamedTuple):
     """The training, validation and test sets that `DataSpec.build` returns.
 
-    `held_out`, the validation set, and `test` are None if the job has none. `synthetic` marks results on generated
-    data.
+    `held_out` is the validation set. `held_out` and `test` are None if the job has no such set. `synthetic` is True for
+    generated data.
     """
 
     train: Dataset[Any]
@@ -280,7 +281,7 @@ class DataSets(NamedTuple):
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the classes, if the data set has an attribute `classes` with them."""
+        """Names of the classes, from the data set's attribute `classes`; None without such an attribute."""
         names: Any = getattr(in_users_data(self.train, [])[0], "classes", None)
         known = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
         return list(names) if known else None

@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a job."""
+"""Learning-rate schedules of a job."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ Period = Literal["step", "epoch", "evaluation"]
 
 
 class ScheduleSpec(Spec):
-    """`schedule: cosine`, or a scheduler of torch: `{name: OneCycleLR, args: {max_lr: 0.1}, every: step}`.
+    """The learning-rate schedule of a job: one of paceline's own, or a scheduler of torch.
+
+    Examples are `schedule: cosine` and `{name: OneCycleLR, args: {max_lr: 0.1}, every: step}`.
 
     Paceline's own schedules are a linear warm-up, then `constant`, `linear`, `cosine` or `step` decay. `decay_steps` is
-    the step at which the decay ends; without it, the job's stop rule must have steps or epochs.
+    the step at which the decay ends. Without `decay_steps`, the job's stop rule must set `steps` or `epochs`.
     """
 
     short: ClassVar[str | None] = "name"
     name: str = "constant"  # constant, linear, cosine, step; a class of torch.optim.lr_scheduler; or an import path
     warmup_steps: int = Field(0, ge=0)
     decay_steps: int | None = Field(None, ge=1)
-    final: float = Field(0.0, ge=0, le=1)  # final rate, as a fraction of the first
-    milestones: tuple[int, ...] = ()  # step: the steps at which the rate is multiplied by `factor`
+    final: float = Field(0.0, ge=0, le=1)  # final learning rate, as a fraction of `lr`
+    milestones: tuple[int, ...] = ()  # for `step`: the steps at which the learning rate is multiplied by `factor`
     factor: float = Field(0.1, gt=0, lt=1)
-    args: Args = Field(default_factory=dict)  # arguments of a class
-    every: Period | None = None  # interval of a class: every step by default, every evaluation for ReduceLROnPlateau
-    metric: str | None = None  # ReduceLROnPlateau: its validation metric; the loss by default
+    args: Args = Field(default_factory=dict)  # arguments of a scheduler class
+    # when a scheduler class is stepped: by default after every step, or after every evaluation for ReduceLROnPlateau
+    every: Period | None = None
+    metric: str | None = None  # for ReduceLROnPlateau: the validation metric to follow, by default the loss
 
     @field_validator("name")
     @classmethod
@@ -61,7 +64,10 @@ class ScheduleSpec(Spec):
         return value
 
     def _as_inner(self) -> dict[str, Any]:
-        """Return the entry of a scheduler that combines others; refuse keys that it would ignore."""
+        """Return the settings of a scheduler inside another one.
+
+        Keys that would be ignored are errors.
+        """
         found = self.model_dump(exclude_defaults=True)
         if not self.by_class or found.keys() - {"name", "args"}:
             raise InvalidValue(
@@ -88,8 +94,8 @@ class ScheduleSpec(Spec):
         if (self.name == "step") != bool(self.milestones):
             raise InvalidValue(
                 "schedule.milestones",
-                "the step schedule needs milestones, and no other schedule has them, e.g. {{name: step, "
-                "milestones: [300, 600]}}",
+                "the schedule step needs milestones, e.g. {{name: step, milestones: [300, 600]}}, and other "
+                "schedules cannot have milestones",
             )
         refuse_unused(self, self.name, _SCHEDULE_KEYS[self.name])
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
@@ -103,22 +109,22 @@ class ScheduleSpec(Spec):
 
     @property
     def by_class(self) -> bool:
-        """True if a scheduler class sets the rates; otherwise `factor_at` returns them."""
+        """True if a scheduler class sets the learning rates; otherwise `factor_at` returns them."""
         return self.name not in _SCHEDULE_KEYS
 
     @property
     def follows_metric(self) -> bool:
-        """True if the scheduler is stepped with a validation metric."""
+        """True if each step of the scheduler needs the value of a validation metric."""
         return self.name.rpartition(":")[2] == "ReduceLROnPlateau"
 
     @property
     def period(self) -> Period:
-        """Interval at which the scheduler is stepped."""
+        """The event after which the scheduler is stepped."""
         return self.every or ("evaluation" if self.follows_metric else "step")
 
     @property
     def ends_with_run(self) -> bool:
-        """True if the stop rule determines the length of a cycle (OneCycleLR)."""
+        """True if a cycle (OneCycleLR) is as long as the run."""
         inner = [ScheduleSpec.model_validate(entry) for entry in self.args.get("schedulers", ())]  # type: ignore[union-attr]
         own = self.name == "OneCycleLR" and not _LENGTHS & self.args.keys()
         return own or any(spec.ends_with_run for spec in inner)
@@ -127,7 +133,7 @@ class ScheduleSpec(Spec):
         """Return the learning rate at step `step` (0-based) as a fraction of `lr`.
 
         The warm-up is linear and reaches 1 in its last step. The decay then starts and reaches `final` at its end.
-        `total_steps`, the limit of the stop rule, is used if `decay_steps` is not given.
+        If `decay_steps` is not given, the decay ends at `total_steps`, the limit of the stop rule.
 
         Raises:
             JobError: the decay has no end, because neither `decay_steps` nor `total_steps` is known.
@@ -151,10 +157,10 @@ class ScheduleSpec(Spec):
         return self.final + (1 - self.final) * remaining
 
     def refuse_short_cycle(self, total: int | None) -> None:
-        """Refuse a OneCycleLR that ends before the run.
+        """Raise a JobError for a OneCycleLR that ends before the run.
 
         Args:
-            total: see `build`.
+            total: number of scheduler steps in the whole run; None if this number is not limited.
         """
         args: dict[str, Any] = self.args
         length = args.get("total_steps") or args.get("epochs", 0) * args.get("steps_per_epoch", 0)
@@ -172,10 +178,10 @@ class ScheduleSpec(Spec):
         """Build the scheduler that the job names by its class.
 
         Args:
-            total: number of scheduler steps in the whole run; None if the stop rule does not limit it.
+            total: number of scheduler steps in the whole run; None if the stop rule sets no limit.
 
         Raises:
-            JobError: the class does not exist, or it rejects the arguments.
+            JobError: the class does not exist or rejects the arguments.
         """
         return _built(self.name, self.args, optimizer, total)
 
@@ -202,7 +208,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
         positional = (optimizer,)
     check_call(name, kind, *positional, **called)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the order of calls, which the loop ensures
+        warnings.simplefilter("ignore")  # torch warns about the order of calls, which the training loop ensures
         try:
             return kind(*positional, **called)
         except (TypeError, ValueError, KeyError) as error:
@@ -210,7 +216,7 @@ def _built(name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer,
 
 
 def _with_functions(args: Mapping[str, Any], each: Any) -> dict[str, Any]:
-    """Return the arguments with import paths of functions (`lr_lambda`, `scale_fn`) replaced."""
+    """Return the arguments with the import paths in `lr_lambda` and `scale_fn` replaced by functions."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Common base of a job's parts: strict keys, short forms, import paths, checked arguments."""
+"""Common base of a job's sections: strict keys, short forms, import paths and checked arguments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from paceline.extensions import ExtensionPoint
 from paceline.text import nearest
 from paceline.yaml_file import wrong_value
 
-# keywords for a user's or a built-in object: plain values, because a job is also a file
+# keyword arguments for a user's or a built-in object; the values are plain, because a job can be written to a file
 Args: TypeAlias = dict[str, JsonValue]
 
 
 class Spec(BaseModel):
-    """A part of a job; unknown keys are errors, and values are immutable.
+    """A section of a job, whose values are immutable. Unknown keys are errors.
 
-    `short` names the field that a bare string sets: `optimizer: adamw` is `optimizer: {name: adamw}`.
+    `short` names the field that a bare string sets. For example, `optimizer: adamw` means `optimizer: {name: adamw}`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
@@ -41,13 +41,16 @@ class Spec(BaseModel):
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
-        """Expand a bare string to its keys; return other values unchanged."""
+        """Expand a bare string to a mapping; return other values unchanged."""
         return {cls.short: value} if cls.short and isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
 class JobSection:
-    """A section of a job; the fields of `spec` are its keys."""
+    """A section of a job that another package defines.
+
+    The fields of `spec` are the section's keys.
+    """
 
     spec: type[Spec]
 
@@ -58,16 +61,16 @@ SECTIONS = ExtensionPoint[JobSection]("section of a job", "paceline.job_sections
 def read_sections(
     values: Mapping[str, Any], own: Mapping[str, object], context: Any
 ) -> tuple[dict[str, Any], list[ErrorDetails]]:
-    """Validate the sections of other packages.
+    """Validate the sections that other packages define.
 
     Args:
         values: the job as read from its file.
-        own: the job's own keys, which are not changed.
+        own: the job's own keys, whose values are not changed.
         context: pydantic's validation context.
 
     Returns:
-        The values with each valid section as an instance of its spec, without the invalid sections; and the errors of
-        the invalid sections.
+        The values, in which each valid section is an instance of its spec and invalid sections are missing, and the
+        errors of the invalid sections.
     """
     whole = dict(values)
     errors: list[ErrorDetails] = []
@@ -84,7 +87,7 @@ def read_sections(
 
 
 def with_sections(job: type[BaseModel]) -> type[BaseModel]:
-    """Return a class of jobs with the sections as fields, for messages about keys."""
+    """Return a job class that has the sections as fields, for messages about unknown keys."""
     fields: dict[str, Any] = {name: (section.spec | None, None) for name, section in SECTIONS.loadable()[0].items()}
     return create_model(job.__name__, __base__=job, **fields)
 
@@ -95,7 +98,7 @@ def load_object(path: str) -> Any:
     Modules in the current directory can be imported, as with `python -m`.
 
     Raises:
-        JobError: the module, file or name does not exist, or the import raised an error.
+        JobError: the module, file or name does not exist, or the import raises an error.
     """
     module_name, _, name = path.rpartition(":")
     if module_name == "__main__":
@@ -108,7 +111,8 @@ def load_object(path: str) -> Any:
         )
     try:
         module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script may call sys.exit, which would end the run without an error
+    # a script may call `sys.exit`, which would end the run without an error message
+    except (Exception, SystemExit) as error:
         explained = JobError(
             "job.import_failed",
             "{path}: cannot import {module!r}: {kind}: {error}",
@@ -134,10 +138,12 @@ def load_object(path: str) -> Any:
 
 
 def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
-    """Make the file of `file.py:name` absolute, from the job file's folder or the current one.
+    """Make the file in `file.py:name` absolute.
+
+    A relative path is relative to the folder of the job file, or else to the current folder.
 
     Raises:
-        ValueError: `path` has another form, or there is no such file.
+        ValueError: `path` is not an import path, or the file does not exist.
     """
     module, _, name = path.rpartition(":")
     if not module or not name:
@@ -153,13 +159,13 @@ def resolve_import_path(path: str, context: Mapping[str, Any] | None) -> str:
 
 
 def import_path_of(function_or_class: Any) -> str:
-    """Return the import path by which every rank can find `function_or_class`.
+    """Return the import path with which every rank can import `function_or_class`.
 
-    For objects defined by the running script, it is `/abs/script.py:name`.
+    For an object that the running script defines, the import path is `/abs/script.py:name`.
 
     Raises:
-        ValueError: the object cannot be imported: a lambda, an instance, or an object defined inside a function or in
-            an interactive session.
+        ValueError: the object cannot be imported, because it is a lambda, an instance, or defined inside a function or
+            in an interactive session.
     """
     name, module = getattr(function_or_class, "__qualname__", None), getattr(function_or_class, "__module__", None)
     if name is None or module is None:
@@ -177,9 +183,10 @@ def import_path_of(function_or_class: Any) -> str:
     if module != "__main__":
         return f"{module}:{name}"
     main = sys.modules["__main__"]
-    if main.__spec__ is not None:  # python -m pkg.mod
+    if main.__spec__ is not None:  # started with python -m pkg.mod
         return f"{main.__spec__.name}:{name}"
-    if not Path(getattr(main, "__file__", None) or "").is_file():  # a notebook, a prompt, or a script from a pipe
+    # in a notebook, at a prompt, or in a script from a pipe
+    if not Path(getattr(main, "__file__", None) or "").is_file():
         raise InvalidValue(
             "job.object_of_session",
             "{name} was defined in an interactive session, where other ranks cannot import it. Put it into a file.",
@@ -205,30 +212,33 @@ def _load_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # a DataLoader's processes find it again under this name
+    sys.modules[name] = module  # the processes of a DataLoader find the module under this name
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # the next import must not get an incomplete module
+        del sys.modules[name]  # the next import must not find an incomplete module
         raise
     return module
 
 
 def _unique_name(file: Path) -> str:
-    """Return a module name for a file whose plain name is taken.
+    """Return a module name for a file whose own name is already in use.
 
-    An example is a second `model.py`.
+    This happens, for example, for a second `model.py`.
     """
     return f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
 
 
 def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `args` to the types of a built-in's keywords; `what` names it, e.g. `model gpt`.
+    """Convert `args` to the parameter types of a built-in function or class.
+
+    `what` names the function or class in messages, e.g. `model gpt`.
 
     Raises:
-        JobError: arguments are unknown or wrong; the message lists all of them, with the nearest names.
+        JobError: arguments are unknown or have wrong values. The message lists all of them, with the nearest valid
+            names.
     """
     parameters = inspect.signature(built_in, eval_str=True).parameters
     checked, wrong = {}, []
@@ -255,10 +265,10 @@ def checked_args(what: str, built_in: Callable[..., Any], args: Mapping[str, Any
 
 
 def check_call(path: str, users: Callable[..., Any], *positional: Any, **args: Any) -> None:
-    """Check that a user's function or class accepts these arguments.
+    """Check that a user's function or class accepts the arguments.
 
     Raises:
-        JobError: it does not; the message shows its signature.
+        JobError: the arguments do not fit the signature, which the message shows.
     """
     try:
         signature = inspect.signature(users)

@@ -1,4 +1,4 @@
-"""Stop rules: a job ends at the first rule that is satisfied."""
+"""Stop rules: a job ends when the first of its rules is satisfied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.job.spec import Spec
 from paceline.text import nearest
 from paceline.units import count
 
-# built-in metrics: True if the larger of two values is the better one
+# for each built-in metric: True if larger values are better
 HIGHER_IS_BETTER = {
     **dict.fromkeys(("accuracy", "multilabel_accuracy", "top5", "f1", "auc", "r2", "contrastive_accuracy"), True),
     **dict.fromkeys(("loss", "perplexity", "bits_per_byte", "mse", "mae"), False),
@@ -24,10 +24,11 @@ HIGHER_IS_BETTER = {
 
 
 class PatienceSpec(Spec):
-    """`patience: {metric: loss, evaluations: 5}`: stop when a metric no longer improves.
+    """`patience: {metric: loss, evaluations: 5}`: stop after 5 evaluations without an improvement.
 
-    An evaluation is an improvement if it exceeds the previous best by more than `min_delta`. `mode` says whether
-    smaller values (`min`) or larger ones (`max`) are better; the built-in metrics, and most of torchmetrics, define it.
+    An evaluation is an improvement if the metric is better than the previous best value by more than `min_delta`.
+    `mode` states whether smaller (`min`) or larger (`max`) values are better. The built-in metrics and most metrics of
+    torchmetrics define this themselves.
     """
 
     metric: str
@@ -45,10 +46,10 @@ class BestSpec(Spec):
 
 
 class PlateauSpec(Spec):
-    """Stop when the training loss no longer falls.
+    """`plateau`: stop when the training loss no longer falls.
 
-    The loss no longer falls if the mean over the last `over` steps is at most `less_than` lower than the mean over the
-    previous `over` steps.
+    The rule compares the mean loss of the last `over` steps with the mean loss of the `over` steps before them. The run
+    stops if the mean fell by at most `less_than`.
     """
 
     less_than: float = Field(gt=0)
@@ -56,16 +57,18 @@ class PlateauSpec(Spec):
 
 
 class StopSpec(Spec):
-    """`stop: {epochs: 20, metric_above: {accuracy: 0.97}, patience: {metric: loss, evaluations: 5}}`.
+    """The stop rules of a job; the first satisfied rule ends the run.
 
-    The first satisfied rule ends the run and is named in its record.
+    An example is `stop: {epochs: 20, metric_above: {accuracy: 0.97}, patience: {metric: loss, evaluations: 5}}`.
+
+    The record of the run names the satisfied rule.
     """
 
     epochs: int | None = Field(None, ge=1)
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, gt=0)
-    loss_below: float | None = None  # the training loss of a step (mean over the global batch)
-    metric_above: dict[str, float] = Field(default_factory=dict)  # a validation metric, at an evaluation
+    loss_below: float | None = None  # limit for the training loss of a step (mean over the global batch)
+    metric_above: dict[str, float] = Field(default_factory=dict)  # limits for validation metrics at an evaluation
     metric_below: dict[str, float] = Field(default_factory=dict)
     patience: PatienceSpec | None = None
     plateau: PlateauSpec | None = None
@@ -82,27 +85,27 @@ class StopSpec(Spec):
 
     @property
     def watched(self) -> dict[str, str]:
-        """Return validation metrics that may end the run, each with the key that watches it."""
+        """Map the validation metrics that may end the run to the job's keys."""
         patience = {self.patience.metric: "stop.patience"} if self.patience else {}
         below, above = (dict.fromkeys(getattr(self, key), f"stop.{key}") for key in ("metric_below", "metric_above"))
         return patience | below | above
 
     def total_steps(self, steps_per_epoch: int) -> int | None:
-        """Return the upper limit of steps; None if the rules have no such limit."""
+        """Return the maximum number of steps; None if the rules do not limit the steps."""
         bounds = [b for b in (self.steps, self.epochs and self.epochs * steps_per_epoch) if b]
         return min(bounds) if bounds else None
 
 
 def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[Any] = ()) -> bool:
-    """Return True if the larger of two values of a metric is the better one.
+    """Return True if larger values of a metric are better.
 
     Args:
-        key: the key of the job that watches the metric, for messages.
-        mode: the mode from the key, if given.
+        key: the key of the job that uses the metric, for messages.
+        mode: `min` or `max`, if the key gives it.
         metrics: metrics that the run measures.
 
     Raises:
-        JobError: none of them measures the value, or the direction is unknown.
+        JobError: none of `metrics` measures the value, or it is unknown whether larger values are better.
     """
     names = list(dict.fromkeys(["loss", *(one.name for one in metrics)]))
     if metric not in names:
@@ -119,7 +122,7 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
     if (known := HIGHER_IS_BETTER.get(metric) if own is None else own) is None:
         raise JobError(
             "job.metric_mode_missing",
-            "{key}: state whether a larger {metric} is better: mode: max, or mode: min",
+            "{key}: it is unknown whether a larger {metric} is better. Set mode: max or mode: min.",
             key=key,
             metric=metric,
         )
@@ -128,15 +131,15 @@ def higher_is_better(key: str, metric: str, mode: str | None, metrics: Sequence[
 
 @dataclass
 class Best:
-    """Best value of a metric so far.
+    """The best value of a metric so far.
 
     Attributes:
         higher: True if larger values are better.
         min_delta: smallest difference that counts as an improvement.
-        value: the best value; None before the first one.
-        step: step of its evaluation; -1 before the first one.
-        since: number of evaluations since then.
-        seen: the step of the newest evaluation that counted.
+        value: the best value; None before the first evaluation.
+        step: step of the evaluation with the best value; -1 before the first evaluation.
+        since: number of evaluations after the best one.
+        seen: the step of the newest evaluation that was counted.
     """
 
     metric: str
@@ -150,7 +153,7 @@ class Best:
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Count an evaluation; return True if it is the best so far.
 
-        An evaluation that is repeated after a failure counts once.
+        An evaluation that is repeated after a failure is counted only once.
         """
         if step == self.seen:
             return step == self.step
@@ -164,11 +167,11 @@ class Best:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to keep besides the spec."""
+        """Return the state to save, without the settings from the job."""
         return {"metric": self.metric, "value": self.value, "step": self.step, "since": self.since, "seen": self.seen}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from an earlier state; the state of another metric is ignored."""
+        """Restore an earlier state, or reset it if the earlier state belongs to another metric."""
         if state is None or state["metric"] != self.metric:
             self.value, self.step, self.since, self.seen = None, -1, 0, -1
         else:
@@ -177,19 +180,19 @@ class Best:
 
 @dataclass
 class StopRule:
-    """Stop rules of a `StopSpec` for a run, and its best evaluation.
+    """The stop rules of a run, and the run's best evaluation.
 
-    `elapsed_before_s` is the wall-clock time of earlier attempts of the same run.
+    `elapsed_before_s` is the wall-clock time that earlier attempts of the run took.
 
     Args:
-        keep: the metric whose best checkpoint is kept; None without one.
+        keep: the metric for which the best checkpoint is kept; None if there is no such metric.
         metrics: metrics that the run measures.
 
     Attributes:
-        best: the best evaluation by `keep`.
+        best: the best evaluation according to `keep`; None without `keep`.
 
     Raises:
-        JobError: a watched metric is not measured, or its better direction is unknown.
+        JobError: a metric of a rule is not measured, or it is unknown whether larger values are better.
     """
 
     spec: StopSpec
@@ -214,14 +217,14 @@ class StopRule:
 
     @property
     def elapsed_s(self) -> float:
-        """Return seconds of training so far, including earlier attempts."""
+        """Return the training time so far in seconds, including earlier attempts."""
         return self.elapsed_before_s + time.monotonic() - self._started
 
     def after_step(self, step: int, loss: float) -> str | None:
-        """Return the reason to stop after optimizer step `step` (1-based), or None.
+        """Return the reason to stop after optimizer step `step` (1-based); None to continue.
 
-        The decision uses values that every rank shares. For the wall-clock time (`out_of_time`), one rank decides for
-        all.
+        The decision uses only values that are equal on all ranks. For the wall-clock time (`out_of_time`), one rank
+        decides for all.
         """
         self._newest_loss = loss
         if self.spec.plateau:
@@ -233,26 +236,28 @@ class StopRule:
     def ended(self, step: int) -> str | None:
         """Return the reason to stop after optimizer step `step`; None to continue.
 
-        Only recorded values decide, because the run may have been resumed after its end.
+        Only recorded values are used, because the run may have been resumed after its end.
         """
         reason = self._bound(step) or self._loss_below(step) or self._plateau(step) or self._by_metrics()
-        was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)  # by a clock that all ranks share
+        # a recorded time, which is equal on all ranks
+        was_out_of_time = self.elapsed_before_s >= (self.spec.seconds or math.inf)
         return reason or (self.out_of_time() if was_out_of_time else None)
 
     def out_of_time(self) -> str | None:
-        """Return the reason to stop when the time is used up, or None.
+        """Return the reason to stop if the time limit is reached; None to continue.
 
-        Ranks may differ, so let rank 0 decide.
+        The result may differ between ranks, so rank 0 must decide for all.
         """
         if self.spec.seconds is not None and self.elapsed_s >= self.spec.seconds:
             return f"seconds: {self.spec.seconds:g} s are over"
         return None
 
     def after_evaluation(self, metrics: dict[str, float], step: int, *, counts: bool = True) -> str | None:
-        """Return the reason to stop after validation metrics were measured at a step, or None.
+        """Record validation metrics; return the reason to stop, or None to continue.
 
         Args:
-            counts: False for an evaluation that is made only because the run ends; it can only be the best one.
+            counts: False for an evaluation that takes place only because the run ends. Such an evaluation may be the
+                best one, but never ends the run.
         """
         if self.best is not None:
             self.best.update(step, metrics)
@@ -264,7 +269,7 @@ class StopRule:
         return self._by_metrics()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state with which a resumed run stops at the correct step."""
+        """Return the state that a resumed run needs to stop at the correct step."""
         return {
             "elapsed_s": self.elapsed_s,
             "losses": list(self._losses),
@@ -275,13 +280,13 @@ class StopRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the observations and the spent time of an earlier run."""
+        """Restore the recorded values and the elapsed time of an earlier attempt."""
         self.rewind(state)
         self.elapsed_before_s = state["elapsed_s"]
         self._started = time.monotonic()
 
     def rewind(self, state: dict[str, Any]) -> None:
-        """Forget the observations since `state` was taken, but not the time."""
+        """Restore the recorded values of `state`, but keep the elapsed time."""
         self._losses = deque(state["losses"])
         self._newest_loss, self._newest_metrics = state["newest_loss"], state["newest_metrics"]
         for key, watched in (("best", self.best), ("patience", self._patience)):
@@ -331,20 +336,20 @@ class StopRule:
 
 
 class SpikeSpec(Spec):
-    """`spike: rewind`, or `{policy: skip, threshold: 6, window: 100}`.
+    """Handling of loss spikes: `spike: rewind`, or `{policy: skip, threshold: 6, window: 100}`.
 
-    A loss is a spike if it exceeds the median of the last `window` losses by more than `threshold` times their spread.
+    A loss is a spike if it exceeds the median of the last `window` losses by more than `threshold` standard deviations.
     """
 
     short: ClassVar[str | None] = "policy"
     policy: Literal["off", "skip", "rewind"] = "off"
-    threshold: float = Field(10.0, gt=0)  # in standard deviations, from the median absolute deviation
-    window: int = Field(50, ge=10)  # number of steps before the first spike can be detected
+    threshold: float = Field(10.0, gt=0)  # in standard deviations, which are estimated by the median absolute deviation
+    window: int = Field(50, ge=10)  # number of steps before spikes are detected
 
     @model_validator(mode="before")
     @classmethod
     def _read_off(cls, value: Any) -> Any:
-        """Convert false, YAML's value for `off`, to "off"."""
+        """Convert False, which YAML reads for `off`, to "off"."""
         if isinstance(value, dict):
             return value | {"policy": "off"} if value.get("policy") is False else value
         return {"policy": "off"} if value is False else value

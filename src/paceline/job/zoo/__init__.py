@@ -1,4 +1,4 @@
-"""Builder of a job's model: zoo, Hugging Face configuration, or a user's factory."""
+"""Building of a job's model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def build_model(spec: ModelSpec) -> nn.Module:
     """Build the model that `spec` names, on the CPU, from torch's current random state.
 
     Raises:
-        JobError: the model is unknown (the message names the nearest), an import fails, the arguments are wrong, or the
-            result is not an `nn.Module`.
+        JobError: the model is unknown (the message names the nearest one), an import fails, the arguments are wrong, or
+            the result is not an `nn.Module`.
     """
     if spec.zoo is not None:
         model = _built_in(spec.zoo)
@@ -43,14 +43,14 @@ def build_model(spec: ModelSpec) -> nn.Module:
 
 
 def input_shape(spec: ModelSpec) -> tuple[int, ...] | None:
-    """Return the sample shape (channels, height, width) that the model needs; None if any.
+    """Return the sample shape (channels, height, width) that the model requires; None if it accepts any shape.
 
     Raises:
         JobError: the model is unknown, an import fails, or the arguments are wrong.
     """
     if spec.hf is not None and spec.task == "image_classification":
         return image_shape(spec.hf, spec.args)
-    if spec.factory is not None:  # a missing package is reported before the data's errors
+    if spec.factory is not None:  # imported here so that a missing package is reported before errors in the data
         load_object(spec.factory)
     if spec.zoo is None:
         return None
@@ -88,7 +88,7 @@ def _from_factory(path: str, args: dict[str, Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(
             "model.not_a_module",
-            "{path} returned {found}; a model is a torch.nn.Module",
+            "{path} returned {found}, but a model must be a torch.nn.Module",
             path=path,
             found=_described(model),
         )

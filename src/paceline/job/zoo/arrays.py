@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from paceline.job.data import Arrays, Text
 
 
-# a Python installation's folder also has files of other projects
+# the folder of a Python installation also contains files of other projects
 _NOT_DATA = {"__pycache__", "site-packages", "dist-packages"}
 
 
 @contextmanager
 def reading(path: Path, expected: str) -> Iterator[None]:
-    """Convert an error for a missing or unreadable file in this context to a DataError.
+    """Return a context that converts errors for missing or unreadable files to DataErrors.
 
-    It names the file (or else `path`) and what was expected.
+    The DataError names the file, or `path` if the file is unknown, and the expected kind of file.
     """
     try:
         yield
@@ -62,10 +62,10 @@ def folder_entries(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the visible files under a folder with these suffixes (any case), sorted by path.
+    """Return the visible files below a folder with these suffixes (any case), sorted by path.
 
     Raises:
-        OSError: the folder or one below it is not readable.
+        OSError: the folder or one of its subfolders is not readable.
     """
 
     def fail(error: OSError) -> None:
@@ -80,7 +80,7 @@ def files_below(folder: Path, suffixes: tuple[str, ...]) -> list[str]:
 
 
 def optional_package(module: str, package: str) -> ModuleType:
-    """Import a module of a package that only some data needs.
+    """Import a module of an optional package, which only some types of data need.
 
     Raises:
         DataError: the package is not installed.
@@ -103,10 +103,12 @@ _EXPECTED = "a .npz file, a .parquet file, or a folder with one .npy file for ea
 def build_arrays(spec: Arrays, seed: int) -> DataSets:
     """Load all named arrays into memory and check them once.
 
-    The arrays must have numbers, equal numbers of rows, no NaN, Inf or gap, and no negative class.
+    The arrays must contain numbers and have equal numbers of rows. NaN, Inf, missing values and negative classes are
+    errors.
 
-    Inputs: one or several columns (one-dimensional arrays) become a float32 matrix; a single array of more dimensions
-    keeps its shape, and integers become int64 (tokens). Target: integers become int64 (classes), other numbers float32.
+    One or several input columns (one-dimensional arrays) become a float32 matrix. A single input array with more
+    dimensions keeps its shape, and integers in it become int64 (tokens). In the target, integers become int64
+    (classes), and other numbers become float32.
     """
     test = _samples(spec, Path(spec.test)) if isinstance(spec.test, str) else None
     return split(_samples(spec, spec.path), spec, seed, test=test)
@@ -127,7 +129,7 @@ def _samples(spec: Arrays, path: Path) -> TensorSamples:
 def _read(path: Path, names: list[str]) -> dict[str, Array]:
     if path.is_dir():
         return _read_npy(path, names)
-    path.open("rb").close()  # all formats report missing or locked files with the same error
+    path.open("rb").close()  # opened so that missing or unreadable files raise the same error for all formats
     if path.suffix == ".npz":
         return _read_npz(path, names)
     if path.suffix == ".parquet":
@@ -171,13 +173,13 @@ def _read_parquet(file: Path, names: list[str]) -> dict[str, Array]:
 def _decoding(file: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # pyarrow's errors are ValueErrors
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:  # the errors of pyarrow are ValueErrors
         what = f"cannot be read: {error}. Expected: {_EXPECTED}, holding numbers"
         raise DataError("data.file_invalid", "{file}: {reason}", file=file.absolute(), reason=what) from error
 
 
 def _parquet_column(file: Path, name: str, column: Any) -> Array:
-    """Convert a column of numbers to shape (rows,); one of lists to (rows, length)."""
+    """Convert a column of numbers to the shape (rows,), and a column of lists to (rows, length)."""
     compute, types = optional_package("pyarrow.compute", "pyarrow"), optional_package("pyarrow.types", "pyarrow")
     _check_no_gaps(file, name, column, compute, 1)
     kind, length = column.type, 0
@@ -201,7 +203,8 @@ def _parquet_column(file: Path, name: str, column: Any) -> Array:
     if not (types.is_integer(column.type) or types.is_floating(column.type) or types.is_boolean(column.type)):
         raise DataError(
             "data.column_type",
-            "{file}: column {name!r} is of type {type}, but only numbers and lists of numbers are read. Encode it.",
+            "{file}: column {name!r} has the type {type}, but only numbers and lists of numbers are supported. "
+            "Convert the values to numbers.",
             file=file.absolute(),
             name=name,
             type=kind,
@@ -249,7 +252,7 @@ def _target(path: Path, name: str, array: Array) -> Array:
 
 
 def _finite_floats(path: Path, name: str, array: Array) -> Array:
-    with np.errstate(over="ignore"):  # values that float32 cannot represent become Inf, which is reported below
+    with np.errstate(over="ignore"):  # values beyond the range of float32 become Inf, which is reported below
         values = array.astype(np.float32)
     flat = values.reshape(len(values), -1)
     if np.isfinite(flat).all():
@@ -274,7 +277,7 @@ def _check_names(path: Path, wanted: list[str], found: Iterable[str]) -> None:
         if name not in known:
             raise DataError(
                 "data.column_missing",
-                '{file}: it contains no "{name}" (data.inputs, data.target). {hint}',
+                '{file} contains no "{name}", which data.inputs or data.target names. {hint}',
                 file=path.absolute(),
                 name=name,
                 hint=nearest(name, known),
@@ -285,7 +288,8 @@ def _check_numbers(path: Path, name: str, array: Array) -> None:
     if array.dtype.kind not in "biuf":
         raise DataError(
             "data.array_type",
-            "{file}: {name!r} is of type {dtype}, but only real numbers are read. Encode it.",
+            "{file}: {name!r} has the type {dtype}, but only real numbers are supported. Convert the values to "
+            "numbers.",
             file=path.absolute(),
             name=name,
             dtype=array.dtype,
@@ -324,8 +328,8 @@ def _check_no_gaps(file: Path, name: str, column: Any, compute: Any, values_per_
         )
 
 
-MASK = 256  # token that hides a byte
-IGNORED = -100  # label of a position that the loss ignores
+MASK = 256  # token that replaces a hidden byte
+IGNORED = -100  # label of positions that the loss ignores
 HIDDEN_SHARE = 0.15
 
 _EXPECTED_TEXT = "a text file, or a folder of text files"
@@ -337,7 +341,9 @@ Words = npt.NDArray[np.uint64]
 
 
 def build_text(spec: Text, seed: int) -> DataSets:
-    """Build windows over all bytes of the files, in the given order; folders are sorted.
+    """Build windows over the bytes of all files, in the given order.
+
+    The files of a folder are sorted.
 
     The validation set is the last part of the bytes, and the test set is the part before it. Windows of different sets
     have no bytes in common.
@@ -352,16 +358,16 @@ def build_text(spec: Text, seed: int) -> DataSets:
 def _windows(
     spec: Text, seed: int, shares: tuple[int, int] | None = None
 ) -> tuple[Windows | None, Windows | None, Windows | None]:
-    """Return windows of the training set, the validation set and the test set."""
+    """Return the windows of the training, validation and test sets."""
     with reading(spec.path[0], _EXPECTED_TEXT):
         corpus = Corpus(_files(spec))
-    # the byte after a window, which is the target of its last position
+    # the byte after a window is the target of the window's last position
     overlap = 1 if spec.objective == "causal" else 0
     available = (corpus.size - overlap) // spec.context
     if available < 1:
         raise DataError(
             "data.text_too_short",
-            "{file}: it has {size} bytes of text, but one sample of context {context} needs {needed}",
+            "{file} has {size} bytes of text, but one sample with a context of {context} needs {needed} bytes",
             file=_named(spec),
             size=corpus.size,
             context=spec.context,
@@ -369,15 +375,15 @@ def _windows(
         )
     samples = min(available, spec.limit or available)
     kept, tested = shares_of(samples, spec) if shares is None else shares
-    sides = 1 + bool(kept) + bool(tested)  # each set has its own overlap
+    sides = 1 + bool(kept) + bool(tested)  # the windows of each set end with an overlap of their own
     end = corpus.size if samples == available else samples * spec.context + overlap * sides
     cut = end - kept * spec.context - overlap if kept else end
     before = cut - tested * spec.context - overlap if tested else cut
     if before < spec.context + overlap:
         raise DataError(
             "data.text_too_short_for_validation",
-            "{file}: its {size} bytes of text are too few for a training sample, a validation sample and, if "
-            "data.test is a share, a test sample; add text or set held_out: 0",
+            "{file} has only {size} bytes of text. This is too little for a training sample, a validation sample "
+            "and, if data.test is a share, a test sample. Add text or set held_out: 0.",
             file=_named(spec),
             size=end,
         )
@@ -389,7 +395,7 @@ def _windows(
 class Corpus:
     """The bytes of several files as one sequence.
 
-    Large files are mapped, so the ranks of a host share one copy of them.
+    Large files are memory-mapped, so the ranks of a host share one copy.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -408,7 +414,7 @@ class Corpus:
         return int(self._starts[-1])
 
     def read(self, start: int, size: int) -> Bytes:
-        """Read `size` bytes from byte `start` on; they may span files."""
+        """Read `size` bytes, starting at byte `start`; the range may span several files."""
         part = bisect_right(self._starts, start) - 1
         found = self._parts[part][start - self._starts[part] :][:size]
         if len(found) == size:
@@ -421,9 +427,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     A sample is `(input, target)`, both int64 of shape (context,).
 
-    `causal`: the target is the window one byte later. `masked`: 15 % of the positions are chosen; of these 80 % become
-    token 256, 10 % a random byte, 10 % stay; the target is the byte there and -100 elsewhere (Devlin et al., 2019,
-    arXiv:1810.04805). The chosen positions depend only on the seed, the epoch and the index.
+    With `causal`, the target is the window one byte later. With `masked`, 15 % of the positions are chosen at random
+    (Devlin et al., 2019, arXiv:1810.04805). Of the chosen bytes, 80 % become token 256, 10 % become a random byte, and
+    10 % do not change. The target is the original byte at chosen positions and -100 elsewhere. The chosen positions
+    depend only on the seed, the epoch and the index.
     """
 
     labels = None
@@ -434,7 +441,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.samples = (end - first - self.causal) // spec.context
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, so that other bytes are hidden than in other epochs."""
+        """Set the epoch, which determines the bytes that are hidden."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -457,16 +464,16 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Mask 15 % of each row's tokens, at least one.
+    """Hide 15 % of the tokens of each row, but at least one token.
 
-    So every batch has the same number of items per sample.
+    Every sample therefore has the same number of items.
 
     Args:
-        tokens: bytes, (samples, context).
-        keys: one per sample; the same key hides the same positions.
+        tokens: bytes of shape (samples, context).
+        keys: one random key per sample; the same key hides the same positions.
 
     Returns:
-        `(input, target)`, each (samples, context).
+        `(input, target)`, each of shape (samples, context).
     """
     context = tokens.shape[1]
     counter: Words = np.arange(1, 2 * context + 1, dtype=np.uint64)
@@ -474,7 +481,7 @@ def hide(tokens: npt.NDArray[np.int64], keys: Words) -> tuple[npt.NDArray[np.int
     order, fate = noise[:, :context], noise[:, context:]
     count = max(1, round(HIDDEN_SHARE * context))
     chosen = order <= np.partition(order, count - 1, axis=1)[:, count - 1 : count]
-    # the high bits as a number in [0, 1); the low byte is free for the random token
+    # the high bits become a number in [0, 1); the low byte is used for the random token
     draw = (fate >> np.uint64(11)) * 2.0**-53
     replaced = np.where(draw < 0.8, MASK, np.where(draw < 0.9, (fate & np.uint64(0xFF)).astype(np.int64), tokens))
     return np.where(chosen, replaced, tokens), np.where(chosen, tokens, IGNORED)
@@ -486,7 +493,7 @@ def _sample_keys(seed: int, epoch: int, indices: list[int]) -> Words:
 
 
 def _mix(x: Words) -> Words:
-    """Output function of SplitMix64 (Steele, Lea and Flood, 2014), equal on every machine."""
+    """Apply the output function of SplitMix64 (Steele, Lea and Flood, 2014), which is equal on every machine."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

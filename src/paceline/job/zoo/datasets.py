@@ -1,4 +1,4 @@
-"""Data sets that a job can name; `DataSpec.build` calls this module."""
+"""The data sets that a job can name, which `DataSpec.build` builds with this module."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def build_data(spec: DataSpec, *, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
     """Build the training and validation sets of a job.
 
-    They depend only on the spec, the model's shape and the seed, so they are the same for every plan.
+    The data sets depend only on the spec, the model's input shape and the seed, so they are the same for every plan.
 
     Raises:
-        DataError: see `DataSpec.build`.
+        DataError: the data is missing, unreadable or invalid; see `DataSpec.build`.
         JobError: `collate` or `collate_held_out` cannot be imported.
     """
     built = _build(spec, input_shape, seed)
@@ -72,7 +72,7 @@ def _build(spec: DataSpec, input_shape: tuple[int, ...] | None, seed: int) -> Da
 
 
 def _build_custom(spec: Custom, seed: int) -> DataSets:
-    # a factory's random numbers depend on the seed, not on earlier draws of this process, which differ between plans
+    # a factory's random numbers depend only on the seed; earlier draws of this process differ between plans
     with OwnRandom(seed):
         samples = _call(spec, spec.factory)
         held_out = None if spec.held_out_factory is None else _call(spec, spec.held_out_factory)
@@ -103,9 +103,9 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             "data.iterable_factory",
-            "data {factory} is an IterableDataset ({kind}). Each sample must go to one replica once per epoch, "
-            "which needs a length and access by index. Give it __len__ and __getitem__ (a "
-            "torch.utils.data.Dataset), for example over a list of files.",
+            "data {factory} is an IterableDataset ({kind}). To give each sample to one replica once per epoch, "
+            "paceline needs a length and access by index. Return a torch.utils.data.Dataset with __len__ and "
+            "__getitem__, for example over a list of files.",
             factory=factory,
             kind=kind,
         )
@@ -120,7 +120,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
         )
     if len(dataset) == 0:
         raise DataError(
-            "data.dataset_empty", "data {factory} made an empty {kind}: its length is 0", factory=factory, kind=kind
+            "data.dataset_empty", "data {factory} returned an empty {kind} of length 0", factory=factory, kind=kind
         )
     try:
         sample = apart(dataset)[0]
@@ -128,7 +128,7 @@ def _check_map_style(dataset: Any, factory: str, *, any_sample: bool) -> None:
         what = f"{type(error).__name__}: {error}"
         raise DataError(
             "data.first_sample_raised",
-            "data {factory}: the first sample ({kind}[0]) raised {what}",
+            "data {factory}: reading the first sample ({kind}[0]) raised {what}",
             factory=factory,
             kind=kind,
             what=what,
@@ -149,9 +149,9 @@ _BANK_BYTES = 64 << 20
 
 
 def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Build normally distributed inputs with random classes, or tokens if the spec has `vocab`.
+    """Build normally distributed inputs with random classes, or random tokens if the spec has `vocab`.
 
-    The target of a token is the next one.
+    The target of a token is the next token.
     """
     shape = spec.shape or input_shape
     if not shape:
@@ -163,7 +163,7 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
     if spec.vocab and len(shape) != 1:
         raise DataError(
             "data.shape_of_tokens",
-            "synthetic tokens have the shape [sequence length]; data.shape is {shape!s}",
+            "synthetic tokens need a data.shape of the form [sequence length], but data.shape is {shape!s}",
             shape=list(shape),
         )
     samples = min(spec.samples, spec.limit or spec.samples)
@@ -182,14 +182,14 @@ def build_synthetic(spec: Synthetic, input_shape: tuple[int, ...] | None, seed: 
 
 
 class Invented(Dataset[Batch]):
-    """Generated samples `first` to `first + samples` of an endless sequence that repeats a bank."""
+    """Generated samples `first` to `first + samples - 1` of an endless sequence that repeats stored samples."""
 
     def __init__(self, inputs: Tensor, target: Tensor, first: int, samples: int) -> None:
         self.inputs, self.target, self.first, self.samples = inputs, target, first, samples
 
     @property
     def labels(self) -> Labels | None:
-        """Class of each sample, or None for tokens."""
+        """Class of each sample; None for tokens."""
         if self.target.dim() != 1:
             return None
         return self.target.numpy()[(self.first + np.arange(self.samples)) % len(self.target)]

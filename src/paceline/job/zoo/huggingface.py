@@ -1,6 +1,6 @@
-"""Models of the transformers library: from a configuration file, and the zoo's ResNet-50 and BERT.
+"""Models of the transformers library, and the zoo's ResNet-50, BERT and SimCLR.
 
-Nothing is downloaded.
+No code and no weights are downloaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FETCHING = ("trust_remote_code", "use_kernels", "use_pretrained_backbone")
 
 
 def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
-    """Build a freshly initialised fp32 model from a Hugging Face configuration, for `task`.
+    """Build a randomly initialised fp32 model for `task` from a Hugging Face configuration.
 
     `args` override the file's values.
 
@@ -51,7 +51,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
     """
     config = _config(file, args)
     auto_class = getattr(_transformers(), _AUTO_CLASSES[task])
-    # transformers uses this order if a model type has several classes for a task
+    # transformers follows this list if a model type has several classes for a task
     config.architectures = config.architectures or []
     try:
         # the plan determines the precision
@@ -73,7 +73,7 @@ def from_config(file: Path, task: str, args: dict[str, Any]) -> nn.Module:
 
 
 def image_shape(file: Path, args: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the image shape (channels, height, width) of a configuration; None if open."""
+    """Return the image shape (channels, height, width) of a configuration; None if it sets none."""
     config = _config(file, args)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if isinstance(size, int):
@@ -82,9 +82,9 @@ def image_shape(file: Path, args: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def resnet50(*, classes: PositiveInt = 1000, image_size: PositiveInt = 224) -> nn.Module:
-    """ResNet-50 (He et al., 2016, arXiv:1512.03385); output `.logits` (n, classes).
+    """Build ResNet-50 (He et al., 2016, arXiv:1512.03385), whose output has `.logits` (n, classes).
 
-    The data is resized to `image_size`.
+    The images are resized to `image_size`.
     """
     transformers = _transformers()
     model: nn.Module = transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=classes))
@@ -92,7 +92,7 @@ def resnet50(*, classes: PositiveInt = 1000, image_size: PositiveInt = 224) -> n
 
 
 class ResNetEncoder(nn.Module):
-    """ResNet-50 without its classifier: (n, 3, size, size) to (n, 2048)."""
+    """ResNet-50 without its classifier, which maps (n, 3, size, size) to (n, 2048)."""
 
     features = 2048
 
@@ -102,7 +102,7 @@ class ResNetEncoder(nn.Module):
         self.resnet = transformers.ResNetModel(transformers.ResNetConfig())
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, 3, size, size) to (n, 2048)."""
+        """Map images (n, 3, size, size) to features (n, 2048)."""
         pooled: Tensor = self.resnet(images).pooler_output
         return pooled.flatten(1)
 
@@ -116,12 +116,12 @@ def bert(
     context: PositiveInt = 128,
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0,
 ) -> nn.Module:
-    """BERT with a masked-language head (Devlin et al., 2019, arXiv:1810.04805).
+    """Build BERT with a masked-language head (Devlin et al., 2019, arXiv:1810.04805).
 
-    Tokens (n, t) to `.logits` (n, t, vocab).
+    The model maps tokens (n, t) to `.logits` (n, t, vocab).
 
-    The default is small and reads bytes: 256 of them and the mask. Dropout is 0 by default, so that every plan has the
-    same losses.
+    The default model is small. Its vocabulary has the 256 bytes and the mask. Dropout is 0 by default, so every plan
+    has the same losses.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
@@ -145,7 +145,7 @@ def bert(
         max_position_embeddings=context,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        pad_token_id=None,  # byte 0 is not special
+        pad_token_id=None,  # no padding token, because 0 is an ordinary byte
     )
     model: nn.Module = transformers.BertForMaskedLM(config)
     return model
@@ -157,7 +157,8 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
         raise JobError(
             "model.asks_for_code", "{reasons}", reasons="\n".join(f"{file}: {text}" for text in dict.fromkeys(refused))
         )
-    values.pop("auto_map", None)  # the file names third-party code for this type; transformers' own class is used
+    # the file names third-party code for this type; the class of transformers is used instead
+    values.pop("auto_map", None)
     transformers = _transformers()
     kind = values.pop("model_type", None)
     if kind is None:
@@ -176,7 +177,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
             version=transformers.__version__,
             model_type=kind,
         ) from None
-    keys = {*known.to_dict(), *known.attribute_map, "num_labels"}  # num_labels is a property
+    keys = {*known.to_dict(), *known.attribute_map, "num_labels"}  # num_labels is a property and not a field
     if unknown := [key for key in args if key not in keys]:
         texts = (f'a {kind} configuration has no "{key}". {nearest(key, sorted(keys))}' for key in unknown)
         raise JobError(
@@ -187,7 +188,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
     overridden = _overridden(values, args, known.attribute_map)
     try:
         config: PretrainedConfig = transformers.AutoConfig.for_model(kind, **overridden)
-    except Exception as error:  # each configuration class raises its own errors for rejected values
+    except Exception as error:  # each configuration class raises different errors for rejected values
         raise JobError(
             "model.configuration_refused", "{file}: {error}", file=file, error=" ".join(str(error).split())
         ) from error
@@ -195,7 +196,7 @@ def _config(file: Path, args: dict[str, Any]) -> PretrainedConfig:
 
 
 def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
-    """List the settings of a configuration that would fetch code or weights from the hub."""
+    """Yield a message for each setting that would download code or weights."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -222,17 +223,17 @@ def _asks_for_code(values: Any, where: str = "") -> Iterator[str]:
 
 
 def _known_attention() -> tuple[str, ...]:
-    """Return attention implementations of installed packages.
+    """Return the attention implementations that work without a download.
 
-    For others, transformers may contact the hub.
+    For any other implementation, transformers may contact the hub.
     """
     return (*_ATTENTION, *(name for name, package in _FLASH.items() if find_spec(package) is not None))
 
 
 def _overridden(values: dict[str, Any], args: dict[str, Any], aliases: dict[str, str]) -> dict[str, Any]:
-    """Merge `args` into `values`; a key and its alias (`n_layer`, `num_hidden_layers`) are one."""
+    """Merge `args` into `values`; a key and its alias (`n_layer`, `num_hidden_layers`) are the same key."""
     overridden = {aliases.get(key, key): value for given in (values, args) for key, value in given.items()}
-    if "num_labels" in args:  # otherwise the class names in the file determine their number
+    if "num_labels" in args:  # otherwise the class names in the file would determine the number of classes
         overridden.pop("id2label", None)
         overridden.pop("label2id", None)
     return overridden
@@ -249,7 +250,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         kind = type(values).__name__
         raise JobError(
             "model.configuration_invalid",
-            "{file} is not a Hugging Face model configuration: it holds a {kind}, not keys with values",
+            "{file} is not a Hugging Face model configuration: it contains a {kind} instead of keys with values",
             file=file,
             kind=kind,
         )
@@ -265,7 +266,8 @@ def _transformers() -> ModuleType:
             "this model needs the transformers library. Run: pip install 'paceline[hf]' ({error})",
             error=error,
         ) from None
-    transformers.logging.set_verbosity_error()  # its warnings about token ids and weights concern pretrained models
+    # the warnings of transformers about token ids and weights concern pretrained models
+    transformers.logging.set_verbosity_error()
     return transformers
 
 
@@ -274,14 +276,14 @@ def _first_line(error: Exception) -> str:
 
 
 class SimCLR(nn.Module):
-    """Projections (n, 2, dim), of length 1, of two random views of each image (n, 3, size, size).
+    """A model that projects two random views of each image to vectors of length 1.
 
-    They are for the loss `contrastive`.
+    Images (n, 3, size, size) become projections (n, 2, dim), which the loss `contrastive` compares.
 
-    The views of an image depend on its pixels and the number of earlier training steps, but not on the rank. So every
-    plan trains on the same views, and a resumed run continues with them. Evaluations also use views, the same each
-    time, because the task is to find the two that belong together. The data is resized to `image_size`: 224 by default
-    for `resnet50`; `cifar_cnn` supports only 32.
+    The views of an image depend on its pixels and the number of earlier training steps, but not on the rank. Every plan
+    therefore trains on the same views, and so does a resumed run. Evaluations also use random views, because the task
+    is to find the two views of the same image; these views are the same in every evaluation. The images are resized to
+    `image_size`, which is 224 by default for `resnet50`. `cifar_cnn` supports only 32.
 
     Raises:
         JobError: the encoder does not support this `image_size`.
@@ -310,7 +312,7 @@ class SimCLR(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, 3, size, size) to (n, 2, dim)."""
+        """Map images (n, 3, size, size) to projections (n, 2, dim)."""
         if self.training:
             self.steps += 1
         time = self.steps if self.training else torch.zeros_like(self.steps)
@@ -321,9 +323,10 @@ class SimCLR(nn.Module):
 
 @torch.no_grad()
 def random_view(images: Tensor, time: Tensor, number: int) -> Tensor:
-    """Apply random crop, flip, contrast and brightness to images (n, c, h, w).
+    """Randomly crop and flip images (n, c, h, w), and change their contrast and brightness.
 
-    The crop keeps 40 to 100 % of each side; the shape stays. `time` and `number` distinguish an image's views.
+    The crop keeps 40 to 100 % of each side and is resized to the original shape. `time` and `number` determine the view
+    of an image.
     """
     drawn = _uniform(images, 2 * time + number)
     scale = 0.4 + 0.6 * drawn[:, 0]
@@ -336,7 +339,7 @@ def random_view(images: Tensor, time: Tensor, number: int) -> Tensor:
     of_each = drawn[:, :, None, None, None]
     contrast, brightness = (0.6 + 0.8 * of_each[:, 4]), 0.8 * of_each[:, 5] - 0.4
     mean = view.mean(dim=(1, 2, 3), keepdim=True)
-    # brightness in the image's own units, for any normalization
+    # the brightness is scaled by the image's own spread, so it suits any normalization
     spread = view.std(dim=(1, 2, 3), keepdim=True)
     return ((view - mean) * contrast + mean + brightness * spread).to(images.dtype)
 
@@ -346,11 +349,11 @@ _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 
 
 def _uniform(images: Tensor, key: Tensor) -> Tensor:
-    """Return float32 numbers (n, 6) from 0 to 1, determined only by pixels and key.
+    """Return float32 numbers (n, 6) from 0 to 1 that depend only on the pixels and `key`.
 
-    With torch's generators, they would depend on the order of a rank's samples.
+    Numbers from torch's generators would depend on the order of a rank's samples.
     """
-    # equal for every precision of the images
+    # integers, which are equal for every precision of the images
     pixels = (images.flatten(1).to(torch.float32) * 2**16).to(torch.int32)
     place = torch.arange(pixels.shape[1], device=images.device)
     odd = (_mixed(place * _GOLDEN) & 2**31 - 1 | 1).to(torch.int32)
@@ -361,7 +364,7 @@ def _uniform(images: Tensor, key: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014) to int64."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014) to int64 values."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & 2**37 - 1)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31 & 2**33 - 1)

@@ -1,4 +1,4 @@
-"""Images with one class each: scikit-learn's digits, CIFAR-10, and folders of image files."""
+"""Image data with one class per image: scikit-learn's digits, CIFAR-10, and folders of image files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int]  # channels, height, width
 
-_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32  # the label, then the red, green and blue planes
+_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32  # one label, followed by the red, green and blue planes
 _CIFAR_FILES = "the files data_batch_*.bin (and test_batch.bin) of CIFAR-10's binary version, not its Python version"
 _CLASS_FOLDERS = "a folder that holds one folder of images per class"
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 class Normalise:
-    """Conversion of bytes (n, channels, height, width) to normalized floats, resized to `size`.
+    """Conversion of image bytes (n, channels, height, width) to normalized floats, resized to `size`.
 
     The result is (value / 255 - mean) / std.
     """
@@ -46,8 +46,8 @@ class Normalise:
         return _resize(images.float().mul_(self._scale).add_(self._shift), self.size)
 
 
-# Mean and standard deviation of the pixels, scaled to 0..1: the data's own, and ImageNet's for other
-# photographs.
+# Mean and standard deviation of the pixels on the scale 0..1. CIFAR-10 has its own values; other photographs use those
+# of ImageNet.
 _CIFAR = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR_GREY = ((0.4809,), (0.2392,))
 _PHOTO = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -55,9 +55,9 @@ _DIGITS = (0.3053, 0.3760)
 
 
 def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Load handwritten digits as float32 of mean 0 and variance 1, already resized.
+    """Load handwritten digits as float32 with mean 0 and variance 1.
 
-    The grey plane is repeated over the channels without a copy.
+    The images are resized to the sample shape. The grey plane is repeated over the channels without a copy.
     """
     channels, height, width = _image_shape("digits", spec.shape or input_shape or (1, 8, 8))
     images, labels = _digits()
@@ -68,9 +68,9 @@ def build_digits(spec: Digits, input_shape: tuple[int, ...] | None, seed: int) -
 
 
 def _digits() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Read images (1797, 8, 8) of 0 to 16 and their labels from scikit-learn's file.
+    """Read the images (1797, 8, 8), with values from 0 to 16, and their labels from scikit-learn's file.
 
-    It is read without importing scikit-learn, which takes longer than the rest of a short run.
+    The function does not import scikit-learn, because this would take longer than the rest of a short run.
     """
     package = find_spec("sklearn")
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
@@ -105,7 +105,10 @@ def build_cifar10(spec: Cifar10, input_shape: tuple[int, ...] | None, seed: int)
 
 
 def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -> DataSets:
-    """Load image files, decoded on access; the classes are the sorted folders."""
+    """Load a folder of image files, which are decoded on access.
+
+    The sorted subfolders are the classes.
+    """
     wanted = spec.shape or input_shape
     if wanted is None:
         raise DataError(
@@ -123,18 +126,18 @@ def build_images(spec: Images, input_shape: tuple[int, ...] | None, seed: int) -
 
 
 class ImageFolder(Dataset[Batch]):
-    """A folder of class folders.
+    """A data set from a folder that contains one folder of images per class.
 
-    Samples are listed round-robin over the classes, so the first few include all classes. An image is resized to cover
-    `shape`, and cropped around its centre.
+    Samples are listed round-robin over the classes, so the first samples include every class. Each image is resized to
+    cover `shape` and cropped around its centre.
 
     Args:
-        folder: folder with one subfolder per class; the images may be nested deeper.
+        folder: folder with one subfolder per class, which may have further subfolders.
         shape: channels (1 or 3), height, width of every sample.
-        classes: the known classes; without it, the folders found.
+        classes: the known classes; by default, the names of the subfolders.
 
     Raises:
-        DataError: there is no class folder, a class folder has no images, or `classes` lacks a folder.
+        DataError: there is no class folder, a class folder has no images, or its name is not in `classes`.
     """
 
     def __init__(self, folder: Path, shape: Shape, classes: tuple[str, ...] | None = None) -> None:
@@ -208,9 +211,8 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
     if rest or not whole:
         raise DataError(
             "data.cifar_record_short",
-            "{file}: record {record}, which begins at byte offset {offset}, has {size} bytes; a record has "
-            "{expected}. The file has {bytes} bytes. It is truncated, empty, or not a CIFAR-10 binary file: "
-            "download it again.",
+            "{file}: record {record}, which begins at byte offset {offset}, has {size} bytes instead of {expected}. "
+            "The file has {bytes} bytes. It is truncated, empty, or not a CIFAR-10 binary file: download it again.",
             file=file.absolute(),
             record=whole,
             offset=whole * _CIFAR_RECORD_BYTES,
@@ -235,7 +237,7 @@ def _cifar_records(file: Path) -> npt.NDArray[np.uint8]:
 
 
 def _grey(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Compute the luma of ITU-R BT.601, as in Pillow's grey mode, as (samples, 1, height, width)."""
+    """Convert RGB images to grey, (samples, 1, height, width), with the luma of ITU-R BT.601 like Pillow."""
     weights = np.array([299, 587, 114], dtype=np.uint32).reshape(3, 1, 1)
     return ((pixels * weights).sum(axis=1, keepdims=True) // 1000).astype(np.uint8)  # type: ignore[no-any-return]
 
@@ -267,7 +269,7 @@ def _check_classes(folder: Path, files: dict[str, list[str]], classes: tuple[str
 
 
 def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
-    """Return the pixels as (channels, height, width)."""
+    """Read an image file and return the pixels, shape (channels, height, width)."""
     import PIL.Image
     import PIL.ImageOps
 
@@ -275,16 +277,16 @@ def _decode(file: str, shape: Shape) -> npt.NDArray[np.uint8]:
     mode = "L" if channels == 1 else "RGB"
     try:
         with PIL.Image.open(file) as image:
-            image.draft(mode, (width, height))  # JPEG only: decodes at a smaller scale that still covers the shape
+            image.draft(mode, (width, height))  # JPEG only: decode at a smaller scale that still covers the shape
             fitted = PIL.ImageOps.fit(_to_bytes(image).convert(mode), (width, height), PIL.Image.Resampling.BILINEAR)
-    except Exception as error:  # Pillow raises different errors for different formats
+    except Exception as error:  # the type of Pillow's errors depends on the format
         reason = f"cannot be decoded as an image ({type(error).__name__}: {error}); mend or remove it"
         raise DataError("data.file_unusable", "{file}: {reason}", file=Path(file).absolute(), reason=reason) from error
     return np.asarray(fitted).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _to_bytes(image: Image) -> Image:
-    """Convert a 16-bit grey image to 8 bits.
+    """Convert a 16-bit grey image to 8 bits by scaling its values.
 
     Pillow's own conversion would clip all values above 255 to white.
     """

@@ -1,4 +1,4 @@
-"""Built-in losses, and the loading of a user's own."""
+"""Built-in losses, and the loading of user-defined losses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_loss(spec: LossSpec) -> Loss:
     """Build the loss that `spec` names.
 
     Raises:
-        JobError: the name is unknown (the message names the nearest), an import fails, or the loss rejects the
+        JobError: the name is unknown (the message names the nearest one), an import fails, or the loss rejects the
             arguments.
     """
     if ":" in spec.name:
@@ -66,8 +66,9 @@ def torch_losses() -> frozenset[str]:
 class CrossEntropy:
     """Mean cross-entropy over the labels that are not -100; 0 if all labels are -100.
 
-    Output: logits (n, classes), (n, t, classes) for sequences, or (n, classes, h, w); target: whole numbers, the same
-    without classes. `weight` is one number per class; the mean is then over the weights of the labels.
+    The output has logits of shape (n, classes), (n, t, classes) for sequences, or (n, classes, h, w). The target has
+    integer labels in the same shape without the dimension of the classes. `weight` has one number per class; the mean
+    is then weighted by the labels' weights.
     """
 
     known_mean = divides_classes = True
@@ -85,8 +86,8 @@ class CrossEntropy:
         """Return the loss as a 0-dimensional tensor.
 
         Raises:
-            DataError: labels are out of range, not whole numbers, or do not fit the output's shape. On a GPU, labels
-                out of range end the process with the device's own assertion; `check` on the host reports them before.
+            DataError: labels are out of range, are not integers, or do not fit the output's shape. On a GPU, a label
+                out of range ends the process with a device-side assertion; `check` reports it on the host first.
         """
         logits, labels = classes_on_dim_1(logits_of(output), target)
         weight = None
@@ -100,7 +101,7 @@ class CrossEntropy:
         except (IndexError, RuntimeError, ValueError):
             _explain_failure(logits, labels, weight)
             raise
-        # the check is nearly free on a CPU; on an accelerator the host would have to wait
+        # checking for NaN is nearly free on a CPU; with an accelerator, the host would have to wait
         if mean.device.type == "cpu" and not isnan(mean.item()):
             return mean
         if self._all_counted:
@@ -110,9 +111,9 @@ class CrossEntropy:
 
     @contextmanager
     def knowing(self, target: Tensor) -> Iterator[None]:
-        """Return a context in which the loss uses parts of the host's `target`.
+        """Return a context in which the loss is computed for parts of `target`.
 
-        If all labels count, an accelerator need not check for parts without items.
+        `target` is in host memory. If no label is ignored, the accelerator need not check for parts without items.
         """
         self._all_counted = self.weight is None and not bool((target == IGNORED).any())
         try:
@@ -123,19 +124,19 @@ class CrossEntropy:
     def items(self, target: Tensor) -> Tensor:
         """Return the number of items in the mean.
 
-        Items are labels other than -100, or their weights' sum.
+        This is the number of labels other than -100, or the sum of their weights.
         """
         counted = target != IGNORED
         if self.weight is None:
             return counted.sum()
-        # `check` reports labels out of range
+        # labels out of range are clamped here; `check` reports them
         of_each = self.weight.to(target.device)[target.long().clamp(0, len(self.weight) - 1)]
         return (of_each * counted).sum()
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
         """Check `target` with `check_labels`; only the shape of the output is used."""
         logits = logits_of(output)
-        if logits.dim() > 1:  # otherwise the loss reports that the shapes do not fit
+        if logits.dim() > 1:  # for other shapes, the loss itself reports the error
             check_labels(target, logits.shape[2 if logits.dim() == 3 else 1], where, samples)
 
 
@@ -153,9 +154,9 @@ class Elementwise:
 
 
 class BinaryCrossEntropy(Elementwise):
-    """The loss `bce`: logits, and a target of numbers from 0 to 1.
+    """The loss `bce` of logits and a target with numbers from 0 to 1.
 
-    `pos_weight` multiplies the loss of positive targets: one number, or one for each output.
+    `pos_weight` multiplies the loss of positive targets. It is one number, or one number for each output.
     """
 
     def __init__(self, *, pos_weight: PositiveFloat | list[Annotated[float, Field(ge=0)]] | None = None) -> None:
@@ -167,15 +168,18 @@ class BinaryCrossEntropy(Elementwise):
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """Return the loss as a 0-dimensional tensor.
 
-        Raises DataError for different shapes, or targets outside 0 to 1.
+        A DataError is raised if the shapes differ or a target is not in the range 0 to 1.
         """
-        # on an accelerator the host would have to wait; there, `check` gets host tensors
+        # with an accelerator the host would have to wait, so the engine calls `check` with host tensors instead
         if target.device.type == "cpu":
             self.check(output, target, "in a batch")
         return super().__call__(output, target)
 
     def check(self, output: Any, target: Tensor, where: str, samples: Sequence[int] | None = None) -> None:
-        """Raise DataError for targets outside 0 to 1, which have no minimal loss."""
+        """Raise a DataError for targets outside the range 0 to 1.
+
+        The loss has no minimum for such targets.
+        """
         outside = (target < 0) | (target > 1)
         if outside.any():
             place = outside.nonzero()[0].tolist()
@@ -191,7 +195,7 @@ class BinaryCrossEntropy(Elementwise):
 
 
 def _widened(values: Tensor) -> Tensor:
-    """Convert half-precision outputs to float32, as autocast does, to keep weights exact."""
+    """Convert half-precision outputs to float32, like autocast, so that weights keep their precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -212,12 +216,12 @@ def _weighted(values: Tensor, target: Tensor, *, pos_weight: Tensor, reduction: 
 class TorchLoss:
     """A loss of `torch.nn` whose mean is known.
 
-    Its weights move to the device of the output.
+    The weights of the loss are moved to the device of the output.
 
     Attributes:
         module: torch's loss module.
         reduction: `sum`, or `mean` over samples or `items`.
-        items: function that counts the labels or sums their weights; None for elementwise losses.
+        items: function that counts the labels or sums their weights; None if the items are samples.
     """
 
     known_mean = True
@@ -229,13 +233,16 @@ class TorchLoss:
 
     @property
     def whole_sequences(self) -> bool:
-        """True if the mean is over samples and not over tokens, which `cp` cannot divide."""
+        """True if the mean is over samples instead of tokens.
+
+        Context parallelism (`cp`) cannot divide the sequences for such a loss.
+        """
         return self.module.reduction == "batchmean"
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """Return the loss as a 0-dimensional tensor.
 
-        Raises DataError if an elementwise loss gets different shapes.
+        A DataError is raised if the loss is elementwise and the shapes of output and target differ.
         """
         if type(self.module) in ELEMENTWISE:
             values, wanted = same_shape(self.__name__, output, target)
@@ -250,10 +257,10 @@ class TorchLoss:
 
 
 class Contrastive:
-    """NT-Xent loss over two normalized views of each sample, shape (n, 2, d).
+    """NT-Xent loss over two normalized views of each sample; the output has the shape (n, 2, d).
 
-    It is described by Chen et al. (2020, arXiv:2002.05709). Each view must find its partner among all other views of
-    the batch, so the loss needs the whole batch. The target is ignored.
+    Chen et al. (2020, arXiv:2002.05709) describe this loss. For each view, the task is to find the other view of the
+    same sample among all views of the batch. The loss therefore needs the whole batch. The target is ignored.
     """
 
     whole_batch = True
@@ -278,9 +285,9 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
 
 
 def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
-    """Return the similarities (2n, 2n) of all views, and each view's partner index (2n,).
+    """Return the similarities (2n, 2n) of all views, and the index of each view's partner (2n,).
 
-    A view's similarity to itself is -inf.
+    The partner of a view is the other view of the same sample. The similarity of a view to itself is -inf.
 
     Raises:
         DataError: the shape of the output is not (n, 2, d).
@@ -289,8 +296,8 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
     if views.dim() != 3 or views.shape[1] != 2:
         raise DataError(
             "loss.not_two_views",
-            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}. The zoo's "
-            "model simclr returns them.",
+            "contrastive needs two views of each sample, (n, 2, d), but the model returned {output}. The zoo's model "
+            "simclr returns two views.",
             output=described(views),
         )
     flat = views.flatten(0, 1)
@@ -299,7 +306,7 @@ def view_similarity(output: Any) -> tuple[Tensor, Tensor]:
 
 
 def _users_loss(path: str, args: dict[str, Any]) -> Loss:
-    """Return a function with `args` bound, or an instance of a class made with `args`."""
+    """Bind `args` to the user's loss function, or create the user's loss with `args`."""
     loss = load_object(path)
     if path.startswith("torch."):
         args = {key: torch.tensor(v) if key in _WEIGHTS and v is not None else v for key, v in args.items()}
@@ -326,19 +333,20 @@ def _users_loss(path: str, args: dict[str, Any]) -> Loss:
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise JobError(
             "loss.with_parameters",
-            "loss {path} has trainable parameters, but a job's optimizer trains only those of the model. Make them "
-            "a part of the model.",
+            "loss {path} has trainable parameters, but a job's optimizer trains only the parameters of the model. "
+            "Make the parameters of the loss a part of the model.",
             path=path,
         )
     if getattr(loss, "reduction", None) == "none" or args.get("reduction") == "none":
         raise JobError(
             "loss.reduction_none",
-            "loss {path}: reduction none returns a number for each sample, but training needs one. Use mean.",
+            "loss {path}: the reduction none returns a number for each sample, but training needs a single number. "
+            "Use the reduction mean.",
             path=path,
         )
     if type(loss) in (*ELEMENTWISE, *OF_CLASSES):
         return TorchLoss(loss)
-    # the wrapper has the same attributes
+    # the wrapper has the attributes of the loss
     return functools.update_wrapper(functools.partial(loss, **args), loss) if args else loss
 
 
@@ -346,7 +354,7 @@ _WEIGHTS = ("weight", "pos_weight")  # lists in a job file, but tensors in torch
 
 
 def _tensors(args: Mapping[str, Any]) -> str:
-    """Explain that a class may need tensors instead of lists; "" if there is no list."""
+    """Explain that a class may need a tensor; return "" if no argument is a list."""
     if not (lists := [name for name, value in args.items() if isinstance(value, list)]):
         return ""
     return (
@@ -356,9 +364,9 @@ def _tensors(args: Mapping[str, Any]) -> str:
 
 
 def _explain_failure(logits: Tensor, labels: Tensor, weight: Tensor | None) -> None:
-    """Raise an error that explains torch's, if the user can fix the cause.
+    """Raise an error that explains a failure in torch, if the cause is known.
 
-    It reads the values, so it is called only after a failure.
+    The function reads the values of the tensors, so it is called only after a failure.
     """
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
         raise DataError(

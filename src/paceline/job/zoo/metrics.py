@@ -1,4 +1,4 @@
-"""Built-in metrics, metrics of torchmetrics, and the loading of a user's own."""
+"""Built-in metrics, and the loading of user-defined metrics and metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = None) -> Metric:
-    """Make a metric by its name, or by calling a class or factory with `args`.
+    """Return the metric with this name, or call the named class or factory.
 
     Args:
-        loss: loss of the job, which determines the conversion of outputs to probabilities.
+        loss: the job's loss, which determines how outputs are converted to probabilities.
 
     Raises:
-        JobError: the name is unknown (the message names the nearest), an import fails, or the result of a factory is
-            not a metric.
+        JobError: the name is unknown (the message names the nearest one), an import fails, or the factory does not
+            return a metric.
     """
     if ":" in name:
         return _users_metric(name, args, loss)
@@ -62,9 +62,9 @@ def build_metric(name: str, args: Mapping[str, Any] = {}, loss: Loss | None = No
 
 
 class BuiltIn:
-    """A metric from a batch's `(total, count)`, summed over all batches.
+    """A built-in metric: a ratio of two sums over all batches.
 
-    `result` is applied to the ratio.
+    A function, `result`, converts the ratio to the value of the metric.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class BuiltIn:
         return float(total), float(count)
 
     def result(self, total: float, count: float) -> float:
-        """Return the value from the total sums; NaN if nothing was counted."""
+        """Compute the metric from the sums over all batches; NaN if the count is 0."""
         return self._result(total / count) if count else math.nan
 
 
 class OfProbabilities:
-    """A metric of logits, for a model that returns probabilities (`BCELoss`)."""
+    """Adapter that applies a metric of logits to a model that returns probabilities (`BCELoss`)."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric, self.name = metric, metric.name
@@ -96,24 +96,24 @@ class OfProbabilities:
         return self.metric(torch.logit(logits_of(output)), target)
 
     def result(self, total: Any, count: Any) -> float:
-        """Return the result of the metric."""
+        """Return the value of the wrapped metric."""
         return self.metric.result(total, count)
 
 
 class _OfClasses:
-    """A metric for classes, binary labels, or several labels.
+    """Base of metrics for classes, binary labels, or several labels per sample.
 
     Attributes:
-        kind: meaning of the outputs, from the job's loss; None if unknown.
+        kind: meaning of the model's outputs according to the job's loss; None if unknown.
     """
 
     name: str
     kind: OutputKind | None = None
 
     def _read(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Return logits (m, classes), labels (m,), and True for multi-label samples.
+        """Return logits (m, classes), labels (m,), and whether samples have several labels.
 
-        With several labels, both have the shape (m, labels).
+        If samples have several labels, logits and labels both have the shape (m, labels).
         """
         logits = logits_of(output)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -125,8 +125,8 @@ class _OfClasses:
             if self.kind is None:
                 raise DataError(
                     "metric.targets_ambiguous",
-                    "{name} cannot decide whether targets {targets} are one of several classes or several labels. "
-                    "Give the class of each sample, or use the loss cross_entropy or bce.",
+                    "{name} cannot tell whether the targets {targets} are one of several classes or several labels "
+                    "per sample. Give the class of each sample, or use the loss cross_entropy or bce.",
                     name=self.name,
                     targets=described(target),
                 )
@@ -153,8 +153,8 @@ class F1(_OfClasses):
 
     Args:
         average: `binary` (class 1 of two), `macro` (mean over the classes that occur among labels or predictions),
-            `micro` (over all samples) or `weighted` (mean by the samples of the classes). None: `binary` for two
-            classes, else `macro`.
+            `micro` (over all samples) or `weighted` (mean weighted by the number of samples of each class). None
+            selects `binary` for two classes and `macro` otherwise.
     """
 
     name, higher_is_better = "f1", True
@@ -164,9 +164,10 @@ class F1(_OfClasses):
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, int]:
-        """Count hits, false positives and misses by class.
+        """Count true positives, false positives and false negatives for each class.
 
-        The last row is not 0 if samples have several labels. The second value is the number of items.
+        The first three rows have these counts. The fourth row is not 0 if samples have several labels. The second value
+        is the number of samples.
         """
         logits, labels, several = self._read(output, target)
         if several:
@@ -181,7 +182,7 @@ class F1(_OfClasses):
         return torch.stack([hits, all_found - hits, all_wanted - hits, marks]).double().cpu(), len(labels)
 
     def result(self, total: Tensor, count: float) -> float:
-        """Compute F1 from the counts of all batches; NaN without a sample."""
+        """Compute F1 from the counts of all batches; return NaN without samples."""
         if not count:
             return math.nan
         hits, wrong, missed, marks = total
@@ -207,9 +208,10 @@ class F1(_OfClasses):
 class AUC(_OfClasses):
     """Area under the ROC curve, as in scikit-learn's `roc_auc_score`.
 
-    It is the probability that a positive sample has a higher score than a negative one. For two classes, class 1 is
-    positive. For more classes it is the mean over each class against the others (`multi_class="ovr"`); for several
-    labels, the mean over the labels. Classes without positive or negative samples are skipped.
+    This area is the probability that a positive sample has a higher score than a negative sample. For two classes,
+    class 1 is positive. For more classes, the result is the mean of each class against all others
+    (`multi_class="ovr"`). For several labels per sample, the result is the mean over the labels. Classes without
+    positive or without negative samples are skipped.
     """
 
     name, gathers, higher_is_better = "auc", True, True
@@ -225,7 +227,7 @@ class AUC(_OfClasses):
         return logits.log_softmax(1), labels
 
     def result(self, total: Tensor, count: Tensor) -> float:
-        """Compute the area; NaN if no class has positive and negative samples."""
+        """Compute the area; return NaN if no class has both positive and negative samples."""
         scores, labels = total, count
         if labels.dim() == 2:
             of_each = labels.bool()
@@ -238,7 +240,7 @@ class AUC(_OfClasses):
 
 
 def _area(scores: Tensor, positive: Tensor) -> float:
-    """Compute Mann and Whitney's statistic; NaN unless there are samples of both classes."""
+    """Compute the area from the Mann-Whitney U statistic; return NaN without samples of both classes."""
     _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[place]
     yes = int(positive.sum())
@@ -249,7 +251,7 @@ def _area(scores: Tensor, positive: Tensor) -> float:
 
 
 class R2:
-    """Coefficient of determination, as in scikit-learn's `r2_score`: the mean over the outputs."""
+    """Coefficient of determination, averaged over the outputs as in scikit-learn's `r2_score`."""
 
     name, gathers, higher_is_better = "r2", True, True
 
@@ -260,21 +262,24 @@ class R2:
         return values.reshape(len(values), -1), wanted.reshape(len(wanted), -1)
 
     def result(self, total: Tensor, count: Tensor) -> float:
-        """Compute R² of all outputs and targets; NaN for fewer than two samples."""
+        """Compute R² from all outputs and targets; return NaN for fewer than two samples."""
         values, wanted = total.double(), count.double()
         if len(wanted) < 2:
             return math.nan
         left = (wanted - values).square().sum(0)
         spread = (wanted - wanted.mean(0)).square().sum(0)
-        constant = (left > 0).logical_not().double()  # 1 if a constant is predicted without an error, otherwise 0
+        # for a constant target: 1 if the predictions are exact, otherwise 0
+        constant = (left > 0).logical_not().double()
         return float(torch.where(spread > 0, 1 - left / spread, constant).mean())
 
 
 def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fraction of samples (or tokens, pixels) whose largest logit is their class.
+    """Count the samples (or tokens, pixels) whose largest logit belongs to their class.
+
+    Return this count and the number of samples.
 
     Targets are labels (-100 is ignored), one-hot rows or class probabilities. With one logit per sample, the target is
-    0 or 1 (or a probability), and the logit should be above 0 if the target is above 0.5.
+    0, 1 or a probability; a logit above 0 predicts a target above 0.5.
     """
     logits = logits_of(output)
     one_logit = logits.dim() == 1 or (logits.dim() == 2 and logits.shape[1] == 1)
@@ -299,7 +304,10 @@ def _accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multilabel_accuracy(output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the fraction of correct labels: logit above 0 exactly if target above 0.5."""
+    """Count the labels that are predicted correctly.
+
+    A logit above 0 predicts a target above 0.5. Return this count and the number of labels.
+    """
     return _right_side_of_0(output, target, "multilabel_accuracy")
 
 
@@ -321,9 +329,9 @@ def _must_be_probabilities(target: Tensor, name: str) -> None:
 
 
 def _logits_and_labels(name: str, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (m, classes, …) and labels (m, …); refuse other shapes.
+    """Return logits (m, classes, …) and labels (m, …); raise an error for other shapes.
 
-    Broadcasting them would give a wrong result.
+    Broadcasting other shapes would give a wrong result.
     """
     logits, labels = classes_on_dim_1(logits, target)
     if logits.dim() < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
@@ -354,13 +362,16 @@ def _error(output: Any, target: Tensor, *, name: str, of: Callable[..., Tensor])
 
 
 def _partner_found(output: Any, target: Any) -> tuple[Tensor, int]:
-    """Return the fraction of views whose nearest other view in the batch is their partner."""
+    """Count the views whose nearest other view in the batch is their partner.
+
+    Return this count and the number of views.
+    """
     similarity, partner = view_similarity(output)
     return (similarity.argmax(dim=1) == partner).sum(), len(partner)
 
 
 def _exponential(mean: float) -> float:
-    return math.exp(mean) if mean < 700 else math.inf  # a float overflows near e^709
+    return math.exp(mean) if mean < 700 else math.inf  # limited because a float overflows near e^709
 
 
 def _bits(mean: float) -> float:
@@ -423,9 +434,9 @@ def _users_metric(path: str, args: Mapping[str, Any], loss: Loss | None) -> Metr
     if not (named and callable(metric) and callable(getattr(metric, "result", None))):
         raise JobError(
             "metric.not_a_metric",
-            "{path} returned a {class_name}, but a metric needs a name, a call (output, target), and a method "
-            "result(total, count), or result(predictions, targets) with gathers = True. A Metric of torchmetrics "
-            "works as well",
+            "{path} returned a {class_name}, which is not a metric. A metric has a name, can be called with (output, "
+            "target), and has a method result(total, count), or result(predictions, targets) with gathers = True. A "
+            "Metric of torchmetrics works as well.",
             path=path,
             class_name=type(metric).__name__,
         )

@@ -1,4 +1,4 @@
-"""Models of the zoo: GPT, its mixture of experts, a perceptron, a convolutional network."""
+"""Models of the zoo: GPT, mixtures of experts, a perceptron and a convolutional network."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from paceline.job.experts import by_expert, combined, without_values
 
 
 class GPT(nn.Module):
-    """GPT model from tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
+    """GPT, which maps tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
 
-    It has about 3.3 M parameters by default.
+    The default model has about 3.3 M parameters.
 
     Raises:
         JobError: `hidden` is not a multiple of `heads`.
@@ -58,13 +58,13 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return the logits (n, t, vocab) of the token after each of `tokens` (n, t).
+        """Return logits (n, t, vocab) for the token that follows each of `tokens` (n, t).
 
-        Tokens are whole numbers below `vocab`. `position_ids` (1, t) are the positions of the tokens if they are not 0
-        to t - 1, because a rank may hold a part of a sequence.
+        Tokens are integers from 0 to `vocab` - 1. `position_ids` (1, t) gives the positions of the tokens if the rank
+        holds only a part of each sequence; the default is 0 to t - 1.
 
         Raises:
-            DataError: a sequence longer than `context`.
+            DataError: the sequences are longer than `context`.
         """
         length = tokens.shape[1]
         if length > self.context:
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return logits
 
     def _initialise(self, layers: int) -> None:
-        """Initialise like GPT-2: residual projections are scaled down by the number of residual additions."""
+        """Initialise like GPT-2, which scales residual projections down with the number of residual additions."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 added = name.endswith(("attention.out.weight", "mlp.2.weight"))
@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP with pre-normalization, each added to the residual stream (n, t, hidden)."""
+    """Attention and an MLP with pre-normalization, both added to the residual stream (n, t, hidden)."""
 
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         self.out_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (n, t, hidden) to (n, t, hidden); position i sees positions up to i."""
+        """Map (n, t, hidden) to (n, t, hidden); each position attends to itself and earlier positions."""
         n, t, hidden = x.shape
         projected = self.query_key_value(x).view(n, t, 3, self.heads, hidden // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
@@ -134,9 +134,9 @@ class Attention(nn.Module):
 
 
 def mlp(*, hidden: PositiveInt = 1024, classes: PositiveInt = 10) -> nn.Module:
-    """Build a perceptron 784 - `hidden` - `classes` with ReLU.
+    """Build a perceptron with ReLU and the layer sizes 784, `hidden` and `classes`.
 
-    It maps images of 1 x 28 x 28 to an output (n, classes).
+    The perceptron maps images of 1 x 28 x 28 to logits (n, classes).
     """
     return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, hidden), nn.ReLU(), nn.Linear(hidden, classes))
 
@@ -144,7 +144,7 @@ def mlp(*, hidden: PositiveInt = 1024, classes: PositiveInt = 10) -> nn.Module:
 def cifar_cnn(*, classes: PositiveInt = 10) -> nn.Module:
     """Build two convolutions and two linear layers for images of 3 x 32 x 32.
 
-    The output has the shape (n, classes). There are 268,650 parameters with 10 classes.
+    The output has the shape (n, classes). With 10 classes, the network has 268,650 parameters.
     """
     head = nn.Sequential(nn.Linear(CIFAR_FEATURES, 128), nn.ReLU(), nn.Linear(128, classes))
     return nn.Sequential(*cifar_convolutions(), *head)
@@ -154,7 +154,7 @@ CIFAR_FEATURES = 32 * 8 * 8
 
 
 def cifar_convolutions() -> nn.Sequential:
-    """Build the convolutional part of `cifar_cnn`: (n, 3, 32, 32) to (n, 2048)."""
+    """Build the convolutional part of `cifar_cnn`, which maps (n, 3, 32, 32) to (n, 2048)."""
     return nn.Sequential(
         nn.Conv2d(3, 16, kernel_size=3, padding=1),
         nn.ReLU(),
@@ -167,21 +167,21 @@ def cifar_convolutions() -> nn.Sequential:
 
 
 class MoE(GPT):
-    """Mixture of experts from tokens (n, t), t ≤ `context`, to next-token logits (n, t, vocab).
+    """GPT with mixtures of experts, which maps tokens (n, t) to next-token logits (n, t, vocab).
 
-    It has about 18 M parameters by default.
+    A sequence has at most `context` tokens. The default model has about 18 M parameters.
 
     Args:
         experts: number of MLPs in each block.
         top_k: number of experts for each token.
-        capacity: an expert takes at most ceil(capacity * t * top_k / experts) tokens of a sequence of t tokens, the
-            first ones, so that no token depends on later ones; the others are dropped and skip the experts. 0 means no
-            limit.
-        balance: weight of the balanced-load loss (see `Router`), which is added to the job's loss for training but not
-            included in the reported loss.
+        capacity: factor for the maximum load of an expert. Of a sequence of t tokens, an expert processes at most the
+            first ceil(capacity * t * top_k / experts) tokens that chose it, so no token depends on later tokens.
+            Further tokens skip the expert. 0 means no limit.
+        balance: weight of the load-balancing loss (see `Router`), which is added to the job's loss for training but is
+            not included in the reported loss.
 
     Raises:
-        JobError: `hidden` is not a multiple of `heads`, or `top_k` is more than `experts`.
+        JobError: `hidden` is not a multiple of `heads`, or `top_k` is larger than `experts`.
     """
 
     def __init__(
@@ -214,7 +214,10 @@ class MoE(GPT):
 
 
 class Mixture(nn.Module):
-    """Weighted sum (n, t, hidden) of each token's experts; zero for a token without one."""
+    """Mixture of experts, which returns the weighted sum (n, t, hidden) of each token's experts.
+
+    For a token without an expert, the sum is zero.
+    """
 
     def __init__(self, router: Router, experts: Experts, dropout: float) -> None:
         super().__init__()
@@ -230,17 +233,17 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """Top-k router that chooses the `top_k` most probable experts for each token.
+    """Router that chooses the `top_k` most probable experts for each token.
 
-    The probabilities are a softmax of a linear function of the token.
+    The probabilities are the softmax of a linear projection of the token.
 
-    *Balanced-load loss.* For a sequence with t tokens, f_i is the fraction of its t * top_k choices of expert i, and
-    P_i the mean probability of expert i. The loss is experts * sum over i of f_i * P_i: 1 for a balanced load, and
-    `experts` if one expert takes all tokens (Fedus et al., 2021, eq. 4, of a sequence as in DeepSeek-V3,
-    arXiv:2412.19437, eq. 17 to 20). A product of means over a batch would depend on the division of the batch; the mean
-    over sequences does not. Its gradient is added in the backward pass, which does not need its value (see `_Besides`),
-    so every pipeline stage adds the loss of its own layers. If a sequence is divided over ranks (cp), the fractions f
-    cover the whole sequence, but the capacity applies to each part.
+    *Load-balancing loss.* A sequence of t tokens makes t * top_k choices. f_i is the fraction of these choices that
+    select expert i, and P_i is the mean probability of expert i. The loss is `experts` times the sum of f_i * P_i over
+    all experts. It is 1 for a balanced load, and `experts` if one expert gets all tokens (Fedus et al., 2021, eq. 4;
+    per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20). A loss from means over a batch would depend on how
+    the batch is divided; a mean over sequences does not. The backward pass adds the gradient of this loss without its
+    value (see `_Besides`), so every pipeline stage adds the loss of its own layers. If a sequence is divided over ranks
+    (cp), the fractions f_i cover the whole sequence, but the capacity applies to each part.
     """
 
     taken: Tensor
@@ -252,16 +255,17 @@ class Router(nn.Module):
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden), std=0.02))
         self.register_buffer("taken", torch.zeros(experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
-        # for the next forward pass; not a buffer, because ranks would have to hold it alike
+        # for the next forward pass; not a buffer, because its values may differ between ranks
         self.sequence_weight: Tensor | None = None
-        self.pieces = 1  # number of parts of every sequence, each on another rank
+        self.pieces = 1  # number of ranks over which each sequence is divided
         self.sum_over_pieces: Callable[[Tensor], object] = lambda counts: None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return experts and weights, both (n, t, top_k), for tokens (n, t, hidden).
 
-        A dropped choice is expert number `experts`. The weights of a token's experts sum to 1 before any are dropped.
-        With a single expert the weight is its probability; otherwise the router would not learn.
+        A dropped choice has the expert index `experts`. The weights of a token's experts sum to 1 before choices are
+        dropped. With `top_k` = 1, the weight is the expert's probability, because a constant weight would give the
+        router no gradient.
         """
         experts = len(self.weight)
         # routing in bfloat16 is unstable (Fedus et al., 2021, section 2.4)
@@ -297,7 +301,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, index: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1 or without_values(index):
-            # a recomputation within a backward pass does not count tokens again
+            # a recomputation in the backward pass must not count the tokens again
             return
         chosen = index.flatten()
         counts = torch.zeros(len(self.taken) + 1, dtype=torch.int64, device=index.device)
@@ -307,7 +311,7 @@ class Router(nn.Module):
 
 
 class _Besides(Function):
-    """Identity on `x` that adds the gradient of `loss` in the backward pass."""
+    """Autograd function that returns `x` and adds the gradient of `loss` in the backward pass."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
@@ -320,25 +324,25 @@ class _Besides(Function):
 
 
 def _beyond(index: Tensor, experts: int, capacity: int) -> Tensor:
-    """Return a mask of the choices (n, t, k) beyond the `capacity` of an expert in a sequence."""
+    """Return a mask (n, t, k) of the choices that exceed an expert's `capacity`."""
     n = index.shape[0]
-    # one number for every expert of every sequence
+    # one group for each expert in each sequence
     place = (index + experts * torch.arange(n, device=index.device).view(n, 1, 1)).flatten()
     of_place, order = place.sort(stable=True)
-    first = torch.searchsorted(of_place, of_place)  # positions in `order` at which the groups begin
+    first = torch.searchsorted(of_place, of_place)  # position in `order` at which each choice's group begins
     before = torch.arange(len(order), device=index.device) - first
     return torch.empty_like(before).scatter(0, order, before).view(index.shape) >= capacity
 
 
 class Experts(nn.Module):
-    """MLPs with GELU; the matrices of all experts form one parameter each.
+    """MLPs with GELU, in which one parameter has the matrices of all experts.
 
-    The calling convention is that of transformers' mixtures.
+    The module has the same calling convention as the mixtures of transformers.
 
     Attributes:
-        num_experts: number of experts; this rank's number, if they are sharded.
-        up: (experts, inner, hidden).
-        down: (experts, hidden, inner).
+        num_experts: number of experts on this rank.
+        up: input projections, shape (experts, inner, hidden).
+        down: output projections, shape (experts, hidden, inner).
     """
 
     def __init__(self, experts: int, hidden: int, inner: int, layers: int) -> None:
@@ -348,11 +352,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(nn.init.normal_(torch.empty(experts, hidden, inner), std=0.02 / math.sqrt(2 * layers)))
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return weighted sums of the experts' outputs for every token.
+        """Return the weighted sum of the experts' outputs for each token.
 
-        The arguments are tokens (tokens, hidden), and the experts and weights of each (tokens, k).
+        `hidden` has the tokens, shape (tokens, hidden). `top_k_index` and `top_k_weights` have the experts of each
+        token and their weights, shape (tokens, k).
 
-        The index `num_experts` means no expert.
+        The expert index `num_experts` means no expert.
         """
         order, counts = by_expert(top_k_index, self.num_experts)
         sizes = counts.tolist()

@@ -1,4 +1,4 @@
-"""Short trials of an optimizer: its state, and what an update depends on."""
+"""Short trials of an optimizer, which reveal its state and the scope of its updates."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.own_random import kept_random
 
-# Scope of an element's update: its own history, the whole parameter, all parameters, or random numbers.
+# The update of an element depends on the element's own history, the whole parameter, all parameters, or random numbers.
 Scope = Literal["element", "parameter", "model", "random"]
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
-_SIZES = (2, 3, 5, 7, 11)  # sizes of dimensions; all differ, so that the shape of a state tensor identifies them
+_SIZES = (2, 3, 5, 7, 11)  # different sizes, so that the shape of a state tensor shows the dimensions of the parameter
 _STEPS = 4
-_TOLERANCE = 1e-12  # relative, in float64: elementwise updates may differ in the last digit
+_TOLERANCE = 1e-12  # relative tolerance in float64, because elementwise updates may differ in the last digit
 
 
 class StateTensor(NamedTuple):
     """A tensor of an optimizer's state.
 
     Attributes:
-        dims: dimensions of the parameter that occur in its shape.
-        factor: number of elements for one element of these dimensions.
-        element_bytes: bytes of an element; 0 for the size of the parameter's type.
+        dims: dimensions of the parameter that occur in the tensor's shape.
+        factor: number of elements for each element of the dimensions `dims`.
+        element_bytes: size of an element in bytes; 0 if the tensor has the parameter's type.
     """
 
     dims: tuple[int, ...]
@@ -37,16 +37,16 @@ class StateTensor(NamedTuple):
     element_bytes: int
 
     def bytes(self, shape: Sequence[int], element_bytes: int) -> int:
-        """Return the bytes for a parameter of `shape` with elements of `element_bytes`."""
+        """Return the tensor's size in bytes for a parameter of `shape` with elements of `element_bytes`."""
         return math.prod(shape[dim] for dim in self.dims) * self.factor * (self.element_bytes or element_bytes)
 
 
 class StateTried(NamedTuple):
-    """State of an optimizer for a parameter with some number of dimensions.
+    """State that an optimizer keeps for a parameter with a certain number of dimensions.
 
     Attributes:
         tensors: the state tensors.
-        refused: the reason to reject such a parameter; "" if it is supported.
+        refused: why the optimizer rejects such a parameter; "" if it accepts the parameter.
     """
 
     tensors: tuple[StateTensor, ...]
@@ -54,10 +54,10 @@ class StateTried(NamedTuple):
 
 
 def state_of(build: Build, dims: int) -> StateTried:
-    """Return the state of an optimizer after one step on a `dims`-dimensional parameter.
+    """Return the state that an optimizer has after one step on a `dims`-dimensional parameter.
 
     Raises:
-        JobError: the optimizer cannot even take a step on a matrix.
+        JobError: `dims` is 2 and the optimizer cannot take a step on a matrix.
     """
     shape = (_SIZES * (1 + dims // len(_SIZES)))[:dims]
     parameter = nn.Parameter(torch.ones(shape))
@@ -84,9 +84,10 @@ def _described(value: Tensor, shape: Sequence[int], dtype: torch.dtype) -> State
 
 
 def scope_of(build: Build) -> Scope:
-    """Find the scope of an update by steps on a matrix and on its halves.
+    """Determine the scope of an update from steps on matrices and on their halves.
 
-    The gradients of the halves differ by a factor of 100, which reveals norms, means and maxima over the matrix.
+    The gradients of the halves differ by a factor of 100, which reveals updates that use norms, means or maxima over
+    the matrix.
 
     Raises:
         JobError: the optimizer cannot take a step on matrices with dense gradients.
@@ -109,7 +110,7 @@ def scope_of(build: Build) -> Scope:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without the hooks that watch every optimizer of a process."""
+    """Take a step without the hooks that are installed for all optimizers of the process."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
@@ -131,7 +132,10 @@ def _halves(tensors: list[Tensor], dim: int) -> list[list[Tensor]]:
 
 
 def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
-    """Return the parameters after some steps, with an optimizer for each part of the division."""
+    """Return the parameters after some steps.
+
+    Each part of the division has its own optimizer.
+    """
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     start = [draw(4, 6), draw(6, 4)]
@@ -145,12 +149,12 @@ def _stepped(build: Build, division: Division, seed: int) -> list[list[Tensor]]:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.clone()
             _step(optimizer)
-    # as parts of the whole, for comparison with another division
+    # still divided; `_alike` compares them with another division
     return [[p.detach() for p in parameters] for parameters in ranks]
 
 
 def _alike(whole: list[list[Tensor]], divided: list[list[Tensor]]) -> bool:
-    """Return True if the whole parameters have the values of the divided ones."""
+    """Return True if the whole parameters and the divided parameters have equal values."""
     expected = next(parts for parts in (d(whole[0]) for d in _DIVISIONS) if _shapes(parts) == _shapes(divided))
     pairs = zip((t for part in expected for t in part), (t for part in divided for t in part), strict=True)
     return all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True) for a, b in pairs)
@@ -164,10 +168,10 @@ def _shapes(parts: list[list[Tensor]]) -> list[list[tuple[int, ...]]]:
 
 
 def check_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer whose step needs a closure.
+    """Raise an error for an optimizer whose step needs a closure.
 
     Raises:
-        JobError: it needs a closure, like L-BFGS.
+        JobError: the optimizer needs a closure, like L-BFGS.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -183,9 +187,7 @@ def _refused(error: Exception) -> JobError:
     return (
         error
         if isinstance(error, JobError)
-        else JobError(
-            "optimizer.takes_no_step", "the optimizer fails to take a step: {error}", error=_first_line(error)
-        )
+        else JobError("optimizer.takes_no_step", "the optimizer cannot take a step: {error}", error=_first_line(error))
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 class _Layerwise(torch.optim.Optimizer):
     """Optimizer with one update per layer.
 
-    `_update` gets the parameters of a group that are scaled by their norms, then the others.
+    `_update` gets the parameters of a group whose steps are scaled by norms, and then the exempt parameters.
     """
 
     @overload
@@ -26,7 +26,7 @@ class _Layerwise(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one optimizer step.
 
-        If given, `closure` computes the loss and the gradients first, and its result is returned.
+        If `closure` is given, it first computes the loss and the gradients, and its result is returned.
         """
         loss = None
         if closure is not None:
@@ -44,9 +44,9 @@ class _Layerwise(torch.optim.Optimizer):
 class LARS(_Layerwise):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg, 2017, arXiv:1708.03888, algorithm 1).
 
-    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters of one dimension or none
-    (biases, norms) are neither scaled nor decayed, as is usual with LARS: their norms have little meaning, and decay
-    harms them.
+    Each parameter's step is scaled by `trust * |w| / (|g| + weight_decay * |w|)`. Parameters with fewer than two
+    dimensions (biases, norms) are neither scaled nor decayed, as is usual with LARS, because their norms mean little
+    and decay harms them.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class LARS(_Layerwise):
 class LAMB(_Layerwise):
     """Layer-wise adaptive moments for batch training (You et al., 2020, arXiv:1904.00962, algorithm 2).
 
-    Adam's step with bias correction, plus decoupled weight decay, is scaled by the parameter's norm over the step's
-    norm. Parameters of one dimension or none (biases, norms) are neither scaled nor decayed, as in the authors' BERT
-    training: for these it is Adam.
+    A step is Adam's step with bias correction plus decoupled weight decay. It is scaled by the ratio of the parameter's
+    norm to the step's norm. Parameters with fewer than two dimensions (biases, norms) are neither scaled nor decayed,
+    as in the authors' BERT training, so their update is the update of Adam.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class LAMB(_Layerwise):
         gradients = [_gradient(p) for p in parameters]
         means: list[Tensor] = [self.state[p]["mean"] for p in parameters]
         squares: list[Tensor] = [self.state[p]["square"] for p in parameters]
-        steps = [self.state[p]["step"].item() for p in parameters]  # on the CPU, so there is no wait
+        # the step counters are on the CPU, so reading them does not wait for a device
+        steps = [self.state[p]["step"].item() for p in parameters]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
@@ -127,14 +128,14 @@ class LAMB(_Layerwise):
 
 
 def _adapted_and_exempt(parameters: list[Tensor]) -> list[tuple[list[Tensor], bool]]:
-    """Yield parameters with gradients: matrices and filters with True, biases and norms with False."""
+    """Yield parameters with gradients: True for matrices and filters, False for biases and norms."""
     present = [p for p in parameters if p.grad is not None]
     parts = [([p for p in present if p.dim() > 1], True), ([p for p in present if p.dim() <= 1], False)]
     return [(part, adapted) for part, adapted in parts if part]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None  # `_adapted_and_exempt` has excluded the others
+    assert parameter.grad is not None  # `_adapted_and_exempt` has excluded parameters without a gradient
     return parameter.grad
 
 

@@ -1,4 +1,4 @@
-"""Meaning of a model's outputs, determined by its loss: logits, probabilities or values."""
+"""The meaning of a model's outputs according to the job's loss: logits, probabilities or values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.job.zoo.losses import BinaryCrossEntropy, Contrastive, CrossEntrop
 if TYPE_CHECKING:
     from paceline.job.loss import Loss
 
-# `classes`: one logit per class. `yes_no`: a logit for each of one or several independent labels.
+# `classes`: one logit per class. `yes_no`: one logit for each independent label. `values`: quantities.
 OutputKind = Literal["classes", "yes_no", "values"]
 
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss, F.cross_entropy, F.nll_loss)
@@ -27,11 +27,11 @@ _YES_NO = (
     nn.MultiLabelSoftMarginLoss,
     F.binary_cross_entropy_with_logits,
 )
-_SCORES = (nn.MultiMarginLoss,)  # larger for likelier classes, but not logits
+_SCORES = (nn.MultiMarginLoss,)  # losses of scores that are larger for likelier classes, but are not logits
 
 
 def kind_of(loss: Loss | None) -> OutputKind | None:
-    """Return the type of outputs that a loss needs; None for other losses."""
+    """Return the kind of outputs that a loss needs; None for an unknown loss."""
     if isinstance(loss, CrossEntropy):
         return "classes"
     if isinstance(loss, BinaryCrossEntropy):
@@ -57,10 +57,10 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
     Classes are on dim 1 or, in sequences, on the last dimension.
 
     Args:
-        kind: meaning of the outputs; `kind_of(loss)` if known.
+        kind: kind of the outputs; None if unknown.
 
     Raises:
-        JobError: the conversion for outputs of this loss is unknown, and the user must define it.
+        JobError: the conversion for this loss is unknown, so the user must define it.
     """
     own = getattr(loss, "probabilities", None)
     if callable(own):
@@ -90,13 +90,15 @@ def probabilities(loss: Loss | None, output: Any, kind: OutputKind | None) -> Te
 
 
 def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probabilities (m, classes, …) and labels (m, …); for independent labels both (m, labels).
+    """Return probabilities (m, classes, …) and labels (m, …).
 
-    Labels of -100 are skipped; the remaining labels then have one row each.
+    For independent labels, both have the shape (m, labels).
+
+    If labels are -100, they are skipped, and each of the remaining labels becomes a row.
 
     Raises:
-        DataError: the targets are not labels of the loss's type.
-        JobError: see `probabilities`.
+        DataError: the targets are not labels that fit the loss.
+        JobError: the conversion to probabilities is unknown for this loss.
     """
     kind = kind_of(loss)
     if kind == "yes_no" or (kind is None and target.shape == logits_of(output).shape):
@@ -111,7 +113,7 @@ def classified(loss: Loss | None, output: Any, target: Tensor) -> tuple[Tensor, 
             targets=described(target),
         )
     found = probabilities(loss, output, kind or "classes")
-    if target.shape == found.shape:  # one row of probabilities for each sample
+    if target.shape == found.shape:  # the targets are class probabilities
         target = target.argmax(2 if found.dim() == 3 else 1)
     found, labels = classes_on_dim_1(found, target)
     counted = labels != IGNORED
@@ -124,7 +126,7 @@ def _are_probabilities(values: Tensor) -> bool:
 
 
 def _torchs(loss: object) -> object:
-    """Return the class or function of torch that a loss is; otherwise the loss itself."""
+    """Return the torch class or function behind a loss, or else the loss itself."""
     if isinstance(loss, TorchLoss):
         return type(loss.module)
     if isinstance(loss, functools.partial):

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in a job, exact over ranks with the reductions that they declare."""
+"""Metrics of torchmetrics in a job, reduced exactly over all ranks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _CLASSIFICATION = "torchmetrics.classification"
 
 
 class TorchMetric:
-    """A metric of torchmetrics.
+    """A metric of torchmetrics as a metric of a job.
 
-    If the reductions of its states are sums, maxima, minima and concatenations, every rank updates a copy, and the
-    states are reduced over the ranks. For other metrics, a mean over ranks would be wrong for uneven shares, so all
-    predictions are gathered and evaluated at once.
+    If the metric reduces its states only with sums, maxima, minima and concatenations, every rank updates a copy, and
+    the states are reduced over the ranks. For other metrics, a mean over ranks would be wrong if their shares differ,
+    so all predictions are gathered and evaluated together.
 
-    Metrics of `torchmetrics.classification` get probabilities and labels; others get the output and the target.
+    Metrics of `torchmetrics.classification` get probabilities and labels. Other metrics get the model's output and the
+    target.
 
     Attributes:
-        keeps_state: True if states are reduced; otherwise `gathers` is True.
+        keeps_state: True if states are reduced over the ranks; otherwise `gathers` is True.
     """
 
     def __init__(self, name: str, metric: Metric, loss: Loss | None) -> None:
@@ -41,7 +42,7 @@ class TorchMetric:
         self.higher_is_better: bool | None = metric.higher_is_better
         self._classifies = any(cls.__module__.startswith(_CLASSIFICATION) for cls in type(metric).__mro__)
         self._binary = type(metric).__name__.startswith("Binary")
-        # this module reduces the ranks' states, not a process group of torch
+        # this module reduces the states of the ranks, so torchmetrics must not use a process group
         metric.sync_on_compute = metric._to_sync = False
         self.gathers = not _reduces_exactly(metric)
         self.keeps_state = not self.gathers
@@ -49,12 +50,12 @@ class TorchMetric:
 
     @staticmethod
     def takes(metric: object) -> bool:
-        """True for an instance of `torchmetrics.Metric`."""
+        """Return True for an instance of `torchmetrics.Metric`."""
         return isinstance(metric, Metric)
 
     @torch.no_grad()
     def __call__(self, output: Any, target: Any) -> tuple[Any, Any]:
-        """Return the predictions and targets of a batch."""
+        """Return the predictions and targets of a batch in the form that the metric needs."""
         if not self._classifies:
             return logits_of(output).detach(), target
         found, labels = classified(self.loss, output, target)
@@ -70,7 +71,7 @@ class TorchMetric:
         return found, labels
 
     def result(self, total: Any, count: Any) -> float:
-        """Compute the value from the predictions and targets of all ranks."""
+        """Compute the metric from the predictions and targets of all ranks."""
         states = self.begin()
         states.add(total, count)
         return states.result()
@@ -99,10 +100,10 @@ _EACH = (None, "none", "raw_values")
 
 
 class States:
-    """States of a metric on one rank.
+    """The states of a metric on one rank.
 
     Attributes:
-        metric: a copy that this rank updates.
+        metric: copy of the metric that this rank updates.
         batches: number of batches so far.
     """
 
@@ -118,7 +119,7 @@ class States:
         device = predictions.device
         if not self.batches:
             self.metric = self.metric.to(device)
-            self.metric.set_dtype(widest_float(device))  # sums over many batches
+            self.metric.set_dtype(widest_float(device))  # the widest type, because states are sums over many batches
         self.batches += 1
         try:
             with torch.autocast(device.type, enabled=False):
@@ -135,14 +136,14 @@ class States:
             raise explained from error
 
     def result(self, of_all: Callable[[Tensor | None], Tensor | None] | None = None) -> float:
-        """Compute the value over all ranks; NaN on a rank without a batch.
+        """Compute the metric over all ranks; return NaN on a rank that had no batch.
 
         Args:
-            of_all: function that concatenates this rank's rows of a state with those of the other ranks, called for
-                each state; None if there are no other ranks.
+            of_all: function that concatenates this rank's rows of a state with the rows of all other ranks. The
+                function is called for each state; None if there are no other ranks.
 
         Raises:
-            JobError: the value is not one number.
+            JobError: the value of the metric is not a single number.
         """
         if of_all is not None:
             self._reduce(of_all)
@@ -176,7 +177,7 @@ class States:
 
 
 def _reduces_exactly(metric: Metric) -> bool:
-    """Return True if the reductions are exact for any division of samples."""
+    """Return True if the metric's reductions are exact for every division of the samples."""
     for state, default in metric._defaults.items():
         reduction = metric._reductions[state]
         if isinstance(default, list):
@@ -184,5 +185,5 @@ def _reduces_exactly(metric: Metric) -> bool:
                 return False
         elif reduction not in _EXACT or (reduction is dim_zero_sum and bool(default.any())):
             return False
-    # wrappers keep the states of other metrics
+    # wrappers hold the states of other metrics
     return bool(metric._defaults) and not any(isinstance(m, Metric) for m in metric.children())
