@@ -79,7 +79,7 @@ def test_what_cannot_be_traced_is_an_error_that_says_why(tmp_path: Path) -> None
     assert paceline("trace", "run", "--out", "no/t.json", folder=tmp_path).code == 2, "there is no folder no"
     wrong = paceline("trace", "run", "--steps", "few", folder=tmp_path, columns=200)
     assert wrong.code == 2
-    assert wrong.says("'few' is neither a number of steps, such as 3, nor a range of them")
+    assert wrong.says("'few' is neither a number of steps, such as 3, nor a range of steps")
 
 
 def test_operations_of_both_ranks_are_in_one_trace_by_name(tmp_path: Path) -> None:

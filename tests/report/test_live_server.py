@@ -63,7 +63,7 @@ def test_the_page_opens_with_its_token_and_then_by_its_cookie_alone(shared: Serv
 def test_who_has_no_token_is_refused(shared: Served, target: str) -> None:
     status, answer = shared.ask(target, f"Cookie: paceline-{shared.port}=wrong; paceline={shared.token}")
     assert status == 403
-    assert "open the address that `paceline dashboard` printed" in answer
+    assert "Open the address that `paceline dashboard` printed" in answer
     assert shared.token not in answer
 
 
@@ -283,4 +283,4 @@ async def _take(reader: asyncio.StreamReader) -> None:
 def test_a_port_that_is_taken_is_an_error_that_says_so(run: Run, tmp_path: Path, page: Served) -> None:
     error = paceline("dashboard", run.path, "--listen", f"127.0.0.1:{page.port}", folder=tmp_path).error
     assert f"the page cannot be served at 127.0.0.1:{page.port}" in error
-    assert "Name another port" in error
+    assert "Choose another port" in error

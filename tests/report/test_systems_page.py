@@ -60,7 +60,7 @@ def test_the_page_is_made_anew_from_the_directory_as_report_does(tmp_path: Path)
     assert paceline("report", ".", folder=tmp_path).says("report.html")
     assert "paceline takes the shortest steps; DDP takes 1.2" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text('{"ways": 3}')
-    assert "no comparison of paceline writes" in paceline("report", ".", folder=tmp_path).error
+    assert "is not a valid comparison directory" in paceline("report", ".", folder=tmp_path).error
 
 
 def test_the_page_says_so_where_no_other_system_ran(tmp_path: Path) -> None:

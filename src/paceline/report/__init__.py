@@ -1,7 +1,7 @@
-"""HTML pages about a run, a benchmark, a plan or links, which open offline.
+"""HTML pages about runs, benchmarks, plans and links, for reading offline.
 
-Read `page.py` first (the blocks of every page), then `run_page.py` and its template. Other packages write pages for
-the kinds of directory that they add (`PAGES`).
+Read `page.py` first, which has the building blocks of every page, then `run_page.py` and its template. Other packages
+register pages for their own kinds of directory in `PAGES`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from paceline.extensions import ExtensionPoint
 
 @dataclass(frozen=True)
 class DirectoryPage:
-    """Report page of one kind of directory. Loads nothing heavy.
+    """Report page for one kind of directory. Registering a page imports no heavy modules.
 
     Attributes:
-        recognizes: returns True if a directory is of this kind.
-        write: writes the page and returns its path; raises RunError if a file of the directory cannot be read.
+        recognizes: function that returns True if a directory is of this kind.
+        write: function that writes the page and returns its path. It raises RunError if a file in the directory cannot
+            be read.
     """
 
     recognizes: Callable[[Path], bool]

@@ -1,4 +1,4 @@
-"""Typical step of a run, a cost model corrected by it, and suggestions."""
+"""Typical step of a run, a cost model corrected with the run, and suggestions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Measured:
     """Typical step of a run.
 
     Attributes:
-        ranks: seconds of each part of a rank's median step, by rank.
-        samples: samples per step, over all ranks.
-        local_samples: samples per step of each rank.
-        speed: speed of the run, computed as for its report page.
+        ranks: for each rank, the seconds of each part of its median step.
+        samples: number of samples per step, summed over all ranks.
+        local_samples: number of samples per step, by rank.
+        speed: speed of the run, as shown on the report page.
     """
 
     run: Run
@@ -50,12 +50,15 @@ class Measured:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was run."""
+        """The plan of the run."""
         return self.run.plan
 
     @cached_property
     def served(self) -> bool:
-        """True if parameter servers own the parameters. Then only the first worker records steps, without parts."""
+        """True if parameter servers own the parameters.
+
+        With parameter servers, only the first worker records steps, and its records have no parts.
+        """
         return sync_info(self.plan.sync).served
 
     @cached_property
@@ -80,9 +83,9 @@ class Measured:
 
     @cached_property
     def compute_s(self) -> float:
-        """Compute seconds of a typical rank, without the excess of slow ranks.
+        """Compute time of a typical rank in seconds, without the extra time of slow ranks.
 
-        For data-parallel ranks, this is the pace of the fastest rank times the mean number of local samples.
+        For data-parallel ranks, the value is the fastest rank's time per sample times the mean number of local samples.
         """
         if not self._alike:
             return self.parts["compute"]
@@ -90,18 +93,18 @@ class Measured:
 
     @cached_property
     def even_parts(self) -> dict[str, float]:
-        """Seconds of each part if every rank computed as fast as the fastest one.
+        """Seconds of each part if every rank computed as fast as the fastest rank.
 
-        The excess compute of slower ranks counts as waiting.
+        The extra compute time of slower ranks counts as waiting.
         """
         lag_s = self.parts["compute"] - self.compute_s
         return self.parts | {"compute": self.compute_s, "imbalance": self.parts["imbalance"] + lag_s}
 
     @property
     def one_compute_s(self) -> float:
-        """Compute seconds of a whole step if the ranks computed one after another.
+        """Compute time of a whole step in seconds if the ranks computed one after another.
 
-        This is an upper bound for one device.
+        The value is an upper bound on the compute time of one device.
         """
         each = max(len(self.ranks), 1)
         if not self._alike:
@@ -122,13 +125,13 @@ def measured(run: Run) -> Measured:
     """Compute the typical step of a run from its record.
 
     Raises:
-        RunError: the run is federated, or has too few steps.
+        RunError: the run is federated or has too few steps.
     """
     record = RunRecord.read(run)
     if record.noun != "step":
         raise RunError(
             "report.federated_run",
-            "{run} is a federated run: its rounds are not steps on devices of one cluster",
+            "{run} is a federated run, which has rounds instead of steps. This command needs a run with steps.",
             run=run.path,
         )
     found = {rank: (lines, typical_parts(lines)) for rank, lines in record.ranks.items()}
@@ -136,7 +139,7 @@ def measured(run: Run) -> Measured:
     if 0 not in ranks:
         raise RunError(
             "report.no_timed_steps",
-            "{run} has no step with times after the first {warm_up} warm-up steps, so it cannot be compared yet",
+            "{run} has recorded no step times after the {warm_up} warm-up steps, so it cannot be compared yet",
             run=run.path,
             warm_up=WARM_UP_STEPS,
         )
@@ -148,34 +151,38 @@ def measured(run: Run) -> Measured:
 
 
 def same_work(one: Run, many: Run) -> None:
-    """Check that a one-device run did the same work as another run.
+    """Check that a run on one device did the same work as another run.
 
     Raises:
-        RunError: `one` has several ranks, or keys of the jobs differ; the message lists them.
+        RunError: `one` has several ranks, or the jobs differ. The message lists the keys that differ.
     """
     if one.plan.ranks > 1:
         raise RunError(
             "report.not_one_rank",
-            "{run} has plan {plan}. For a comparison with one device, name a run of one rank.",
+            "{run} used plan {plan}, which has several ranks. For a comparison with one device, name a run "
+            "with one rank.",
             run=one.path,
             plan=one.plan,
         )
     if differing := list(differences(work_of_run(many), work_of_run(one))):
         raise RunError(
-            "report.other_work", "{run} did other work: {differences}", run=one.path, differences="; ".join(differing)
+            "report.other_work",
+            "{run} trained a different job, so the runs cannot be compared: {differences}",
+            run=one.path,
+            differences="; ".join(differing),
         )
 
 
-# Predicted parts that correspond to each measured part. The overhead of a step is in all measured parts.
+# Predicted parts that each measured part contains. The overhead of a step is spread over all measured parts.
 _MEASURED_AS = {
     "compute": ("compute", "recompute", "launch", "tp", "cp", "ep", "fsdp"),
     "bubble": ("bubble", "pp"),
     "comm": ("dp",),
     "optimizer": ("optimizer",),
 }
-# Largest ratio between a measured and a predicted time, in either direction, that can be corrected by a factor.
+# Largest ratio between a measured and a predicted time, in either direction, that a factor may correct.
 _MOST = 5.0
-_TOP = 8  # number of plans to predict, each with different degrees
+_TOP = 8  # number of plans to predict; their parallel degrees differ
 _DIVIDES = (*DEGREES, "zero", "offload", "sequence", "schedule", "virtual", "cut", "remat", "microbatches")
 
 
@@ -184,11 +191,11 @@ class Model:
     """Cost model corrected by the measurements of a run.
 
     Attributes:
-        factors: measured over predicted seconds of the run's plan, by measured part.
-        beside_s: seconds to add to each part that has no factor.
+        factors: ratio of measured to predicted seconds for the run's plan, by measured part.
+        beside_s: seconds to add to the predicted time of each part that has no factor.
         calibration: calibration of the machine, if the model uses one.
-        doubt: possible relative error of a predicted time.
-        why_not: reason why nothing can be predicted from the run; empty if predictions are possible.
+        doubt: estimated relative error of a predicted time.
+        why_not: reason why no prediction is possible from the run; empty if predictions are possible.
     """
 
     run: Measured
@@ -199,9 +206,9 @@ class Model:
     why_not: str = ""
 
     def parts_of(self, plan: Plan, job: Job | None = None) -> dict[str, float]:
-        """Predict the seconds of each measured part under a plan.
+        """Predict how many seconds each measured part takes under a plan.
 
-        Data and checkpoint times are those of the run. A slow rank is assumed to stay slow.
+        The times for data and checkpoints are taken from the run. A slow rank is assumed to stay slow.
 
         Raises:
             PacelineError: the plan cannot be predicted.
@@ -214,10 +221,10 @@ class Model:
         return self.held(plan, prediction, job.global_batch / run.run.job.global_batch)
 
     def held(self, plan: Plan, prediction: Prediction, batches: float = 1.0) -> dict[str, float]:
-        """Convert a prediction's parts to measured parts, corrected by the run.
+        """Convert predicted parts to measured parts, and correct them with the run's factors.
 
         Args:
-            batches: global batch of the prediction, as a multiple of the run's global batch.
+            batches: ratio of the predicted global batch to the run's global batch.
         """
         parts = dict.fromkeys(PARTS, 0.0)
         for part, seconds in _as_measured(prediction).items():
@@ -233,7 +240,7 @@ class Model:
     def one_device(self) -> dict[str, float]:
         """Predict the parts of a step on one device.
 
-        Its compute takes at most as long as the compute of the run's ranks together.
+        The predicted compute time is capped at the total compute time of the run's ranks.
         """
         parts = self.parts_of(one_device_plan(self.run))
         if not self.run.served:
@@ -242,7 +249,7 @@ class Model:
 
 
 def model_of(run: Measured) -> Model:
-    """Fit the cost model to a run.
+    """Fit the cost model to the measured times of a run.
 
     Raises:
         PacelineError: the run's own plan cannot be predicted.
@@ -274,26 +281,26 @@ def model_of(run: Measured) -> Model:
 
 
 def one_device_plan(run: Measured) -> Plan:
-    """Reduce the run's plan to one device, which on CPUs is one core."""
+    """Return the run's plan on one device. On CPUs, a device is one core."""
     return on_devices(_plain(undivided(run.plan)), 1, run.run.cluster)
 
 
 def is_one_device(run: Measured) -> bool:
-    """True if the run itself used the plan of one device."""
+    """Return True if the run itself used one device."""
     return spelled_out(run.plan, run.run.cluster) == one_device_plan(run)
 
 
 def undivided(plan: Plan) -> Plan:
-    """Reset the keys of a plan that divide the work, for a single rank."""
+    """Return the plan with defaults for all keys that divide the work."""
     whole: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in _DIVIDES}
     return replace(plan, **whole)
 
 
 def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
-    """Predict the best other plans; return them with their parts, fastest first.
+    """Return the best other plans with their predicted parts, fastest first.
 
     Raises:
-        PacelineError: nothing can be searched.
+        PacelineError: the search fails, for example because no plan fits.
     """
     from paceline.planning.search.search import search
 
@@ -307,14 +314,14 @@ def other_plans(model: Model) -> list[tuple[Plan, dict[str, float]]]:
 
 
 def _plain(plan: Plan) -> Plan:
-    """Reset the keys that concern several replicas, if the plan has only one."""
+    """Reset the keys that apply to several replicas, if the plan has one replica."""
     usual = Plan()
     alone = replace(plan, sync=usual.sync, compress=usual.compress, balance=usual.balance)
     return alone if plan.dp == 1 else plan
 
 
 def predicted_or_why(model: Model, plan: Plan, job: Job | None = None) -> dict[str, float] | str:
-    """Predict the parts of a step, or return the reason why that is impossible."""
+    """Predict the parts of a step, or return the reason why no prediction is possible."""
     run = model.run.run
     if reasons := plan_errors(job or run.job, plan, cluster=run.cluster):
         return reasons[0].text
@@ -329,7 +336,7 @@ def _as_measured(prediction: Prediction) -> dict[str, float]:
     return {part: sum(breakdown.get(name, 0.0) for name in names) for part, names in _MEASURED_AS.items()}
 
 
-_LEAST_SHARE = 0.03  # minimum fraction of a step of a part that is worth a suggestion
+_LEAST_SHARE = 0.03  # minimum fraction of a step that a part takes before a suggestion is made
 _MOST_PLANS = 4
 _LEAST_INEXACT = 0.02  # minimum gain of a suggestion that changes the losses
 
@@ -339,11 +346,11 @@ class Suggestion:
     """Change that may make a run faster.
 
     Attributes:
-        what: the change, as the text of a plan or in words.
-        gain: relative gain of throughput; None if it is not predicted.
-        known: whether the gain is predicted, an upper bound from the run's own parts, or unknown.
-        plan: plan with the change; None if the change cannot be tried.
-        but: cost or side effect of the change.
+        what: the change, either as a plan's text or in words.
+        gain: relative gain in throughput; None if it is not predicted.
+        known: kind of the gain: `predicted`, `at most` (an upper bound from the run's parts) or `not predicted`.
+        plan: plan that includes the change; None if `--try` cannot measure the change.
+        but: drawback of the change, if any.
     """
 
     what: str
@@ -354,14 +361,14 @@ class Suggestion:
 
     @property
     def order(self) -> float:
-        """Sort key; larger values are shown first."""
+        """Sort key: suggestions with larger values are shown first."""
         return -1.0 if self.gain is None else self.gain
 
     def is_certain(self, doubt: float) -> bool:
-        """True if the interval of the predicted gain excludes zero.
+        """Return True if the interval of the predicted gain excludes zero.
 
         Args:
-            doubt: possible relative error of a predicted time.
+            doubt: estimated relative error of a predicted time.
         """
         return self.known == "predicted" and self.gain is not None and self.gain > doubt
 
@@ -373,12 +380,12 @@ class Suggestion:
         return f"{'at most ' if self.known == 'at most' else ''}+{units.percent(self.gain)}"
 
     def line(self) -> str:
-        """Format the suggestion as one line."""
+        """Return the suggestion as one line of text."""
         return f"{self.gain_words}: {self.what}" + (f" ({self.but})" if self.but else "")
 
 
 def from_parts(run: Measured) -> list[Suggestion]:
-    """Make the suggestions whose maximum gain follows from the run's own parts."""
+    """Make suggestions whose largest possible gain follows from the run's parts."""
     if run.served:
         return []
     job, found = run.run.job, []
@@ -396,7 +403,10 @@ def from_parts(run: Measured) -> list[Suggestion]:
 
 
 def _balance(run: Measured, share: float) -> Suggestion:
-    """Suggest how to shorten the wait for slow ranks: automatic balance, or less other load."""
+    """Suggest how to shorten the wait for slow ranks.
+
+    The suggestion is either `balance=auto` or less load from other programs.
+    """
     waits = {rank: parts["imbalance"] for rank, parts in run.ranks.items()}
     slow = min(waits, key=lambda rank: waits[rank])
     if run.plan.balance == "off" and run.plan.dp > 1:
@@ -410,7 +420,10 @@ def _at_most(what: str, share: float, but: str = "") -> Suggestion:
 
 
 def from_predictions(model: Model) -> list[Suggestion]:
-    """Suggest plans, batches and sync rules with predicted gains, and settings that need a measurement."""
+    """Suggest plans, batch sizes, sync rules and settings.
+
+    The gains of settings are not predicted and need a measurement.
+    """
     if model.why_not:
         plans = [replace(one, gain=None, known="not predicted") for one in _plans(model)]
         return [*plans, *_settings(model)]
@@ -418,7 +431,7 @@ def from_predictions(model: Model) -> list[Suggestion]:
 
 
 def _plans(model: Model) -> list[Suggestion]:
-    """Suggest plans of the same training that are predicted to be faster."""
+    """Suggest plans that are predicted to be faster and do not change the training."""
     try:
         others = other_plans(model)
     except PacelineError:  # no other plan can run; the run's own plan has been predicted
@@ -454,11 +467,11 @@ def _inexact(model: Model) -> list[Suggestion]:
 
 
 def _settings(model: Model) -> list[Suggestion]:
-    """Suggest plan settings with equal results that the cost model does not cover."""
+    """Suggest settings that leave the results unchanged and that the cost model does not cover."""
     run = model.run
     found = plan_changes(run.run.job, run.run.cluster, run.plan)
     tried = [change for change in found if not (change.untried or change.hint)]
-    # loader processes are suggested if the run waits for data (`from_parts`)
+    # `from_parts` suggests loader processes if the run waits for data
     told = {*DEGREES, "num_workers"}
     same = [change for change in tried if not change.cost_s and not change.whole and not set(change.changes) & told]
     plans = {str(change): change.on(run.plan) for change in same}
@@ -470,6 +483,6 @@ def _gain(model: Model, parts: dict[str, float]) -> float:
 
 
 def named(plan: Plan) -> str:
-    """Format a plan. The text of a plan with one rank begins with `dp=1`."""
+    """Format a plan. The text of a one-rank plan begins with `dp=1`."""
     text = str(plan)
     return f"dp=1 {text}" if plan.ranks == 1 and text != "dp=1" else text

@@ -1,4 +1,4 @@
-"""Declarations of charts as plain values, which `svg` draws."""
+"""Data classes that describe charts, which `svg` draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POINTS = 400  # a curve with more points is drawn as the middle, minimum and max
 
 @dataclass(frozen=True)
 class Line:
-    """Series of points. A `y` of None is a gap. A long series is thinned unless it is `marked`."""
+    """Series of points. A `y` of None leaves a gap. A long series is thinned unless it is `marked`."""
 
     name: str
     x: Sequence[float]
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Event at `x`, drawn as a vertical line."""
+    """Event at position `x`, drawn as a vertical line."""
 
     x: float
     text: str
@@ -47,7 +47,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Values of one figure for all compared items, in the order of the names.
+    """Values of one figure, one value for each compared item.
 
     A missing value is None. Values are multiplied by `factor` when they are drawn.
     """
@@ -66,7 +66,7 @@ def lines(
     middle: Middle = statistics.fmean,
     log_if_wide: bool = False,
 ) -> Figure:
-    """Draw series over one axis, and events at `marks`."""
+    """Draw series over a common x axis. Each event in `marks` becomes a vertical line."""
     figure = Figure(Axis(over), Axis(what), legend=len(series) > 1)
     symbols = ["circle", "square", "diamond", "triangle"]
     for number, line in enumerate(series):
@@ -89,7 +89,10 @@ def lines(
 
 
 def panelled(names: Sequence[str], panels: Sequence[Panel]) -> Figure:
-    """Draw panels below each other, each with one bar per name. Panels without values are skipped."""
+    """Draw panels below each other, each with one bar per name.
+
+    Panels without values are skipped.
+    """
     labels = ["\n".join(textwrap.wrap(name, _LABEL_WIDTH)) for name in names]
     rows = sum(label.count("\n") + 1 for label in labels)
     places, place = [], 0.0
@@ -129,11 +132,12 @@ def steps_per_point(steps: int) -> int:
 
 @dataclass(frozen=True)
 class Thinned:
-    """Line that is reduced to a limited number of points.
+    """Line that has been reduced to a limited number of points.
 
     Attributes:
-        x, y: end and middle value (mean or median) of each interval; y is None if an interval has no values.
-        low, high: minimum and maximum of each interval; empty if the line was short enough.
+        x, y: for each interval, its last x and the mean or median of its y values. A y is None if the interval has no
+            values.
+        low, high: minimum and maximum of each interval; empty if the line did not have to be reduced.
     """
 
     x: list[float]
@@ -143,7 +147,10 @@ class Thinned:
 
 
 def thinned(line: Line, middle: Middle, most: int = POINTS) -> Thinned:
-    """Reduce a line to at most `most` intervals. Their minimum and maximum preserve spikes."""
+    """Reduce a line to at most `most` intervals.
+
+    The minimum and maximum of each interval preserve spikes.
+    """
     size = math.ceil(len(line.x) / most) or 1
     if size == 1:
         return Thinned(list(line.x), list(line.y), [], [])
@@ -173,8 +180,9 @@ class Axis:
     """One axis of a figure.
 
     Attributes:
-        span: first and last value of the axis, in either order; None means the range of the drawn values.
-        ticks: values with their labels; None means round numbers.
+        span: first and last value of the axis; None means the range of the drawn values. An axis may run from high to
+            low.
+        ticks: values with their labels; None places ticks at round numbers.
         from_zero: whether the axis begins at 0; `span` overrides this.
     """
 
@@ -188,22 +196,22 @@ class Axis:
 
 @dataclass
 class Points:
-    """Points, drawn as a line, as marks, or both.
+    """Points, drawn as a line, as marks, or as both.
 
     Attributes:
-        x, y: values; a y of None is a gap.
+        x, y: coordinates of the points; a y of None leaves a gap.
         width: width of the line in pixels; 0 draws no line.
-        steps: whether the line is a staircase, along x first and then along y.
+        steps: whether the line is a staircase that goes along x first and then along y.
         marks: sizes of the marks in pixels, one for all points or one per point; 0 draws no mark.
-        mark_colours: colours of the marks, if they differ from the colour of the line.
+        mark_colours: colours of the marks; None uses the colour of the line.
         symbol: shapes of the marks, one for all points or one per point: `circle`, `ring`, `square`, `diamond`,
             `triangle`, `cross`, `star` or `tick`.
-        words: text beside each point.
-        side: side of the point on which the text stands.
-        low, high: ends of each point's interval.
+        words: label of each point.
+        side: position of the labels relative to their points.
+        low, high: lower and upper end of each point's interval.
         fill: `band` fills the space between `low` and `high`; `stack` fills the space above the previous traces.
         hints: tooltip of each point; None shows names and values, and an empty sequence shows none.
-        in_legend: whether the legend lists the name.
+        in_legend: whether the legend includes these points.
     """
 
     name: str
@@ -230,13 +238,13 @@ class Bars:
     """Horizontal bars.
 
     Attributes:
-        x: lengths of the bars; None draws no bar.
+        x: lengths of the bars. A length of None draws no bar.
         y: positions of the bars on the y axis.
         colour, opacity: one value for all bars or one per bar.
-        starts: start of each bar; None means 0, or the end of the previous bar if the figure stacks bars.
-        thick: thickness of the bars, as a fraction of the distance between two positions.
-        words: text at the end of each bar.
-        low, high: ends of each bar's interval.
+        starts: start of each bar. With None, a bar starts at 0, or at the end of the previous bar in a stacked figure.
+        thick: thickness of the bars, as a fraction of the distance between adjacent bars.
+        words: label at the end of each bar.
+        low, high: lower and upper end of each bar's interval.
         hints: tooltip of each bar; None shows its name and length.
     """
 
@@ -255,7 +263,7 @@ class Bars:
 
 @dataclass
 class Note:
-    """Text at the left edge of the axes, at a value of y."""
+    """Text at the left edge of the axes, level with a y value."""
 
     text: str
     y: float
@@ -264,7 +272,7 @@ class Note:
 
 @dataclass
 class Rule:
-    """Vertical line at a value of the x axis, with a text along it."""
+    """Vertical line at an x value, with text along the line."""
 
     x: float
     text: str
@@ -274,11 +282,11 @@ class Rule:
 
 @dataclass
 class Figure:
-    """A chart, or several charts below each other (`panels`).
+    """A chart, or several charts below each other, called panels.
 
     Attributes:
         height: height of the axes in pixels, including the labels below them.
-        stacked: whether a bar begins at the end of the previous bar at its position.
+        stacked: whether each bar begins where the previous bar at the same position ends.
     """
 
     x: Axis = field(default_factory=Axis)

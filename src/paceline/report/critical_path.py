@@ -1,7 +1,7 @@
-"""Critical path of a few steps: the parts that determined their duration.
+"""Critical path of a few steps: the parts that determined how long the steps took.
 
-The ranks leave an exchange together: it ends when the last rank has arrived and the data has been exchanged. Between
-two exchanges, the path follows the rank that arrives last, because all other ranks wait for it.
+All ranks leave an exchange together, once the last rank has arrived and the data has been exchanged. Between two
+exchanges, the path follows the rank that arrives last, because all other ranks wait for that rank.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from paceline.text import listed
 from paceline.units import count, percent, seconds
 
 BETWEEN, LATE = "between", "late"
-_SHARED = ("comm", BETWEEN)  # parts that no single rank causes
-_LEAST = 0.005  # minimum fraction of the time of a part that is named
-_WAIT = 0.03  # minimum fraction of the time at which waiting counts as an imbalance
+_SHARED = ("comm", BETWEEN)  # parts that are not caused by a single rank
+_LEAST = 0.005  # minimum fraction of the time that a part takes before it is named
+_WAIT = 0.03  # minimum fraction of the time that ranks wait before the wait counts as an imbalance
 _MOST_RANKS, _WORTH_NAMING = 3, 0.1  # maximum number of slow ranks that are named, and minimum fraction of all waiting
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Section of the path.
+    """Section of the critical path.
 
     Attributes:
         part: one of `PARTS`, or `between` for time between steps.
-        step: number of the step; for time between steps, of the later one.
-        events: kinds of the events during time between steps.
+        step: number of the step. For time between two steps, this is the later step.
+        events: kinds of events that occurred between steps; empty for a part of a step.
     """
 
     part: str
@@ -56,9 +56,9 @@ class Arrival:
 
     Attributes:
         last: the rank that arrived last.
-        waited_s: seconds that each other rank waited for it.
-        busy_s: for each rank, seconds of each part since the previous exchange; `late` is the delay with which the rank
-            left that exchange after the first rank.
+        waited_s: seconds that each of the other ranks waited for the last rank.
+        busy_s: for each rank, the seconds of each part since the previous exchange. The entry `late` is the rank's
+            delay in leaving the previous exchange, relative to the first rank that left it.
     """
 
     step: int
@@ -69,9 +69,10 @@ class Arrival:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Path through a timeline, from the exchange before its first step to its last.
+    """Critical path through the steps of a timeline.
 
-    If no rank waits for another, the path consists of the steps of the rank that ends last.
+    The path begins at the exchange before the first step, if there is one. If no rank waits for another, the path
+    consists of the steps of the rank that finishes last.
     """
 
     timeline: Timeline
@@ -84,7 +85,7 @@ class CriticalPath:
         return sum(piece.seconds for piece in self.pieces)
 
     def seconds_of(self, part: str) -> dict[int, float]:
-        """Sum the seconds of a part by rank, largest first."""
+        """Return the total seconds of a part for each rank, largest first."""
         found: defaultdict[int, float] = defaultdict(float)
         for piece in self.pieces:
             if piece.part == part:
@@ -93,14 +94,14 @@ class CriticalPath:
 
     @cached_property
     def shares(self) -> dict[str, float]:
-        """Fraction of the path by part, largest first."""
+        """Fraction of the path that each part takes, largest first."""
         parts = [*PARTS, BETWEEN]
         sums = {part: sum(self.seconds_of(part).values()) for part in parts}
         return {p: sums[p] / self.total_s for p in sorted(parts, key=lambda p: -sums[p]) if sums[p] > 0}
 
     @property
     def sentences(self) -> list[str]:
-        """Sentences that describe the path, including gaps in the record."""
+        """Sentences that describe the path and what the record does not show."""
         each = seconds(self.total_s / self.timeline.steps)
         head = f"{self.timeline.what.capitalize()} took {each}" + ("" if self.timeline.steps == 1 else " each")
         parts = listed([self._phrase(part) for part, share in self.shares.items() if share >= _LEAST])
@@ -109,7 +110,7 @@ class CriticalPath:
     # Sentences
 
     def _phrase(self, part: str) -> str:
-        """Format a part, such as `62 % compute on rank 1 (25.5 ms a step)`."""
+        """Format a part of the path, such as `62 % compute on rank 1 (25.5 ms a step)`."""
         share, steps = self.shares[part], self.timeline.steps
         if part == BETWEEN:
             events = dict.fromkeys(e for piece in self.pieces if piece.part == BETWEEN for e in piece.events)
@@ -208,7 +209,7 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 def _begun_after(timeline: Timeline) -> int | None:
-    """Return the step before the first one, if the path can begin at its exchange."""
+    """Return the step before the timeline, if the path can begin at its exchange."""
     step = timeline.first - 1
     return step if step in timeline.exchanged and timeline.before else None
 
@@ -218,7 +219,7 @@ def _until(timeline: Timeline, rank: int, after: int | None, until: int) -> list
 
 
 def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
-    """Find a rank's step whose exchange begins a section of the path."""
+    """Return the rank's step at whose exchange the next section of the path begins."""
     if step is None:
         return None
     before = timeline.before.get(rank)
@@ -227,9 +228,10 @@ def _prior(timeline: Timeline, rank: int, step: int | None) -> RankStep | None:
 
 
 def _arrival(step: int, there: Mapping[int, Sequence[RankStep]], priors: Mapping[int, RankStep | None]) -> Arrival:
-    """Determine the arrival of the ranks at a step's exchange.
+    """Determine which rank arrived last at a step's exchange, and how long the others waited.
 
-    The last rank is the one that waited least; among equals, the one that was busy longest.
+    The last rank is the rank that waited least. Among ranks that waited equally long, the busiest rank counts as the
+    last.
     """
     left_s = min([prior.synced_s for prior in priors.values() if prior], default=0.0)
     busy_s = {rank: _busy(steps, priors[rank], left_s) for rank, steps in there.items()}
@@ -249,9 +251,9 @@ def _busy(steps: Sequence[RankStep], prior: RankStep | None, left_s: float) -> d
 
 
 def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep], *, whole: bool) -> Iterator[Piece]:
-    """Yield a rank's parts from one exchange to the next.
+    """Yield the parts of a rank from one exchange to the next.
 
-    If `whole`, the parts continue to the end of the last step.
+    If `whole` is True, the parts continue to the end of the last step.
     """
     if prior is not None:
         yield from _parts(prior, prior.after_sync_s)
@@ -265,7 +267,10 @@ def _pieces(timeline: Timeline, prior: RankStep | None, steps: Sequence[RankStep
 
 
 def _join(pieces: list[Piece], prior: RankStep | None) -> None:
-    """Cut the path at the moment when the rank that continues it leaves the exchange."""
+    """Join the path to the rank that continues it.
+
+    The end of the path moves to the time at which this rank leaves the exchange.
+    """
     if not pieces or prior is None:
         return
     while len(pieces) > 1 and pieces[-1].start_s >= prior.synced_s:
@@ -287,7 +292,7 @@ def _parts(step: RankStep, names: Mapping[str, float] | Sequence[str]) -> Iterat
 
 
 def _reason(arrivals: Sequence[Arrival]) -> str:
-    """Explain a late arrival by the part that exceeds the other ranks' most."""
+    """Explain a late arrival by the part that takes longest compared with other ranks."""
     more: defaultdict[str, float] = defaultdict(float)
     for arrival in arrivals:
         others = [parts for rank, parts in arrival.busy_s.items() if rank != arrival.last]

@@ -1,4 +1,4 @@
-"""Diagnosis of a run: speed relative to one device, lost time, and what to try."""
+"""Diagnosis of a run: speed relative to one device, lost time, and suggestions."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from paceline.run.tuning.result import TuningResult
 from paceline.stats import Interval
 from paceline.text import listed, on_cores
 
-_LEAST = 0.005  # minimum fraction of a step of a part that is named
-_ALIKE = 0.02  # ratios closer to 1 count as no difference
+_LEAST = 0.005  # minimum fraction of a step that a part takes before it is named
+_ALIKE = 0.02  # smallest difference of a ratio from 1 that counts as a difference
 _DISTURBED = 1.1  # largest plausible speedup, as a multiple of the ideal speedup
-_SLOW = 0.03  # fraction of a step; more waiting indicates a slow rank
+_SLOW = 0.03  # fraction of a step; a longer wait indicates a slow rank
 
 
 @dataclass(frozen=True)
 class OneDevice:
-    """A step of the same work on one device.
+    """One step of the run's work on a single device.
 
     Attributes:
-        parts: seconds of each part.
-        doubt: possible relative error of the step time; 0 if it was measured.
-        source: description of the origin of the times.
+        parts: seconds of each part of the step.
+        doubt: estimated relative error of the step time; 0 if the step time was measured.
+        source: text that says whether the times were measured or predicted.
     """
 
     parts: Mapping[str, float]
@@ -63,13 +63,13 @@ class OneDevice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Comparison of a run with one device, and what to try.
+    """Comparison of a run with one device, with suggestions for a faster run.
 
     Attributes:
-        one: step on one device; None if unknown.
-        suggestions: all changes that may help, most promising first; `advice` has those that almost certainly help.
-        unknown: sentences about what could not be determined, with reasons.
-        doubt: possible relative error of predictions; 0 without predictions.
+        one: the same step on one device; None if unknown.
+        suggestions: all changes that may make the run faster, largest gain first.
+        unknown: sentences about results that could not be determined, with reasons.
+        doubt: estimated relative error of predicted times; 0 if nothing was predicted.
     """
 
     run: Measured
@@ -80,17 +80,17 @@ class Diagnosis:
 
     @property
     def advice(self) -> list[Suggestion]:
-        """Suggestions whose predicted gain has an interval that excludes zero."""
+        """Suggestions that almost certainly help: the interval of the predicted gain excludes zero."""
         return [one for one in self.suggestions if one.is_certain(self.doubt)]
 
     @cached_property
     def speedup(self) -> float | None:
-        """Speed relative to one device; None if unknown."""
+        """Speed of the run relative to one device; None if unknown."""
         return None if self.one is None else self.one.step_s / self.run.step_s
 
     @property
     def sentences(self) -> list[str]:
-        """Sentences that describe the diagnosis, without suggestions."""
+        """Sentences that describe the diagnosis, without the suggestions."""
         run = self.run
         step = f"Plan {run.plan} takes {units.seconds(run.speed.step_s)} a step on {units.count(run.devices, 'device')}"
         found = [f"{step}: {self._parts()}.", *self._verdict(), *self._bound(), *self.unknown]
@@ -104,7 +104,7 @@ class Diagnosis:
         return listed([f"{units.percent(shares[part])} {PARTS[part].phrase}" for part in named])
 
     def _verdict(self) -> list[str]:
-        """Compare the speed with that of one device, and describe where time is lost."""
+        """Compare the speed with the speed of one device, and describe where time is lost."""
         run, one = self.run, self.one
         if one is None or self.speedup is None or run.devices == 1:
             return []
@@ -131,20 +131,20 @@ class Diagnosis:
         return [f"{this} {times} as fast as one device, which takes {took}; {ideal}.{self._lost()}"]
 
     def _lost(self) -> str:
-        """Describe the step time beyond the ideal, by part."""
+        """Describe by how much each part exceeds its ideal time."""
         if self.one is None or self.run.served:
             return ""
         lost = where_it_goes(self.one.parts, self.run.even_parts, self.run.devices)
         return f" {lost}" if lost else ""
 
     def _bound(self) -> list[str]:
-        """Bound the step time of one rank alone by the run's measured parts."""
+        """Derive an upper bound on a single rank's step time from the run's measured parts."""
         run = self.run
         if run.plan.ranks == 1 or run.served or (self.one is not None and not self.one.doubt):
             return []
         parts = run.parts
         most_s = run.one_compute_s + parts["data"] * run.plan.data_ranks + parts["checkpoint"]
-        most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # each rank of a replica updates its own part
+        most_s += parts["optimizer"] * run.plan.ranks / run.plan.dp  # each rank of a replica updates its own parameters
         ratio = most_s / run.step_s
         surely = (
             " The run is therefore slower than one rank, even if the predictions are wrong."
@@ -161,11 +161,11 @@ def diagnosis_of(run: Run, *, one: Run | None = None, predicts: bool = True) -> 
     """Diagnose a run.
 
     Args:
-        one: run of the same work on one device.
-        predicts: whether to build the job's model and to use the cost model; otherwise only the record is used.
+        one: run of the same job on one device, for comparison.
+        predicts: whether to build the job's model and use the cost model. If False, only the record of the run is used.
 
     Raises:
-        RunError: a run is too short or federated, or the runs did different work.
+        RunError: a run is too short, a run is federated, or the two runs did different work.
     """
     many = measured(run)
     unknown: list[str] = []
@@ -198,16 +198,17 @@ def _rests_on(model: Model) -> str:
     return f"{basis}{corrected}{pace}"
 
 
-_ENDLESS = StopSpec(steps=10**9)  # plans can be measured even if the job is short
+_ENDLESS = StopSpec(steps=10**9)  # replaces the job's stop rule, which may be too short for the measurement
 
 
 @dataclass(frozen=True)
 class Tried:
-    """Result of measuring suggestions.
+    """Result of measuring the suggestions.
 
     Attributes:
-        lines: the measurements as text.
-        advice: the suggestion with the largest measured gain whose interval excludes zero; None if there is none.
+        lines: the results as lines of text.
+        advice: the suggestion with the largest gain among those whose measured interval excludes zero; None if there is
+            no such suggestion.
     """
 
     lines: list[str]
@@ -215,14 +216,14 @@ class Tried:
 
 
 def try_suggestions(diagnosis: Diagnosis, most: int, say: Callable[[str], object]) -> Tried:
-    """Measure the best suggestions that are plans, and the plan of one device.
+    """Measure the best suggested plans, and the plan on one device.
 
     Args:
         most: maximum number of suggestions to measure.
-        say: called with the heading and with each measured row.
+        say: function that is called with the table's heading and with each row.
 
     Raises:
-        RunError: the run used other machines, or its plan cannot be tried in a few steps.
+        RunError: the run used other machines, or its plan cannot be measured in a few steps.
         LaunchError: the run's own plan could not be measured.
     """
     run = diagnosis.run
@@ -277,16 +278,16 @@ def _results(
     if str(alone) not in ratios:
         yield f"  one device ({named(alone)}): {_measured(str(alone), ratios, rows)}"
         return
-    # the step time of one device over that of the run is the run's speedup
+    # the run's speedup is the step time on one device divided by the run's step time
     speedup, predicted = ratios[str(alone)], diagnosis.speedup
     beside = "" if predicted is None else f"; {units.digits(predicted)} × expected"
     yield f"  one device ({named(alone)}): the run's plan is {_interval(speedup)} as fast{beside}"
 
 
 def _ratios(rows: list[Trial]) -> dict[str, Interval]:
-    """Compute the ratio of each plan's step time to the first plan's.
+    """Compute the ratio of each plan's step time to the first plan's step time.
 
-    Each plan was measured against the best plan so far.
+    Each plan was compared with the best plan so far, so the ratios are multiplied.
     """
     best = Interval(1.0, 1.0, 1.0)
     found = {rows[0].change: best}
@@ -323,7 +324,7 @@ def _must_be_here(run: Run) -> None:
     if run.cluster.emulate is None and hardware_of(run.cluster) != hardware_of(here):
         raise RunError(
             "report.other_machine",
-            "{run} ran on {machine}, but this is {here}. Run the command on that machine, or leave --try out.",
+            "{run} ran on {machine}, but this machine is {here}. Run the command on the run's machine, or omit --try.",
             run=run.path,
             machine=run.cluster.describe(),
             here=here.describe(),
@@ -334,13 +335,16 @@ def _must_be_short(plan: Plan) -> None:
     if not _is_short(plan):
         raise RunError(
             "report.rule_not_measurable",
-            "sync={sync} does not communicate in every step, so a few alternating steps do not measure it. Compare "
-            "whole runs with `paceline bench scaling --plans`.",
+            "sync={sync} does not communicate in every step, so a few steps are not enough to measure its speed. "
+            "Compare whole runs with `paceline bench scaling --plans`.",
             sync=plan.sync,
         )
 
 
 def _is_short(plan: Plan) -> bool:
-    """True if all steps are alike, so that a comparison of a few steps suffices."""
+    """Return True if all steps do the same work.
+
+    A few steps are then enough for a comparison.
+    """
     spec = SyncSpec.parse(plan.sync)
     return spec.period == 1 and not spec.info.served

@@ -1,8 +1,8 @@
-"""Figures of a run: how each one is read, combined, formatted, drawn and explained.
+"""Declarations of a run's figures: how each figure is read, combined, formatted and explained.
 
-Results, tables, charts and definitions follow from these declarations. To add a figure of a rank, write its value to
-`use` in the line of a step (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. A figure that only one page
-shows is declared by that page.
+Results, tables, charts and definitions use these declarations. To add a per-rank figure, write its value to `use` in
+the line of a step (`run/record/recorder.py`) and declare it in `RANK_FIGURES`. If only one page shows a figure, declare
+it in that page's module.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Definition:
 
 @dataclass(frozen=True)
 class Part(Definition):
-    """Part of a step or of the wall-clock time. `phrase` is its name in a sentence."""
+    """Part of a step or of the wall-clock time. `phrase` names the part within a sentence."""
 
     colour: str
     phrase: str = ""
 
 
-PARTS = {  # parts of a step, in the order of `paceline.engine.meter.PARTS`
+PARTS = {  # parts of a step, ordered as in `paceline.engine.meter.PARTS`
     "data": Part(
         "data wait", "The part of a step in which a rank waits for its next batch.", AMBER, "waiting for data"
     ),
@@ -113,7 +113,7 @@ WALL = {  # parts of a run's wall-clock time, as in `paceline.run.record.goodput
     ),
     "recut": Part(
         WALL_NAMES["recut"],
-        "Time from the checkpoint at which a pipeline was cut anew to the first step with the new cut.",
+        "Time from the checkpoint at which a pipeline was re-cut to the first step with the new cut.",
         BLUE,
     ),
     "replay": Part(WALL_NAMES["replay"], "Steps that were repeated, because the state after them was lost.", PINK),
@@ -124,12 +124,15 @@ WALL = {  # parts of a run's wall-clock time, as in `paceline.run.record.goodput
     "between": Part(WALL_NAMES["between"], "Other time between steps, for example writing the record.", PALE),
 }
 
-Lines = list[dict[str, Any]]  # lines of a rank's steps file
+Lines = list[dict[str, Any]]  # parsed lines of a rank's steps file
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a reading in MiB: its key in `use`, title and definition."""
+    """Curve of a rank's memory or another size in MiB.
+
+    `key` is the name of the value in the entry `use` of a step's line.
+    """
 
     key: str
     title: str
@@ -138,18 +141,18 @@ class Curve:
 
 @dataclass(frozen=True)
 class RankFigure:
-    """A figure of one rank.
+    """Declaration of a figure that is measured for each rank.
 
     Attributes:
-        name: key in results, including the unit.
-        term: key of the figure in `DEFINITIONS` and in tables.
-        title, text: name and text of the definition.
-        read: function that reads the value from a rank's lines; returns None if they have none.
-        over_runs: function that combines the values of several runs.
-        shown: function that formats the value.
-        absent: text of a cell without a value.
-        only: kind of runs that have the figure: runs with compression, or runs on accelerators; "" means all runs.
-        curve: curve of each rank on the run's page, or None.
+        name: key of the figure in results, such as `wire_bytes`.
+        term: key of the figure in `DEFINITIONS`.
+        title, text: heading and text of the figure's definition.
+        read: function that reads the value from a rank's lines. It returns None if the lines have no value.
+        over_runs: function that combines the values of several runs into one.
+        shown: function that formats the value for a table.
+        absent: text that a table shows if there is no value.
+        only: kind of runs that have the figure: `compressed`, `accelerators`, or "" for all runs.
+        curve: curve of the figure on the run's page; None draws no curve.
     """
 
     name: str
@@ -165,7 +168,10 @@ class RankFigure:
 
 
 def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
-    """Return readings of a counter: step, steps since the previous reading, and growth since then."""
+    """Return the growth of a counter between readings.
+
+    Each entry has the step of a reading, the number of steps since the previous reading, and the growth since then.
+    """
     found, before = [], 0
     for line in lines:
         if counter in line.get("use", {}) and line["step"] > before:
@@ -175,12 +181,12 @@ def growth(lines: Lines, counter: str) -> list[tuple[int, int, float]]:
 
 
 def per_step(lines: Lines, counter: str) -> float | None:
-    """Compute a counter's mean growth per step; None with fewer than two readings."""
+    """Return a counter's mean growth per step, or None with fewer than two readings."""
     return mean_growth(growth(lines, counter)[1:])
 
 
 def mean_growth(readings: Sequence[tuple[int, int, float]]) -> float | None:
-    """Compute the mean growth per step over readings of a counter; None without readings."""
+    """Return the mean growth per step over a counter's readings, or None without readings."""
     return sum(grown for _, _, grown in readings) / sum(passed for _, passed, _ in readings) if readings else None
 
 
@@ -195,7 +201,7 @@ def _compression_error(lines: Lines) -> float | None:
 def _memory_bytes(lines: Lines) -> float | None:
     """Compute peak resident memory in bytes, corrected for shared pages.
 
-    The correction is the newest difference between resident and proportional set size.
+    The correction is the latest difference between the resident and the proportional set size (RSS and PSS).
     """
     uses = [line["use"] for line in lines if "use" in line]
     peaks = [use.get("peak_memory_bytes", use.get("memory_bytes", 0)) for use in uses]
@@ -262,12 +268,12 @@ RANK_FIGURES = (
 
 
 def figures_of(lines: Lines) -> dict[str, float]:
-    """Read all figures that a rank's lines contain, by name."""
+    """Return all figures in a rank's lines, by name."""
     return {figure.name: value for figure in RANK_FIGURES if (value := figure.read(lines)) is not None}
 
 
 def combined(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Combine the figures of several runs, by name."""
+    """Return each figure, combined over several runs, by name."""
     found = {figure: [run[figure.name] for run in runs if figure.name in run] for figure in RANK_FIGURES}
     return {figure.name: figure.over_runs(values) for figure, values in found.items() if values}
 
@@ -332,7 +338,11 @@ DEFINITIONS: Mapping[str, Definition] = {
 """Definitions for all pages, by the keys that templates, tables and panels use."""
 
 
-TARGETS = ("loss_below", "metric_above", "metric_below")  # stop rules that are targets, not budgets
+TARGETS = (
+    "loss_below",
+    "metric_above",
+    "metric_below",
+)  # stop rules that end a run at a target rather than after a budget
 
 
 def reason_words(reason: str) -> str:
@@ -347,7 +357,7 @@ def reason_words(reason: str) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """One rank's step in a breakdown: seconds of each part, and the ideal step time."""
+    """One rank's step in a breakdown: the seconds of each part, and the ideal."""
 
     group: str
     rank: str
@@ -356,9 +366,9 @@ class Bar:
 
 
 def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
-    """Draw one step of each rank as stacked bars of its parts, under group headings.
+    """Draw the typical step of each rank as a stacked bar of its parts.
 
-    A tick marks the ideal step time.
+    The bars are grouped under headings. A tick marks the ideal step time.
     """
     longest = max(sum(bar.parts_s.values()) for bar in bars)
     factor, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
@@ -387,7 +397,7 @@ def breakdown(bars: Sequence[Bar], noun: str = "step") -> Figure:
 
 
 def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], float]:
-    """Compute the positions of bars and headings from the top, and the number of rows."""
+    """Return the positions of bars and headings, and the total height in rows."""
     places, headings, place = [], [], 0.0
     for number, bar in enumerate(bars):
         if number == 0 or bar.group != bars[number - 1].group:
@@ -401,13 +411,13 @@ def _rows(bars: Sequence[Bar]) -> tuple[list[float], list[tuple[float, str]], fl
 
 
 def parts_over_steps(steps: Sequence[int], parts_s: dict[str, Sequence[float]], noun: str = "step") -> Figure:
-    """Draw the parts of the step time over training, as stacked areas."""
+    """Draw the parts of the step time over the course of training, as stacked areas."""
     figure = Figure(Axis(f"{noun}s"), Axis(f"ms per {noun}", from_zero=True), legend=False)
     for part, definition in PARTS.items():
         short = thinned(Line(part, steps, [1e3 * s for s in parts_s[part]]), statistics.fmean)
         figure.traces.append(Points(definition.name, short.x, short.y, definition.colour, width=0, fill="stack"))
     whole = [1e3 * sum(parts) for parts in zip(*parts_s.values(), strict=True)]
     longest = thinned(Line("longest", steps, whole), max)
-    if longest.high:  # the means of the parts hide single long steps
+    if longest.high:  # an interval's means hide single long steps
         figure.traces.append(Points(f"longest {noun} of a stretch", longest.x, longest.y, INK, width=1, dash="dot"))
     return figure

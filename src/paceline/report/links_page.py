@@ -1,6 +1,6 @@
-"""Page of `paceline links`: bandwidth over size for each collective and transport.
+"""Page of `paceline links`: bandwidth over message size for each collective and transport.
 
-Both axes are logarithmic. The limit of the hardware is also drawn.
+Both axes are logarithmic. The charts also show the limit of the hardware.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _SYMBOLS = ("circle", "square", "triangle", "diamond", "cross")
 def write_links_page(
     measured: Sequence[TransportMeasurement], cluster: str, command: str, environment: Mapping[str, Any], file: Path
 ) -> Path:
-    """Write the page about the bandwidth of links.
+    """Write the page about link bandwidth.
 
     Raises:
         RunError: the file cannot be written.
@@ -130,7 +130,7 @@ def _cards(speeds: Sequence[CollectiveSpeed], transports: Sequence[str]) -> list
 
 
 def _limits(limit: Limit) -> list[tuple[str, str]]:
-    """Describe the measured limits of the hardware, or the reason why they are missing."""
+    """Describe the measured limits of the hardware, or explain why they are missing."""
     found = []
     if limit.stream is not None and limit.latency_s is not None:
         stream = f"{units.bandwidth(limit.stream)}, the slowest of all streams at once"
@@ -144,7 +144,7 @@ def _limits(limit: Limit) -> list[tuple[str, str]]:
 
 
 def _section(name: str, found: Sequence[Curve], transports: Sequence[str], limit: Limit) -> dict[str, Any]:
-    """One collective: its curves, and all its figures by size."""
+    """Return the section about one collective: its curves, and all figures by message size."""
 
     def share(speed: CollectiveSpeed) -> Cell:
         known = limit.share(speed)

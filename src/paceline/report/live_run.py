@@ -1,4 +1,4 @@
-"""Live state of a run: latest steps by rank, losses, members and events."""
+"""Live state of a run: the latest steps of each rank, losses, members and events."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from paceline.run.record.goodput import GoodputSoFar
 from paceline.run.record.progress import TROUBLE, NewLines, RecentSteps, event_sentence, parsed
 from paceline.run.record.run import Run
 
-RECENT = 50  # steps of each rank
+RECENT = 50  # number of latest steps that are kept for each rank
 EVENTS = 100
 CURVE = 256  # largest number of losses in a curve
-_PARSED = 256  # approximate lines per poll, for all ranks except the leading one
+_PARSED = 256  # approximate number of lines per poll, over all ranks except the leading rank
 _FEWEST_PARSED = 4
-_LINE_BYTES, _TAIL_BYTES = 2**10, 2**22  # of a step, at most; read when a rank becomes the leading one
-# time without a step, in typical steps and in seconds, after which a run may have stopped
+_LINE_BYTES, _TAIL_BYTES = (
+    2**10,
+    2**22,
+)  # largest line of a step; bytes that are read when a rank becomes the leading rank
+# a run may have stopped after this time without a step, in typical steps and in seconds
 _LATE_STEPS, _LATE_S = 20.0, 10.0
 _PARTS_S = tuple(f"{part}_s" for part in PARTS)
-_COUNTS = ("step", "epoch", "local_samples")  # keys of a step's line that some kinds of runs omit
+_COUNTS = ("step", "epoch", "local_samples")  # keys that some kinds of runs omit from the line of a step
 
 
 @dataclass
 class Curve:
-    """Losses of a whole run. If there are too many to draw, pairs are merged.
+    """Losses of a whole run. If there are too many losses to draw, pairs of values are merged.
 
     Attributes:
-        each: number of steps per value.
-        values: mean losses. `low` and `high` are the smallest and largest loss of the same steps.
+        each: number of steps that each value covers.
+        values: mean loss of each group of steps. `low` and `high` are the smallest and largest loss of each group.
     """
 
     each: int = 1
@@ -70,13 +73,14 @@ class RankNow:
     """Statistics of a rank's latest steps.
 
     Attributes:
-        step: the rank's latest step. `behind` is its distance to the latest step of all ranks, or 0 if reading the
-            files may explain the distance.
-        step_s: the median time of its latest steps, in seconds.
-        parts: fraction of each of `PARTS` in these steps; they sum to 1.
-        samples: the rank's samples in the latest complete batch. `share` is their fraction of that batch.
-        memory_bytes: memory of the rank's process, or of its device; None if unknown.
-        sent: mean rate of sent bytes between the latest readings; None if unknown.
+        step: the rank's latest step. `behind` is the number of steps by which the rank trails the rank with the latest
+            step. `behind` is 0 if the rank may only seem to trail because the files are not read at the same time.
+        step_s: median time of the latest steps, in seconds.
+        parts: fraction of the latest steps that each of `PARTS` takes; the fractions sum to 1.
+        samples: number of samples that the rank computed in the latest complete batch. `share` is the corresponding
+            fraction of the batch.
+        memory_bytes: memory that the rank uses on its accelerator, or else on its host; None if unknown.
+        sent: rates at which the rank sent bytes between its latest two readings; None if unknown.
     """
 
     rank: int
@@ -92,7 +96,7 @@ class RankNow:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sent to other replicas, and its host over its network."""
+    """Rates of sent bytes: from a rank to other replicas, and from its host."""
 
     per_step: float
     per_s: float
@@ -101,7 +105,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Happened:
-    """Event for display; `number` counts the events of a run from 0."""
+    """Event for display. `number` is the index of the event in the run."""
 
     number: int
     time: float
@@ -110,20 +114,22 @@ class Happened:
 
 
 class LiveRun:
-    """Follower of a run's directory, which only reads data added since the last poll.
+    """Follower of a run's directory. Each poll reads only the data added since the last poll.
 
-    Every line of the leading rank is parsed. This is rank 0, or the furthest rank while rank 0 makes no steps. Only the
-    latest few lines of other ranks are parsed, so their statistics are samples.
+    The leading rank is rank 0, or the rank with the latest step while rank 0 makes no steps. Every line of the leading
+    rank is parsed. Only the latest few lines of the other ranks are parsed, so the statistics of the other ranks are
+    estimates.
 
     Attributes:
-        recent: latest steps of the leading rank, with a sentence about them.
-        curve: losses of the whole run, from step `curve_from` on.
+        recent: latest steps of the leading rank.
+        curve: losses of the whole run, starting at step `curve_from`.
         members: the ranks of the current generation.
-        goodput: the wall-clock time so far, divided into parts.
-        events: the latest readable events. `troubles` are the latest failures, and `happened` counts the events of the
+        goodput: wall-clock time of the run so far, divided into parts.
+        events: the latest events. `troubles` has the latest failures, and `happened` is the number of events of the
             whole run.
-        metrics: the latest validation metrics. `transport` is the network transport of the ranks.
-        carried: bytes that each emulated host's link sent and received, known at the end of an attempt.
+        metrics: the latest validation metrics. `transport` is the network transport that the ranks use.
+        carried: bytes sent and received over the link of each emulated host. The numbers are recorded when an attempt
+            ends.
     """
 
     def __init__(self, run: Run) -> None:
@@ -146,7 +152,7 @@ class LiveRun:
         self._took_s = 0.0  # duration of the last poll
 
     def look(self) -> bool:
-        """Read new data; return True if there was any."""
+        """Read new data, and return True if there was new data."""
         began = time.monotonic()
         events = self._look_at_events()
         steps = self._look_at_the_lead()
@@ -159,11 +165,11 @@ class LiveRun:
 
     @property
     def ended(self) -> bool:
-        """True once the run has ended; it may be resumed."""
+        """True if the run has ended. A run that has ended may be resumed."""
         return self.end is not None
 
     def late(self, now: float | None = None) -> bool:
-        """True if the last step is so old that the run may have stopped."""
+        """Return True if the last step is so old that the run may have stopped."""
         steps = self.recent.steps
         if not steps or self.ended:
             return False
@@ -171,7 +177,10 @@ class LiveRun:
         return self._since_s(now) > max(_LATE_S, _LATE_STEPS * usual_s)
 
     def state(self, now: float | None = None) -> str:
-        """Describe the state: running, ended with the reason, or the time since the last step."""
+        """Describe the state of the run in words.
+
+        The text gives the reason if the run has ended, or the time since the last step if the run is late.
+        """
         if self.end is not None:
             return f"ended: {self.end.get('reason')}"
         if self.late(now):
@@ -183,7 +192,7 @@ class LiveRun:
         return (time.time() if now is None else now) - float(newest)
 
     def ranks(self) -> list[RankNow]:
-        """Return statistics of each rank's latest steps, by rank."""
+        """Return the statistics of every rank, in the order of the ranks."""
         newest = max((one.step for one in self._ranks.values()), default=0)
         meanwhile = self._took_s / (self.recent.step_s or math.inf)
         return [_now(rank, one, newest, 1 + meanwhile) for rank, one in sorted(self._ranks.items())]
@@ -197,14 +206,14 @@ class LiveRun:
         self._take(self._lead, steps)
         for line in steps:
             self.recent.add(line)
-            if line["step"] > self._newest_curve and line["loss"] is not None:  # without steps that are trained again
+            if line["step"] > self._newest_curve and line["loss"] is not None:  # skips steps that are trained again
                 if not self._newest_curve:
                     self.curve_from = line["step"]
                 self._newest_curve = line["step"]
                 self.curve.add(float(line["loss"]))
 
     def _look_at_others(self) -> bool:
-        """Read the latest steps of the other ranks."""
+        """Read the latest steps of all ranks except the leading rank."""
         there = sorted(rank for rank in ranks_of(self.run) if rank < MOST_RANKS and rank != self._lead)
         most = max(_PARSED // max(len(there), 1), _FEWEST_PARSED)
         found = False
@@ -216,15 +225,16 @@ class LiveRun:
         return found
 
     def _another_lead(self) -> list[dict[str, Any]]:
-        """Make the furthest rank the leading one if the current one makes no progress.
+        """Choose a new leading rank if the leading rank makes no progress.
 
-        Returns the new leader's steps since then.
+        The new leading rank is the rank with the latest step. The function returns the steps that this rank has made in
+        the meantime.
         """
         now = self._ranks.get(self._lead)
         step, at = (now.step, now.time) if now else (0, 0.0)
         furthest = max(self._ranks, key=lambda rank: (self._ranks[rank].step, -rank))
         missed = self._ranks[furthest].step - step
-        if missed <= 1:  # on accelerators a step's line is written after the next step
+        if missed <= 1:  # on accelerators, the line of a step is written after the next step
             return []
         self._lead = furthest
         self._others.pop(furthest, None)
@@ -251,11 +261,16 @@ class LiveRun:
                 self.members.told(event)
                 self._note(event)
                 sentence = event_sentence(event)
-            except (KeyError, TypeError, ValueError, AttributeError):  # from another version, or edited by hand
+            except (
+                KeyError,
+                TypeError,
+                ValueError,
+                AttributeError,
+            ):  # the event was written by another version, or edited by hand
                 sentence = None
             self.total_steps = self.recent.total_steps or self.total_steps
             if event["event"] == "end":
-                self.end, self.recent.total_steps = event, None  # nothing is left
+                self.end, self.recent.total_steps = event, None  # no steps remain
             if sentence:
                 one = Happened(self.happened, event["time"], sentence, event["event"] in TROUBLE)
                 self.events.append(one)
@@ -264,7 +279,7 @@ class LiveRun:
         return found
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Store the values of an event that the page shows in addition to its sentence."""
+        """Store the values of an event that the page shows separately from the event's sentence."""
         if type(event.get("transport")) is str:
             self.transport = event["transport"]
         if event["event"] == "evaluation":
@@ -278,9 +293,9 @@ class LiveRun:
     def _starts(self, event: dict[str, Any]) -> None:
         if self.began is not None:
             try:
-                self.run = Run(self.run.path)  # a resumed one may have another plan
+                self.run = Run(self.run.path)  # a resumed run may have another plan
                 self.members.planned(self.run)
-            except PacelineError:  # its files are being written, or come from another program
+            except PacelineError:  # the files are being written, or another program wrote them
                 pass
         self.began, self.end = self.began or event["time"], None
         if not _is_count(event.get("total_steps")):
@@ -288,14 +303,14 @@ class LiveRun:
 
 
 class _Rank:
-    """A rank's latest steps and machine readings."""
+    """Latest steps and machine readings of a rank."""
 
     def __init__(self) -> None:
         self.steps: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self.parts_s: deque[tuple[float, ...]] = deque(maxlen=RECENT)  # part times of each step
+        self.parts_s: deque[tuple[float, ...]] = deque(maxlen=RECENT)  # times of the parts of each step
         self.used: dict[str, float] = {}
         self.sent: Sent | None = None
-        self._read: tuple[int, float] | None = None  # step and time of the latest reading
+        self._read: tuple[int, float] | None = None  # step number and time of the latest reading
 
     @property
     def step(self) -> int:
@@ -326,7 +341,7 @@ class _Rank:
 
 
 def _filled(line: dict[str, Any]) -> bool:
-    """Set missing counts to 0; return True if all counts are integers."""
+    """Set missing counts in a line to 0. Return True if all counts are integers."""
     return all(_is_count(line.setdefault(key, 0)) for key in _COUNTS)
 
 
@@ -336,7 +351,7 @@ def _is_count(value: object) -> bool:
 
 def _now(number: int, rank: _Rank, newest: int, skew: float) -> RankNow:
     steps = rank.steps
-    parts_s = list(map(sum, zip(*rank.parts_s, strict=True)))  # 0 of steps without times
+    parts_s = list(map(sum, zip(*rank.parts_s, strict=True)))  # 0 for steps without times
     whole_s = sum(parts_s) or 1.0
     times = sorted([step["step_s"] for step in steps if step["step_s"] > 0]) or [0.0]
     memory = rank.used.get("gpu_memory_bytes", rank.used.get("memory_bytes"))
@@ -365,12 +380,12 @@ STATES: dict[State, str] = {
     "out": "lost; left out",
     "left": "left on request",
 }
-MOST_RANKS = 4096  # that are followed
+MOST_RANKS = 4096  # largest number of ranks that are followed
 
 
 @dataclass
 class Member:
-    """A rank: its host, its state since a Unix time, and whether it is slow."""
+    """Host and state of a rank. `since` is the Unix time at which the state began."""
 
     host: str
     state: State = "starts"
@@ -379,10 +394,10 @@ class Member:
 
 
 class Members:
-    """Ranks of a run by number, according to its events.
+    """Ranks of a run with their states, derived from the run's events.
 
     Attributes:
-        generation: number of times that the ranks have formed a new group.
+        generation: number of times that the ranks have formed a new communication group.
     """
 
     def __init__(self, run: Run) -> None:
@@ -391,7 +406,7 @@ class Members:
         self.planned(run)
 
     def planned(self, run: Run) -> None:
-        """Set the plan's ranks, each on its host."""
+        """Assign the ranks of the run's plan to hosts."""
         ranks = min(run.plan.ranks, MOST_RANKS)
         cluster = run.cluster
         each = cluster.ranks_per_host(run.plan.ranks) if cluster.devices else []
@@ -400,7 +415,7 @@ class Members:
         self.ranks = {rank: self.ranks.get(rank) or Member(names.get(rank, "")) for rank in range(ranks)}
 
     def told(self, event: dict[str, Any]) -> None:
-        """Apply an event."""
+        """Update the states of the ranks from an event."""
         at = float(event["time"])
         if event["event"] in ("lost", "host_lost", "joins"):
             self.generation = min(max(self.generation, int(event.get("generation", 0))), 2**53)
@@ -424,11 +439,11 @@ class Members:
                 member.slow = event["event"] == "slow_rank"
 
     def take_part(self, rank: int) -> bool:
-        """True if a rank takes part, or if no event has named it."""
+        """Return True if a rank takes part, or if no event has named the rank."""
         return rank not in self.ranks or self.ranks[rank].state == "in"
 
     def stepped(self, rank: int, at: float) -> None:
-        """Record a rank's step. The rank then takes part, regardless of earlier events."""
+        """Record that a rank made a step, which shows that the rank takes part."""
         member = self.ranks.get(rank)
         if member is None:
             if rank < MOST_RANKS:
@@ -442,16 +457,16 @@ class Members:
                 member.state, member.since = state, at
 
 
-_MOST_BYTES = 2**16  # bytes per poll: hundreds of lines
-_READING = b'"use":'  # bytes per poll for lines with a machine reading, which are written once per second
+_MOST_BYTES = 2**16  # bytes that are read per poll, which hold hundreds of lines
+_READING = b'"use":'  # marks lines with a machine reading, which are written once per second
 _MOST_READINGS = 8
 
 
 class NewestSteps:
-    """Reader of the latest lines of a rank's steps.
+    """Reader of the latest lines of a rank's steps file.
 
-    A poll parses only a few of the new lines, because a run of 64 ranks with steps of 10 ms writes 6,400 lines per
-    second.
+    Each poll parses only a few of the new lines. Parsing all new lines would be too slow: 64 ranks with steps of 10 ms
+    write 6,400 lines per second.
     """
 
     def __init__(self, path: Path) -> None:
@@ -459,9 +474,9 @@ class NewestSteps:
         self._place: int | None = None
 
     def look(self, most: int) -> tuple[list[dict[str, Any]], bool]:
-        """Return new lines with machine readings, and then the latest `most` new lines.
+        """Return new lines with machine readings, followed by the latest `most` new lines.
 
-        The second value is False if skipped lines may contain a reading.
+        The second value is False if lines were skipped that may contain a reading.
         """
         added, unbroken = self._added()
         until = added.rfind(b"\n") + 1  # the last line is still being written
@@ -471,13 +486,13 @@ class NewestSteps:
         readings = _lines_with(_READING, newest[0]) if len(newest) > most + 1 else []
         found = []
         for line in [*readings, *(newest[1:] if len(newest) > most + 1 else newest)]:
-            # an invalid line was truncated by a crash, or by the start of this read
+            # a crash, or the start of this read within a line, may have truncated a line
             if line and is_step(step := parsed(line)):
                 found.append(step)
         return found, unbroken
 
     def _added(self) -> tuple[bytes, bool]:
-        """Return the bytes since the last poll, and True if none were skipped."""
+        """Return the bytes added since the last poll, and True if no bytes were skipped."""
         try:
             size = self.path.stat(follow_symlinks=False).st_size
             if size == self._place:
@@ -503,21 +518,21 @@ def _lines_with(mark: bytes, text: bytes) -> list[bytes]:
     return found[::-1]
 
 
-SHARE = 0.004  # of one core, so that `paceline watch` and the live page take at most 1 % of a 10 ms step
+SHARE = 0.004  # fraction of one core; `paceline watch` and the live page then take at most 1 % of a 10 ms step
 _LONGEST_S = 5.0
 
 
 class Pace:
-    """Time between polls: as requested, and longer if polls are expensive.
+    """Time between polls, which grows if polls are expensive.
 
-    Polls take at most `SHARE` of a core, measured by the CPU time of this process since the last wait. A wait lasts at
-    most 5 s.
+    Polls use at most the fraction `SHARE` of one core. The cost of a poll is the CPU time of this process since the
+    last wait. To stay within this limit, a wait may be extended up to 5 s.
     """
 
     def __init__(self, every_s: float) -> None:
         self.every_s, self._spent_s = every_s, time.process_time()
 
     def wait_s(self) -> float:
-        """Seconds until the next poll."""
+        """Return the seconds until the next poll."""
         before, self._spent_s = self._spent_s, time.process_time()
         return max(self.every_s, min((self._spent_s - before) / SHARE, _LONGEST_S))

@@ -1,4 +1,4 @@
-"""Server of the live page, on loopback, for clients with its token."""
+"""Web server of the live page. It listens on loopback and requires a token."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from paceline.report.live_state import Section, changes, curves_of, look_at, tol
 from paceline.report.page import live_page
 
 ADDRESS = "127.0.0.1"
-EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # between polls, while a run trains and when all have ended
+EVERY_S, _ENDED_EVERY_S = 0.25, 2.0  # seconds between polls: while a run trains, and after all runs have ended
 _DRAWN_EVERY_S = 1.0
-RUN_COLOUR = "var(--run)"  # set by the page, different for each run
-_ALIVE_S = 15.0  # this detects browsers that have disconnected
+RUN_COLOUR = "var(--run)"  # the page sets a different colour for each run
+_ALIVE_S = 15.0  # interval of keep-alive messages, which detect disconnected browsers
 CONNECTIONS = 32
-_TAKEN_S = 1.0  # bytes read from a rejected client
-_BEHIND_BYTES = 2**20  # maximum of pending messages per client
+_TAKEN_S = 1.0  # seconds for which data of a refused client is read
+_BEHIND_BYTES = 2**20  # a client with more pending data is disconnected
 
 
 class LiveServer:
-    """Server that follows runs while clients are connected, and sends changes to every browser.
+    """Server that follows runs and sends their changes to every connected browser.
 
-    One loop reads the runs for all clients; without clients, nothing is read. A client that does not read its messages
-    is dropped, and gets the full state when it reconnects.
+    One loop reads the runs for all clients. While no client is connected, nothing is read. A client that does not read
+    its messages is disconnected, and gets the full state when it reconnects.
 
     Args:
-        port: 0 for a free one.
+        port: TCP port to listen on; 0 selects a free port.
 
     Attributes:
-        url: the address of the page, with the token. Available when `ready` is called.
+        url: address of the page, including the token. The address is known once `serve` has called `ready`.
         looks: number of polls so far.
     """
 
@@ -61,7 +61,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        """Address of the page, with the token."""
+        """Address of the page, including the token."""
         return f"http://{ADDRESS}:{self.port}/?token={self._token}"
 
     @property
@@ -70,10 +70,10 @@ class LiveServer:
         return len(self._clients)
 
     async def serve(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        """Serve until `stop` is set; `ready` is called once the port is open.
+        """Serve the page until `stop` is set. `ready` is called once the port is open.
 
         Raises:
-            RunError: the port is not available.
+            RunError: the server cannot listen on the port.
         """
         self._somebody = asyncio.Event()
         self._page, self._policy = live_page()
@@ -82,7 +82,7 @@ class LiveServer:
         except OSError as error:
             raise RunError(
                 "report.port_unusable",
-                "the page cannot be served at {address}:{port}: {reason}. Name another port.",
+                "the page cannot be served at {address}:{port}: {reason}. Choose another port.",
                 address=ADDRESS,
                 port=self.port,
                 reason=error.strerror or error,
@@ -100,11 +100,11 @@ class LiveServer:
             following.cancel()
             stopping.cancel()
             ended = await asyncio.gather(following, stopping, *self._tasks, return_exceptions=True)
-        if isinstance(ended[0], Exception):  # an error of the follower must not look like a normal end
+        if isinstance(ended[0], Exception):  # an error while following a run must not look like a normal end
             raise ended[0]
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= 2 * CONNECTIONS:  # too many clients to send each a refusal
+        if len(self._open) >= 2 * CONNECTIONS:  # too many clients are connected to answer each of them
             writer.transport.abort()
             return
         task = asyncio.current_task()
@@ -128,10 +128,10 @@ class LiveServer:
         cookie = f"paceline-{self.port}"  # all ports of a host share cookies
         try:
             if len(self._open) > CONNECTIONS:
-                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS} connections are open already")
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, f"{CONNECTIONS} connections are already open")
             path = await read_request(reader, self._token, cookie)
             if path not in ("/", "/events"):
-                raise RefusedError(HTTPStatus.NOT_FOUND, "there is / and /events")
+                raise RefusedError(HTTPStatus.NOT_FOUND, "the server has only the paths / and /events")
         except RefusedError as refused:
             await _refuse(reader, writer, refused.answer())
             return
@@ -156,11 +156,13 @@ class LiveServer:
         else:
             self._new.add(writer)
             self._somebody.set()
-        while await reader.read(HEAD_BYTES):  # a client sends nothing; its end of stream is the end
+        while await reader.read(
+            HEAD_BYTES
+        ):  # a client sends nothing more; the end of its stream means that it has disconnected
             pass
 
     async def _follow(self) -> None:
-        """Poll the runs and notify the clients, while clients are connected."""
+        """Poll the runs while clients are connected, and send the changes to the clients."""
         pace = Pace(EVERY_S)
         while True:
             if idle := not (self._clients or self._new):
@@ -181,13 +183,13 @@ class LiveServer:
                 new, self._new = self._new, set()
                 self._clients |= new
                 self._send(new, "state", self._everything())
-            if idle:  # a poll after an idle time reads more than usual
+            if idle:  # the first poll after an idle time reads more than usual, so its cost is not representative
                 pace = Pace(EVERY_S)
             pace.every_s = _ENDED_EVERY_S if all(run.ended for run in self.runs) else EVERY_S
             await self._pause(pace.wait_s())
 
     async def _pause(self, wait_s: float) -> None:
-        """Wait until the next poll; a new client ends the wait."""
+        """Wait until the next poll is due or a new client connects."""
         self._somebody.clear()
         await asyncio.sleep(EVERY_S)
         with suppress(TimeoutError):
@@ -227,7 +229,10 @@ class LiveServer:
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: bytes) -> None:
-    """Answer, and read remaining data for a while. Closing earlier would discard the answer."""
+    """Send an answer, and read the client's remaining data for a while.
+
+    If the connection were closed with unread data, the client might not get the answer.
+    """
     writer.write(answer)
     writer.write_eof()
     with suppress(TimeoutError):
@@ -236,7 +241,7 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, an
                 pass
 
 
-HEAD_BYTES = 2**13  # of a request
+HEAD_BYTES = 2**13  # largest head of a request
 _HEAD_S = 5.0  # time in which the request must arrive
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _ALWAYS = {
@@ -251,14 +256,14 @@ _ALWAYS = {
 
 
 class RefusedError(Exception):
-    """Raised for a refused request, with its status and a readable reason."""
+    """Raised to refuse a request, with an HTTP status and a reason."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason
 
     def answer(self) -> bytes:
-        """The response."""
+        """Return the HTTP response to the client."""
         more = {"Allow": "GET"} if self.status == HTTPStatus.METHOD_NOT_ALLOWED else {}
         text = f"{self.reason}\n".encode()
         return (
@@ -267,48 +272,50 @@ class RefusedError(Exception):
 
 
 async def read_request(reader: asyncio.StreamReader, token: str, cookie: str) -> str:
-    """Read the head of a request and check it; returns its path.
+    """Read and check the head of a request, and return the requested path.
 
     Args:
-        token: token that the address or the cookie must contain; `cookie` is the cookie's name.
+        token: token that the request must contain in its address or in the cookie named `cookie`.
 
     Raises:
-        RefusedError: the request must not be answered.
+        RefusedError: the request is invalid or not authorized.
     """
     try:
         text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_S)
     except asyncio.LimitOverrunError:
-        raise RefusedError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {HEAD_BYTES:,} bytes") from None
+        raise RefusedError(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head of the request has more than {HEAD_BYTES:,} bytes"
+        ) from None
     except TimeoutError:
         raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"no complete request within {_HEAD_S:g} s") from None
     first, *lines = text.decode("latin-1").split("\r\n")[:-2]
     method, _, rest = first.partition(" ")
     target, _, version = rest.rpartition(" ")
     if not version.startswith("HTTP/1.") or not target.startswith("/"):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "the request is not valid HTTP")
     headers = _headers(lines)
     host = headers.get("host", "")
     # protects against DNS rebinding: another name may resolve to this machine
     if host.rpartition(":")[0] not in _LOOPBACK_NAMES and host not in _LOOPBACK_NAMES:
         raise RefusedError(HTTPStatus.FORBIDDEN, "the host of the address must be 127.0.0.1 or localhost")
     if headers.get("origin", f"http://{host}") != f"http://{host}":
-        raise RefusedError(HTTPStatus.FORBIDDEN, "requests from another page are not allowed")
+        raise RefusedError(HTTPStatus.FORBIDDEN, "requests from other pages are not allowed")
     if method != "GET":
-        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET requests are answered")
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET requests are supported")
     try:
         address = urlsplit(target)
         given = parse_qs(address.query, max_num_fields=8).get("token", [])
     except ValueError:
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "this is not a valid address") from None
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "the address is not valid") from None
     if not any(_is(token, one) for one in [*given, *_cookies(headers.get("cookie", ""), cookie)]):
         raise RefusedError(
-            HTTPStatus.FORBIDDEN, "open the address that `paceline dashboard` printed: its token is missing"
+            HTTPStatus.FORBIDDEN, "the token is missing or wrong. Open the address that `paceline dashboard` printed."
         )
     return address.path
 
 
 def head(status: HTTPStatus, headers: Mapping[str, object]) -> bytes:
-    """Return the head of a response, with the common headers."""
+    """Return the head of a response, including the headers that all responses have."""
     lines = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{k}: {v}" for k, v in {**_ALWAYS, **headers}.items())]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -319,7 +326,7 @@ def _headers(lines: list[str]) -> dict[str, str]:
         name, colon, value = line.partition(":")
         name = name.lower()
         if not colon or name.strip() != name or (name == "host" and name in found):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "a header is not valid in HTTP")
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the request has an invalid header")
         found[name] = value.strip()
     return found
 
@@ -330,5 +337,5 @@ def _cookies(header: str, name: str) -> list[str]:
 
 
 def _is(token: str, given: str) -> bool:
-    """True if a value is the token, compared in constant time."""
+    """Compare a value with the token in constant time."""
     return secrets.compare_digest(token.encode(), given.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""State of a followed run for the live page: sections of values and text."""
+"""State of a run for the live page, as sections of values and text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.run.record.goodput import PARTS as WALL
 from paceline.text import printable
 from paceline.units import bandwidth, clock, digits, percent, rate, seconds, size
 
-Section = Any  # of JSON's types
-_LONGEST = 2000  # characters of a text
+Section = Any  # consists of JSON types
+_LONGEST = 2000  # largest number of characters of a text
 _CURVE_PX = 190
 _IN_SIGHT_S = 365 * 86_400.0
 
 
 def told_apart(paths: Sequence[Path]) -> list[str]:
-    """Return names of directories, with enough parent folders to make them unique."""
+    """Return unique names for directories, with as few parent folders as possible."""
     whole = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, whole), default=0)):
         if len({parts[-length:] for parts in whole}) == len(set(whole)):
@@ -36,7 +36,7 @@ def told_apart(paths: Sequence[Path]) -> list[str]:
 
 
 def look_at(run: LiveRun, name: str) -> dict[str, Section]:
-    """Read new data; return the sections, or a section with the error."""
+    """Read new data of a run, and return its sections or the error."""
     try:
         with not_by_paceline(run.run.path, "run"):
             run.look()
@@ -46,7 +46,7 @@ def look_at(run: LiveRun, name: str) -> dict[str, Section]:
 
 
 def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Section]:
-    """Return the sections of a run's part of the page, as JSON values."""
+    """Return the sections that the page shows for a run, as JSON values."""
     now = time.time() if now is None else now
     ranks = run.ranks()
     return {
@@ -63,10 +63,12 @@ def state_of(run: LiveRun, name: str, now: float | None = None) -> dict[str, Sec
 
 
 def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
-    """Draw losses of runs over steps, as HTML and text; empty before two steps.
+    """Draw the losses of runs over steps.
+
+    Returns the chart as HTML with a description. Both are empty until a run has two losses.
 
     Args:
-        runs: name, colour and run of each curve.
+        runs: for each curve, its name, its colour and the run.
     """
     figure = Figure(Axis("step"), Axis("loss"), height=_CURVE_PX, legend=False)
     words = []
@@ -87,7 +89,7 @@ def curves_of(runs: Sequence[tuple[str, str, LiveRun]]) -> Section:
 
 
 def changes(before: Mapping[str, Section], after: Mapping[str, Section]) -> dict[str, Section]:
-    """Return the sections that differ; None for removed sections."""
+    """Return the sections that have changed. The value of a removed section is None."""
     gone = dict.fromkeys(before.keys() - after.keys())
     return {name: section for name, section in after.items() if name not in before or before[name] != section} | gone
 
@@ -128,9 +130,10 @@ def _loss(loss: float) -> str:
 
 
 def _rank(one: RankNow, *, takes_part: bool) -> Section:
-    """A row: rank, step, steps behind, step time, parts, samples, share, memory, sent, share.
+    """Return a row: rank, step, steps behind, step time, parts, samples, share, memory, sent, share.
 
-    Parts and the last share are in tenths of a percent. The share of an absent rank is 0.
+    The parts and the last share are integers in tenths of a percent. The last share is 0 if the rank does not take
+    part.
     """
     return [
         one.rank,
@@ -147,7 +150,10 @@ def _rank(one: RankNow, *, takes_part: bool) -> Section:
 
 
 def _steps(ranks: Sequence[RankNow]) -> Section:
-    """Return the mean over all ranks, and name the rank for which others wait."""
+    """Return the parts, averaged over all ranks.
+
+    A sentence names the rank for which the other ranks wait, if there is one.
+    """
     if not ranks:
         return {"parts": [], "said": ""}
     mean = [statistics.fmean(one.parts[part] for one in ranks) for part in PARTS]
@@ -156,14 +162,14 @@ def _steps(ranks: Sequence[RankNow]) -> Section:
     others_s = statistics.fmean([wait for rank, wait in waits.items() if rank != least] or [0.0])
     step_s = statistics.median(one.step_s for one in ranks)
     said = ""
-    # as in the report of a run
+    # the report of a run uses the same criterion
     if len(ranks) > 1 and step_s and others_s > 0.05 * step_s and waits[least] <= others_s / 3:
         said = f"The others wait for rank {least}: {seconds(others_s)} of each step, {percent(others_s / step_s)}."
     return {"parts": [round(1000 * share) for share in mean], "said": said}
 
 
 def _members(run: LiveRun) -> Section:
-    """List ranks by host, each with its state. Hosts keep their order."""
+    """List the ranks of each host with their states, in the order of the hosts."""
     hosts: dict[str, list[Section]] = {}
     for rank, member in sorted(run.members.ranks.items()):
         hosts.setdefault(member.host, []).append([rank, member.state, STATES[member.state], member.slow])
@@ -177,9 +183,9 @@ def _members(run: LiveRun) -> Section:
 
 
 def _links(run: LiveRun, ranks: Sequence[RankNow]) -> Section:
-    """List hosts: name, link, bytes sent by its ranks and by the host, carried bytes.
+    """List the hosts. A row has the name, the link, the bytes sent by the ranks and by the host, and the carried bytes.
 
-    The carried bytes, out and in, are known at the end of an attempt with emulated hosts.
+    The carried bytes, sent and received, are recorded at the end of an attempt with emulated hosts.
     """
     cluster = run.run.cluster
     of_host = {rank: member.host for rank, member in run.members.ranks.items()}
@@ -196,7 +202,7 @@ def _links(run: LiveRun, ranks: Sequence[RankNow]) -> Section:
 
 
 def _link(host: Host) -> str:
-    """Return a host's fastest recorded link to other hosts."""
+    """Describe a host's fastest recorded link to other hosts."""
     found = [link for link in host.links if link.kind in ("ethernet", "measured") and link.bandwidth_gbps]
     best = max(found, key=lambda link: link.bandwidth_gbps or 0.0, default=None)
     return "" if best is None else _text(f"{best.name}, {best.bandwidth_gbps:g} Gbit/s")
@@ -217,7 +223,7 @@ def _goodput(run: LiveRun) -> Section:
 
 
 def _events(run: LiveRun) -> Section:
-    """Return the count of events, and rows of the latest events and failures."""
+    """Return the number of events, and a row for each recent event or failure."""
     began = run.began or (run.events[0].time if run.events else 0.0)
     kept = {one.number: one for one in (*run.troubles, *run.events)}
     told = [
@@ -228,5 +234,5 @@ def _events(run: LiveRun) -> Section:
 
 
 def _text(text: str) -> str:
-    """Sanitize text of external origin for the page."""
+    """Sanitize a text that may come from another program."""
     return printable(text[:_LONGEST])

@@ -1,4 +1,4 @@
-"""Figures and tables of runs, plans and benchmarks for notebooks, without JavaScript."""
+"""HTML figures and tables for notebooks, without JavaScript."""
 
 from __future__ import annotations
 
@@ -33,24 +33,28 @@ _STYLE = (
     " .paceline .plot .unseen { fill: transparent }"
     " .paceline .plot .tier-1, .paceline .plot .tier-2 { display: none }"
 )
-_SQUARE, _GAP, _MOST_DRAWN = 22, 4, 64  # a rank's size and gap in pixels; most ranks drawn
+_SQUARE, _GAP, _MOST_DRAWN = (
+    22,
+    4,
+    64,
+)  # size of a rank and gap between ranks in pixels; largest number of ranks that are drawn
 
 
 def shown(figure: Figure | None, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a figure and a table as HTML.
 
     Args:
-        figure: None if there is nothing to draw.
-        title: heading, and the figure's text for people who cannot see it.
-        head: headings of the table's columns; empty for none.
-        rows: cells of the table; all text is escaped.
+        figure: figure above the table; None draws no figure.
+        title: heading, which is also the figure's description for screen readers.
+        head: headings of the table's columns; empty if the table has no headings.
+        rows: cells of the table. All text is escaped.
     """
     drawn = Markup("") if figure is None else Markup(picture(figure, _WIDTH, title, _STYLE))
     return _framed(title, drawn, head, rows)
 
 
 def run_html(run: Run) -> str:
-    """Return the curve of a run's loss and its main figures."""
+    """Return the loss curve and the main figures of a run as HTML."""
     steps, events = run.steps(), run.events()
     training = charts.Line("training", [line["step"] for line in steps], [line["loss"] for line in steps])
     measured = [e for e in events if e["event"] == "evaluation" and "loss" in e["metrics"]]
@@ -76,7 +80,7 @@ def run_html(run: Run) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """Return the mesh of a plan's ranks and its choices."""
+    """Return the mesh of a plan's ranks and the plan's keys as HTML."""
     chosen = [tuple(word.split("=", 1)) for word in str(plan).split()]
     terms = {axis.name: axis.term for axis in MESH_AXES}
     rows = [(key, value, terms.get(key, "")) for key, value in chosen]
@@ -86,7 +90,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def _mesh(plan: Plan, title: str) -> str:
-    """Draw each replica as a row of ranks; pipeline stages have colours of their own."""
+    """Draw each replica as a row of ranks. Each pipeline stage has its own colour."""
     places = [_place(plan, rank) for rank in range(plan.ranks)]
     across = plan.ranks // plan.dp
     width, height = across * (_SQUARE + _GAP) + 3 * _GAP, _SQUARE + 3 * _GAP
@@ -114,7 +118,7 @@ def _mesh(plan: Plan, title: str) -> str:
 
 
 def _place(plan: Plan, rank: int) -> Mapping[str, int]:
-    """Return the coordinates of a rank on the mesh, whose last axis varies fastest."""
+    """Return the coordinates of a rank on the mesh. The last axis of the mesh varies fastest."""
     found, rest = {}, rank
     for axis in reversed(REPLICA):
         rest, found[axis] = divmod(rest, getattr(plan, axis))

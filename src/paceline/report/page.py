@@ -1,6 +1,6 @@
 """Self-contained HTML pages and their building blocks.
 
-Pages load nothing. Only the live page has a script.
+Pages load no other files. Only the live page has a script.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from paceline.units import Shown, size
 
 PAGE = "report.html"
 Cell = Shown | str
-# Errors caused by values of wrong types and shapes.
+# Errors that values of wrong types or shapes cause.
 _NOT_OURS = (ArithmeticError, AttributeError, LookupError, MsgspecError, RecursionError, TypeError, ValueError)
-# Known entries of an environment, in the order in which pages list them.
+# Known entries of an environment, in the order of the pages.
 _ENVIRONMENT = {
     "host": "host",
     "cpu": "CPU",
@@ -55,9 +55,9 @@ class Card:
     """Large figure at the top of a page.
 
     Attributes:
-        term: key of its definition.
-        cell: value or words.
-        note: text under the value.
+        term: key of the figure's definition.
+        cell: value, or text in place of a value.
+        note: text below the value.
     """
 
     term: str
@@ -67,9 +67,9 @@ class Card:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a table: its head, its cells, and a text under or beside them.
+    """Row of a table. `about` is a text below or beside the cells.
 
-    The head is the key of a definition, or a text.
+    `name` is the key of a definition, or the text of the row's head.
     """
 
     name: str
@@ -83,10 +83,11 @@ class Chart:
     """A chart of a page, with a description in words.
 
     Attributes:
-        name: name that is unique on the page.
+        name: identifier that is unique on the page.
         label: description for screen readers.
-        title, terms: heading and keys of definitions for the caption, if the template has no caption.
-        note: text after the definitions in the caption.
+        title, terms: heading of the caption, and keys of the definitions that it includes. Both are empty if the
+            template writes the caption.
+        note: text that follows the definitions in the caption.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Chart:
 
 
 class _UsedDefinitions:
-    """Lookup of definitions that records which ones a page uses, in order."""
+    """Lookup of definitions that records which definitions a page uses, in order of first use."""
 
     def __init__(self, known: Mapping[str, Definition]) -> None:
         self.known, self.names = {**DEFINITIONS, **known}, list[str]()
@@ -111,17 +112,17 @@ class _UsedDefinitions:
 
 @contextmanager
 def not_by_paceline(folder: Path, writer: str) -> Iterator[None]:
-    """Turn errors from invalid files in a directory into one RunError.
+    """Raise RunError in place of any error that an invalid file in a directory causes.
 
     Raises:
-        RunError: the directory contains values of wrong types or shapes.
+        RunError: a file in the directory contains values of wrong types or shapes.
     """
     try:
         yield
     except _NOT_OURS as error:
         raise RunError(
             "report.folder_invalid",
-            "{folder} contains data that no {writer} of paceline writes, so it has no page: {error!r:.200}",
+            "{folder} is not a valid {writer} directory. A file contains unexpected values: {error!r:.200}",
             folder=folder,
             writer=writer,
             error=error,
@@ -141,11 +142,11 @@ def write_page(
     """Render a template to a file.
 
     Args:
-        look: name of a template in this package, or a result of `template`.
-        facts, environment: entries of the page's list of the environment; see `described`.
-        on_cores: whether the page calls devices cores.
-        definitions: definitions of figures that only this page shows.
-        values: variables of the template.
+        look: name of a template in this package, or a template that `template` returned.
+        facts, environment: entries of the section "Environment" at the end of the page; see `described`.
+        on_cores: whether the page says "cores" in place of "devices".
+        definitions: definitions that only this page uses, by key.
+        values: further variables of the template.
 
     Raises:
         RunError: the file cannot be written.
@@ -164,7 +165,7 @@ def write_page(
 
 
 def write_picture(file: Path, figure: Figure, width: int, title: str) -> Path:
-    """Write a figure as an SVG file, in the light colours of the pages.
+    """Write a figure as an SVG file, in the colours of the light theme.
 
     Args:
         width: width of the picture in pixels.
@@ -179,9 +180,9 @@ def write_picture(file: Path, figure: Figure, width: int, title: str) -> Path:
 
 
 def live_page() -> tuple[bytes, str]:
-    """Render the live page, and its Content-Security-Policy.
+    """Return the live page and its Content-Security-Policy.
 
-    The page contains no run; its script adds the runs.
+    The page contains no data of runs. The script of the page adds the data.
     """
     parts = [(part, about.name, about.colour, about.text) for part, about in PARTS.items()]
     known = {"parts": parts, "wall": {part: about.colour for part, about in WALL.items()}, "series": SERIES}
@@ -195,14 +196,17 @@ def live_page() -> tuple[bytes, str]:
 
 
 def template(source: str) -> Template:
-    """Compile a template of another package, which may use `page.html.j2` and `macros.html.j2`."""
+    """Compile the template of another package.
+
+    The template may use `page.html.j2` and `macros.html.j2`.
+    """
     return _templates().from_string(source)
 
 
 def described(facts: Mapping[str, str], environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Format names and values: `facts` first, then the environment, without empty values.
+    """Return facts and environment entries as pairs of name and text, without empty values.
 
-    Known entries of the environment come first. Other entries keep their names.
+    Facts come first. Known entries of the environment follow, with readable names, and then all other entries.
     """
     names = [name for name in {**_ENVIRONMENT, **environment} if name in environment]
     lines = [(_ENVIRONMENT.get(name, name.replace("_", " ")), _text(name, environment[name])) for name in names]
@@ -255,5 +259,5 @@ def _source(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """Return the hash by which the live page's policy allows a script or style."""
+    """Return the hash of a script or style for the Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

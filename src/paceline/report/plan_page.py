@@ -1,4 +1,4 @@
-"""The page of `paceline plan`: the chosen plan and the reasons, in charts and tables."""
+"""Page of `paceline plan`: the chosen plan, with charts and tables that explain the choice."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from paceline.report.figures import Definition, Part
 from paceline.report.page import Card, Cell, Chart, Row, write_page
 from paceline.units import Shown, digits, percent, seconds, size, span
 
-_BARS = 8  # number of plans with charts of step time and memory by part
-_ROUNDS = 3  # number of microbatches drawn for each pipeline stage
-_LISTED = 10  # number of plans shown in the table; others are collapsed
-_MATTERS = 0.3  # fraction of the memory; if all plans take less, memory limits none of them
+_BARS = 8  # number of plans whose step time and memory are charted by part
+_ROUNDS = 3  # number of drawn microbatches, as a multiple of the pipeline stages
+_LISTED = 10  # number of plans in the table that are visible at first; the others are collapsed
+_MATTERS = 0.3  # fraction of a device's memory; if all plans need less, the charts do not show the limit
 _GIB = 2**30
 
 
@@ -76,7 +76,7 @@ def write_plan_page(
 
 
 def _plan_view(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: BatchAdvice | None) -> dict[str, Any]:
-    """Convert an explanation to values for the template."""
+    """Return the variables of the template for an explanation."""
     job, found, best = explanation.job, explanation.found, explanation.winner
     tokens = [f"{explanation.tokens:,} tokens a sample"] if explanation.tokens > 1 else []
     parameters = f"{units.large(best.layout.trace.parameters)} parameters"
@@ -109,7 +109,7 @@ def _plan_view(explanation: Explanation, scaling: Sequence[ScaledPlan], advice: 
         "held_chart": _held_chart(shown, holders, room),
         "holders": holders,
         "room": room,
-        # a single number of devices gives no curve
+        # a curve needs at least two device counts
         "scaling_chart": _scaling_chart(scaled, best) if len(scaled) > 1 else None,
         "batch_chart": Chart("batches", batches_figure(advice), advice.line) if advice else None,
         "tables": [part for part in (rows[:_LISTED], rows[_LISTED:]) if part],
@@ -151,7 +151,10 @@ def _cards(explanation: Explanation) -> list[Card]:
 
 
 def _room(explanation: Explanation) -> float | None:
-    """Return a device's memory in GiB; None if all plans leave most of it free."""
+    """Return the memory of a device in GiB.
+
+    The result is None if all plans leave most of the memory free.
+    """
     room, most = explanation.capacity_bytes, max(c.prediction.memory_bytes for c in explanation.found.best)
     return room / _GIB if most > _MATTERS * room else None
 
@@ -167,7 +170,7 @@ def _memory_chart(explanation: Explanation, room: float | None) -> Chart:
 
 
 def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart:
-    """Plot time against cost, for this cluster's plans and for fewer and more devices."""
+    """Plot step time over cost, for plans on this cluster and on other device counts."""
     best, priced = explanation.winner, explanation.cluster.price_per_hour
     cost = explanation.cost(best)
     of = cost.of if cost else "a step"
@@ -188,7 +191,7 @@ def _cost_chart(explanation: Explanation, scaled: Sequence[ScaledPlan]) -> Chart
 
 
 def _pipeline(best: Sequence[Candidate]) -> tuple[Candidate, Chart] | None:
-    """Draw the timeline of the best plan with a pipeline, or return None."""
+    """Draw the timeline of the best plan that has a pipeline, or return None."""
     piped = next((candidate for candidate in best if candidate.plan.pp > 1), None)
     if piped is None:
         return None
@@ -219,7 +222,7 @@ def _time_chart(shown: Sequence[Candidate], names: Sequence[str]) -> Chart:
 
 
 def _held_chart(shown: Sequence[Candidate], holders: Mapping[str, str], room: float | None) -> Chart:
-    """Draw the memory of the best plans, by category."""
+    """Chart the memory of the best plans, by category."""
     held = {holder: [c.prediction.memory.get(holder, 0.0) / _GIB for c in shown] for holder in holders}
     figure = stacked_figure([str(c.plan) for c in shown], held, holders, {}, "GiB", room)
     return Chart("held", figure, " ".join(f"{c.plan}: {size(c.prediction.memory_bytes)}." for c in shown))
@@ -248,7 +251,10 @@ def _candidates(explanation: Explanation) -> list[Row]:
 
 
 def _heads(explanation: Explanation) -> list[str]:
-    """Return the definitions' names for the candidates' columns, except the second."""
+    """Return the definition of each column in the table of plans.
+
+    The second column has no definition.
+    """
     priced = explanation.cost(explanation.winner) is not None
     return ["predicted_step", "", "device_memory", "predicted_throughput", "mfu", *(["cost"] if priced else [])]
 
@@ -344,7 +350,7 @@ _HOLDER_COLOURS = (BLUE, AMBER, VERMILLION, LEAF, GREY, PINK, AZURE, ICE, PURPLE
 
 @dataclass(frozen=True)
 class Point:
-    """A plan in a chart of two metrics. Lower is better for both."""
+    """A plan in a chart of two metrics. Lower values are better for both metrics."""
 
     name: str
     about: str
@@ -355,11 +361,12 @@ class Point:
 def pareto_figure(
     points: Sequence[Point], x: str, *, room: float | None = None, log: bool = False, hours: bool = False
 ) -> Figure:
-    """Plot step time (or `hours` of training) over a second metric, with the Pareto front.
+    """Plot step time over a second metric, with the Pareto front.
 
-    The first point is the chosen plan.
+    The first point is the chosen plan. With `hours`, the y axis shows hours of training in place of step time.
 
-    `room` is the upper limit of x. The chart labels the chosen point, and points whose names are words.
+    `room` is the upper limit of x, drawn as a line. The chart labels the points on the front, and points whose names
+    are words.
     """
     factor, unit = (1.0, "h") if hours else (1e3, "ms") if max(p.y for p in points) < 1 else (1.0, "s")
     points = [replace(p, y=p.y * factor) for p in points]
@@ -402,9 +409,10 @@ def pareto_figure(
 
 
 def _padded(values: Sequence[float], before: float, after: float) -> tuple[float, float]:
-    """Add a margin, as a fraction of the width, to both ends of a range.
+    """Return the range of the values with a margin at both ends.
 
-    The chart shows positions rather than lengths, so the axis need not begin at 0.
+    The margins are fractions of the range. The chart shows positions rather than lengths, so the axis need not begin at
+    0.
     """
     low, high = min(values), max(values)
     width = (high - low) or 0.2 * high or 1.0
@@ -419,9 +427,9 @@ def stacked_figure(
     what: str,
     room: float | None = None,
 ) -> Figure:
-    """Draw a stacked bar for each plan, from the top, under its text.
+    """Draw a stacked bar for each plan, with the plan's text above the bar.
 
-    `room` adds a line at the upper limit.
+    `room` is the upper limit, drawn as a line.
     """
     rows = list(range(len(plans)))
     figure = Figure(
@@ -442,12 +450,12 @@ def stacked_figure(
 
 
 def holder_colours(holders: Sequence[str]) -> dict[str, str]:
-    """Return one colour for each category of memory."""
+    """Assign a colour to each category of memory."""
     return {holder: _HOLDER_COLOURS[i % len(_HOLDER_COLOURS)] for i, holder in enumerate(holders)}
 
 
 def pipeline_figure(spans: Sequence[Span]) -> Figure:
-    """Draw a row with the work over time for each pipeline stage, from the top."""
+    """Draw the work of each pipeline stage over time, one row per stage."""
     end = max(span.end_s for span in spans)
     factor, unit = (1e3, "ms") if end < 1 else (1.0, "s")
     stages = sorted({span.stage for span in spans})
@@ -472,7 +480,7 @@ def pipeline_figure(spans: Sequence[Span]) -> Figure:
 
 
 def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
-    """Plot the speedup over devices on log2 axes, with the ideal."""
+    """Plot the speedup over the number of devices, with the ideal, on log2 axes."""
     known = [p for p in points if p.best]
     ideal, speedups = [p.devices / known[0].devices for p in known], [p.speedup or 0.0 for p in known]
     at = [p.devices for p in known]
@@ -509,7 +517,7 @@ def scaling_figure(points: Sequence[ScaledPlan], chosen: int) -> Figure:
 
 
 def batches_figure(advice: BatchAdvice) -> Figure:
-    """Plot throughput over the global batch, and mark the job's and the useful batch."""
+    """Plot throughput over the global batch, and mark the job's batch and the useful batch."""
     at = [point.global_batch for point in advice.points]
     special = {advice.now.global_batch: "now", advice.useful.global_batch: "useful"}
     if advice.keeps:
@@ -565,7 +573,7 @@ def write_choice_page(choice: ClusterChoice, command: str, file: Path) -> Path:
 
 
 def _choice_view(choice: ClusterChoice) -> dict[str, Any]:
-    """Convert a choice of machines to values for the template."""
+    """Return the variables of the template for a choice of machines."""
     first = choice.fastest or choice.front[0]
     options = [first, *(one for one in choice.options if one is not first)]
     points = [
@@ -581,7 +589,7 @@ def _choice_view(choice: ClusterChoice) -> dict[str, Any]:
         "verdict": _verdict_of_choice(choice),
         "limits": [choice.amount.words, *budget, *deadline, f"± {percent(choice.error, 0)}"],
         "chart": Chart("choice", figure, f"Time over cost of {units.count(len(points), 'choice')} of machines."),
-        # Pareto-optimal options, with their numbers in the chart
+        # Pareto-optimal options, numbered as in the chart
         "rows": [(options.index(one) + 1, _option(choice, one)) for one in choice.front],
     }
 

@@ -1,4 +1,4 @@
-"""The page of a run: headline, sentences, charts and events, from its directory's files."""
+"""Page of a run: headline, sentences, charts and events, read from the run's directory."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ TROUBLE = (
     "balance",
     "recut",
 )
-WAITED_FOR = 0.03  # fraction of a step; shorter waits are not mentioned
-EVENTS = 100  # number of listed events; evaluations are also shown in a chart
+WAITED_FOR = 0.03  # smallest wait that the page mentions, as a fraction of a step
+EVENTS = 100  # largest number of events that the page lists
 
 
 def write_run_page(run: Run) -> Path:
@@ -82,7 +82,7 @@ def write_run_page(run: Run) -> Path:
 
 
 def view_of(run: Run) -> dict[str, Any]:
-    """Convert a run to values for the template, by name.
+    """Return the variables of the template for a run.
 
     Raises:
         RunError: rank 0 of the run has not finished a step.
@@ -91,8 +91,8 @@ def view_of(run: Run) -> dict[str, Any]:
     if not record.ranks.get(0):
         raise RunError(
             "report.no_steps",
-            "{run} has no finished step of rank 0, so there is nothing to show. The loss needs one step. Throughput "
-            "and the breakdown need {needed}, since the first {warm_up} are warm-up. {gaps}",
+            "rank 0 of {run} has not finished a step, so there is nothing to show. The loss needs one step. Throughput "
+            "and the breakdown need {needed} steps, because the first {warm_up} are warm-up. {gaps}",
             run=run.path,
             needed=WARM_UP_STEPS + 1,
             warm_up=WARM_UP_STEPS,
@@ -198,11 +198,14 @@ def _sentences(parts_s: dict[int, dict[str, float]], speed: Speed | None, noun: 
     return [f"A {noun} takes {took} in the median: {listed(named)}.", *_slow_rank(parts_s, step_s)]
 
 
-_MOST_BARS = 16  # number of ranks in the breakdown
+_MOST_BARS = 16  # largest number of ranks in the breakdown
 
 
 def _shown_ranks(parts_s: Mapping[int, Mapping[str, float]]) -> list[int]:
-    """Select the ranks in the breakdown: all, or some from the fastest to the slowest."""
+    """Select the ranks for the breakdown.
+
+    If there are too many ranks, the selection ranges evenly from the fastest to the slowest rank.
+    """
     if len(parts_s) <= _MOST_BARS:
         return list(parts_s)
     by_compute = sorted(parts_s, key=lambda rank: parts_s[rank]["compute"])
@@ -226,7 +229,10 @@ def _slow_rank(parts_s: dict[int, dict[str, float]], step_s: float) -> list[str]
 
 
 def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
-    """List notes, such as synthetic data and the reasons for missing charts."""
+    """List notes for the reader.
+
+    For example, a note says that the data is synthetic, or explains why a chart is missing.
+    """
     steps, noun = record.ranks[0], record.noun
     notes = [*([SYNTHETIC] if synthetic else []), *record.gaps]
     if not timed(steps):
@@ -240,7 +246,10 @@ def _warnings(record: RunRecord, *, synthetic: bool) -> list[str]:
 
 
 def _happened(events: Sequence[dict[str, Any]], noun: str) -> list[tuple[str, str, bool]]:
-    """List readable events with time, sentence and a flag for failures; only count checkpoints."""
+    """List each event with its time, its sentence and a flag for failures.
+
+    Saved checkpoints are only counted.
+    """
     told = [
         (f"{event['time'] - events[0]['time']:,.1f} s", sentence, event["event"] in TROUBLE)
         for event in events
@@ -266,7 +275,7 @@ def _sentence(event: dict[str, Any], noun: str) -> str | None:
         return f"{event['event']} (its line is not as paceline writes it)"
 
 
-_MARKED = {  # events shown on a curve; a restart is followed by a resume
+_MARKED = {  # events that are marked on a curve; a restart is left out, because a resume follows it
     "nonfinite": "not finite",
     "spike": "spike",
     "corruption": "corruption",
@@ -282,10 +291,10 @@ _MARKED = {  # events shown on a curve; a restart is followed by a resume
 
 @dataclass(frozen=True)
 class PanelInfo:
-    """Description of a panel of a run's page.
+    """Declaration of a panel on the page of a run.
 
     Attributes:
-        panel: import path of a function that maps a `RunRecord` to the charts for which it has values.
+        panel: import path of a function that takes a `RunRecord` and returns charts.
     """
 
     panel: str
@@ -302,12 +311,12 @@ PANELS = ExtensionPoint(
 
 
 def run_charts(record: RunRecord) -> list[Chart]:
-    """Return all charts for which the record has values, in the order of the page.
+    """Return all charts for which the record has values, in page order.
 
-    Charts of installed packages come last.
+    Charts from installed packages come last.
 
     Raises:
-        RunError: a package's panel cannot be loaded, or fails. The message names it.
+        RunError: a panel of an installed package cannot be loaded or fails. The message names the panel.
     """
     found: list[Chart] = []
     for name, info in PANELS.all().items():
@@ -318,7 +327,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
                 raise
             raise RunError(
                 "report.panel_failed",
-                'the panel "{name}" of an installed package ({panel}) failed: {kind}: {error}',
+                'the panel "{name}" ({panel}), which an installed package provides, failed with {kind}: {error}',
                 name=name,
                 panel=info.panel,
                 kind=type(error).__name__,
@@ -328,7 +337,7 @@ def run_charts(record: RunRecord) -> list[Chart]:
 
 
 def losses(record: RunRecord) -> Iterator[Chart]:
-    """Chart training and validation loss, over steps and over time."""
+    """Chart the training loss and the validation loss, over steps and over time."""
     steps = record.ranks[0]
     values = [s["loss"] for s in steps]
     clock_of = record.clock_of
@@ -361,13 +370,13 @@ def losses(record: RunRecord) -> Iterator[Chart]:
         yield Chart(f"loss-{over}", figure, f"{title}.", title, terms, note)
 
 
-_MOST_ON_CURVE = 12  # largest number of marks whose texts fit
+_MOST_ON_CURVE = 12  # largest number of marks whose texts fit on a curve
 
 
 def _marks(record: RunRecord) -> dict[int, str]:
-    """Mark notable events on the curve, at the first step after each.
+    """Return marks for notable events, each at the first step after the event.
 
-    Events close to each other share a mark.
+    If there are many events, neighbouring events share a mark.
     """
     steps, found = record.ranks[0], dict[int, dict[str, int]]()
     times, close = [step["time"] for step in steps], len(steps) // _MOST_ON_CURVE or 1
@@ -397,7 +406,7 @@ def metrics(record: RunRecord) -> Iterator[Chart]:
 
 
 def speeds(record: RunRecord) -> list[Chart]:
-    """Chart throughput, and the parts of rank 0's steps."""
+    """Chart the throughput, and the parts of rank 0's steps."""
     return [_throughput(record), _parts(record)] if timed(record.ranks[0]) else []
 
 
@@ -421,7 +430,7 @@ def _parts(record: RunRecord) -> Chart:
 
 
 def shares(record: RunRecord) -> Iterator[Chart]:
-    """Chart each rank's share of the full batches, if shares follow the replicas' speeds."""
+    """Chart each rank's share of the full batches, if the run balances the shares."""
     if not any(event["event"] == "balance" for event in record.events):
         return
     series = {}
@@ -435,11 +444,11 @@ def shares(record: RunRecord) -> Iterator[Chart]:
     yield Chart("shares", figure, f"{title}, in percent.", title, ["share"])
 
 
-_MOST_RANKS = 8  # number of ranks drawn separately; of more ranks, minimum, median and maximum are drawn
+_MOST_RANKS = 8  # largest number of ranks with separate lines; otherwise, minimum, median and maximum are drawn
 
 
 def _of_ranks(values: Mapping[int, Mapping[int, float]]) -> list[charts.Line]:
-    """Draw a line for each rank, or for many ranks minimum, median and maximum."""
+    """Return one line for each rank, or the maximum, median and minimum of many ranks."""
     if len(values) <= _MOST_RANKS:
         colours = itertools.cycle(charts.SERIES)
         return [
@@ -460,7 +469,7 @@ def _of_ranks(values: Mapping[int, Mapping[int, float]]) -> list[charts.Line]:
 
 
 def staleness(record: RunRecord) -> Iterator[Chart]:
-    """Chart each worker's gradients by staleness, if servers own the parameters."""
+    """Chart the staleness of each worker's gradients, if parameter servers own the parameters."""
     told = [event for event in record.events if event["event"] == "served"]
     series, sentences = [], []
     for number, (name, counts) in enumerate(_workers(told[-1])[:_MOST_BARS] if told else ()):
@@ -477,7 +486,7 @@ def staleness(record: RunRecord) -> Iterator[Chart]:
 
 
 def _workers(event: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each worker's counters by name, and skip damaged ones."""
+    """Return the counters of each worker, by name. Damaged counters are skipped."""
     workers = event.get("workers")
     found = workers.items() if isinstance(workers, dict) else ()
     return sorted((name, counts) for name, counts in found if _is_whole(counts))
@@ -492,7 +501,7 @@ def _is_whole(counts: Any) -> bool:
 
 
 def memory(record: RunRecord) -> Iterator[Chart]:
-    """Chart the memory of each rank, on the host and on its accelerator."""
+    """Chart the memory that each rank uses on its host and on its accelerator."""
     for curve in filter(None, (figure.curve for figure in RANK_FIGURES)):
         series = {
             rank: {s["step"]: s["use"][curve.key] / 2**20 for s in steps if curve.key in s.get("use", {})}
@@ -503,14 +512,14 @@ def memory(record: RunRecord) -> Iterator[Chart]:
             yield Chart(curve.term, figure, f"{curve.title}, in MiB.", curve.title, [curve.term])
 
 
-DOMINATES = 0.5  # fraction of a step above which communication is the main bottleneck
+DOMINATES = 0.5  # fraction of a step from which communication is named as the bottleneck
 
 
 def _sync(record: RunRecord, plan: Plan, comm_share: float | None) -> dict[str, Any]:
-    """Convert the synchronization of a run to values for the template.
+    """Return the variables of the template that describe synchronization.
 
     Args:
-        comm_share: communication's fraction of a step; None if no step is timed.
+        comm_share: fraction of a step that communication takes; None if no step has times.
     """
     sent = {rank: growth(steps, "wire_bytes") for rank, steps in record.ranks.items()}
     saved = {rank: growth(steps, "saved_bytes") for rank, steps in record.ranks.items()}
@@ -551,7 +560,7 @@ def _dominance(plan: Plan, comm_share: float | None) -> Iterator[str]:
 
 
 def _links(events: Sequence[dict[str, Any]]) -> list[tuple[str, Shown, Shown]]:
-    """List name, sent bytes and received bytes of each emulated host's link, over all attempts."""
+    """List the bytes sent and received over each emulated host's link, over all attempts."""
     totals: dict[str, list[int]] = {}
     for event in events:
         links = event.get("links")
@@ -562,11 +571,11 @@ def _links(events: Sequence[dict[str, Any]]) -> list[tuple[str, Shown, Shown]]:
     return [(name, units.size(sent), units.size(received)) for name, (sent, received) in totals.items()]
 
 
-_Readings = dict[int, list[tuple[int, int, float]]]  # values of each rank, as from `growth`
+_Readings = dict[int, list[tuple[int, int, float]]]  # result of `growth` for each rank
 
 
 def _wire_chart(sent: _Readings, saved: _Readings | None) -> Iterator[Chart]:
-    """Chart the sent bytes over steps, of the rank that sends most."""
+    """Chart the sent bytes over steps, for the rank that sends most."""
     means = {rank: mean for rank, readings in sent.items() if (mean := mean_growth(readings))}
     if not means:
         return
@@ -595,13 +604,13 @@ def _largest(of_ranks: _Readings) -> float | None:
     return max((mean for readings in of_ranks.values() if (mean := mean_growth(readings)) is not None), default=None)
 
 
-_STRETCHES = 60  # largest number of wall-clock intervals in the curve
+_STRETCHES = 60  # largest number of time intervals in the curve
 _STEPS = 4  # minimum average number of steps in an interval
 _MOST_MARKED = 30  # largest number of failures marked on the curve
 
 
 def _goodput(goodput: Goodput, steps: int) -> dict[str, Any]:
-    """Convert the division of a run's wall-clock time to values for the template."""
+    """Return the variables of the template that describe the wall-clock time of a run."""
     sentence, wall_s = f"Goodput is {goodput.sentence()}.", goodput.wall_s
     if not wall_s:
         return {"chart": None}

@@ -1,4 +1,4 @@
-"""Reader of the files in a run's directory, with a note about each missing file."""
+"""Reader of the files in a run's directory, which notes missing and damaged files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.run.record.run import Run, timed
 from paceline.text import listed
 from paceline.units import percent
 
-FILE_LIMIT = 2**28  # bytes that are read from each file: about half a million steps
-_LARGEST = 1e300  # limit of a number, which also excludes NaN and infinity
+FILE_LIMIT = 2**28  # largest number of bytes that are read from a file; enough for about half a million steps
+_LARGEST = 1e300  # limit of a valid number; comparisons with it also exclude NaN and infinity
 _NUMBERS = ("step", "time", "samples", "step_s", *(f"{part}_s" for part in PARTS))
 
 
@@ -30,7 +30,7 @@ class RunRecord:
     """Contents of a run's files.
 
     Attributes:
-        ranks: steps of each rank in order. A repeated step appears once, as last recorded.
+        ranks: steps of each rank, in order. A repeated step appears once, with its latest record.
         goodput: wall-clock time of the run, divided into parts.
         gaps: sentences about missing or unreadable files and lines.
     """
@@ -45,16 +45,16 @@ class RunRecord:
 
     @property
     def noun(self) -> str:
-        """Name of the run's steps: `round` for a federated run, otherwise `step`."""
+        """What the run's steps are called: `round` in a federated run, otherwise `step`."""
         return "round" if any("chosen" in step for step in self.ranks.get(0, [])[:1]) else "step"
 
     @classmethod
     def read(cls, run: Run) -> RunRecord:
-        """Read a run's files. Broken lines are counted and skipped."""
+        """Read the files of a run. Invalid lines are counted and skipped."""
         gaps: list[str] = []
         lines, ranks = {}, {}
         there = sorted(ranks_of(run))
-        # with parameter servers, the first worker writes for all workers
+        # with parameter servers, only the first worker writes steps
         gaps += _missing(there, 1 if sync_info(run.plan.sync).served else run.plan.ranks)
         for rank in there:
             name = f"steps/rank-{rank}.jsonl"
@@ -78,7 +78,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The events that hold validation metrics."""
+        """The events that contain validation metrics."""
         return [e for e in self.events if e["event"] == "evaluation"]
 
     @cached_property
@@ -97,12 +97,15 @@ class RunRecord:
 
     @cached_property
     def clock_of(self) -> dict[int, float]:
-        """Values of `clock_s`, by step number."""
+        """Training time in seconds at the end of each step, by step number."""
         return {s["step"]: second for s, second in zip(self.ranks[0], self.clock_s, strict=True)}
 
 
 def ranks_of(run: Run) -> Iterator[int]:
-    """Yield the ranks that wrote steps. An earlier attempt may have had more ranks than the plan."""
+    """Yield the ranks that have written steps.
+
+    There may be more ranks than in the plan, because an earlier attempt may have had more.
+    """
     for file in (run.path / "steps").glob("rank-*.jsonl"):
         number = file.stem[5:]
         if number.isascii() and number.isdecimal() and len(number) < 10 and str(int(number)) == number:
@@ -110,7 +113,7 @@ def ranks_of(run: Run) -> Iterator[int]:
 
 
 def _missing(there: list[int], planned: int) -> Iterator[str]:
-    """Describe the ranks without a steps file, one sentence for each range of ranks."""
+    """Yield a sentence for each range of ranks without a steps file."""
     end = max([planned, *(rank + 1 for rank in there[-1:])])
     for before, after in pairwise([-1, *there, end]):
         first, last = before + 1, after - 1
@@ -121,7 +124,7 @@ def _missing(there: list[int], planned: int) -> Iterator[str]:
 
 
 def _whole_lines(folder: Path, name: str, is_whole: Callable[[Any], bool], gaps: list[str]) -> list[dict[str, Any]]:
-    """Read the valid lines of a file. Other lines are reported in `gaps`."""
+    """Return the valid lines of a file. `gaps` receives a sentence about the other lines."""
     whole, broken = [], 0
     try:
         for line in whole_lines(folder / name, FILE_LIMIT):
@@ -150,7 +153,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def is_step(line: Any) -> bool:
-    """True for a valid line of a steps file. Other programs may have written the file."""
+    """Return True for a valid line of a steps file. Another program may have written the file."""
     if (
         not isinstance(line, dict)
         or not all(map(_is_number, map(line.get, _NUMBERS)))
@@ -164,7 +167,7 @@ def is_step(line: Any) -> bool:
 
 
 def is_event(line: Any) -> bool:
-    """True for a valid line of the events file."""
+    """Return True for a valid line of the events file."""
     if not isinstance(line, dict) or not isinstance(line.get("event"), str) or not _is_number(line.get("time")):
         return False
     metrics = line.get("metrics")
@@ -189,11 +192,14 @@ def _environment(file: Path, gaps: list[str]) -> dict[str, Any]:
 
 
 _LOST = {"compute": "slower compute"}
-_WORTH_NAMING = 0.05  # fraction of the lost time above which a part is named
+_WORTH_NAMING = 0.05  # smallest fraction of the lost time at which a part is named
 
 
 def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return the seconds of each part in a rank's median step without warm-up, or None."""
+    """Return the seconds of each part in a rank's median step.
+
+    Warm-up steps do not count. The result is None if no other steps exist.
+    """
     counted = timed(lines)
     if not counted:
         return None
@@ -202,10 +208,10 @@ def typical_parts(lines: list[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> str | None:
-    """Describe the step time beyond the ideal, by part; None if nothing is lost.
+    """Describe which parts make a step longer than the ideal. Return None if no time is lost.
 
     Args:
-        one, many: seconds of each part of a step, on one device and on several.
+        one, many: seconds of each part of a step, on one device and on several devices.
     """
     lost_s = excess_of(one, many, devices)
     total_s = sum(lost_s.values())
@@ -226,14 +232,18 @@ def where_it_goes(one: Mapping[str, float], many: Mapping[str, float], devices: 
 
 
 def excess_of(one: Mapping[str, float], many: Mapping[str, float], devices: int) -> dict[str, float]:
-    """Compute the seconds of each part beyond an even division of one device's step."""
+    """Return by how many seconds each part exceeds the ideal.
+
+    The ideal time is the time on one device divided by `devices`.
+    """
     return {part: many[part] - one[part] / devices for part in many}
 
 
 def typical(parts_s: Sequence[dict[str, float]], whole_s: Sequence[float]) -> dict[str, float]:
-    """Compute the parts of a typical step, scaled to sum to the median step time.
+    """Compute the seconds of each part in a typical step.
 
-    The parts are means over the middle half of the steps. Medians of parts would not sum to the median step time.
+    The parts are means over the middle half of the steps, scaled so that they sum to the median step time. The medians
+    of the parts would not sum to the median step time.
     """
     order = sorted(range(len(whole_s)), key=lambda i: whole_s[i])
     quarter = len(order) // 4

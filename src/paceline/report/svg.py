@@ -1,7 +1,7 @@
-"""Figures of `charts` as SVG without JavaScript, for pages and for image files.
+"""SVG drawings of the figures in `charts`, for pages and image files. They need no JavaScript.
 
-Horizontal positions are percentages of the chart's width, so that a drawing fits every window without scaling text.
-Vertical positions are pixels. Paths have a separate coordinate system, which is stretched along x.
+Horizontal positions are percentages of the chart's width, so a drawing fits every window and its text keeps its size.
+Vertical positions are in pixels. Paths have their own coordinate system, which is stretched along x.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ T = TypeVar("T")
 _DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3", "long": "14 5"}
 _TURN = {"above": (-7, -9, "end"), "below": (7, 17, "start"), "left": (-7, 15, "end"), "right": (9, 4, "start")}
 _WIDE = 1000  # width of the coordinate system of paths
-_HINTS = 60  # largest number of hover texts of a curve
-_WIDTHS = (260, 440, 860)  # axis widths in pixels for choosing labels: phone, half page, full page
+_HINTS = 60  # largest number of tooltips of a curve
+_WIDTHS = (260, 440, 860)  # axis widths in pixels, for which labels are chosen: phone, half page, full page
 _FONT_PX, _LINE_PX = 13, 16
 _X_PX, _TITLE_PX = 22, 20  # heights of the labels and of the title under the x axis
 _KEY_PX = 22
-_MARGIN_PX = 20  # of an image, left and right together
+_MARGIN_PX = 20  # margin of an image, left and right together
 
 
 def chart(figure: Figure) -> Markup:
-    """Draw a figure with its legend as HTML. The page's style sheet styles it."""
+    """Draw a figure with its legend as HTML, for the style sheet of the pages."""
     legend = Markup("") if figure.panels or not figure.legend else _legend(figure.traces)
     return legend + Markup("").join(_block(panel) for panel in figure.panels or [figure])
 
@@ -40,7 +40,7 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
 
     Args:
         width: width of the picture in pixels.
-        title: text for people who cannot see the picture.
+        title: description for screen readers.
         style: style sheet for the elements of the drawing.
     """
     parts, height = [], 0
@@ -74,13 +74,13 @@ def picture(figure: Figure, width: int, title: str, style: str) -> str:
 
 
 def text_px(text: str) -> int:
-    """Estimate the width of a text in pixels, for unknown fonts."""
+    """Estimate the width of a text in pixels, because the font is not known."""
     widths = {**dict.fromkeys("il.,:;'| ", 0.36), **dict.fromkeys("mwMW%", 0.92)}
     return math.ceil(_FONT_PX * sum(widths.get(letter, 0.63) for letter in text))
 
 
 def _block(figure: Figure) -> Markup:
-    """Draw axes under their heading. The longest y label determines the margin."""
+    """Draw axes below their heading. The longest y label determines the left margin."""
     axes = _Axes(figure)
     heading = axes.heading or figure.y.title
     head = f'<div class="{"bold" if axes.heading else "ytitle"}">{escape(heading)}</div>' if heading else ""
@@ -98,7 +98,7 @@ def _legend(traces: Sequence[Points | Bars]) -> Markup:
 
 
 def _key(trace: Points | Bars) -> str:
-    """Draw the sample of a trace in a legend."""
+    """Draw the sample of a trace for the legend."""
     colour = _at(trace.colour, 0)
     if isinstance(trace, Bars) or trace.fill == "stack" or (trace.fill and not trace.width):
         look = "band" if not isinstance(trace, Bars) and trace.fill == "band" else "edge"
@@ -112,10 +112,11 @@ def _key(trace: Points | Bars) -> str:
 
 @dataclass
 class _Placed:
-    """A trace with the positions that depend on earlier traces.
+    """A trace with its start and end positions, which may depend on earlier traces.
 
     Attributes:
-        starts, ends: begin and end along x for bars, along y for a stacked area.
+        starts, ends: for bars, the start and end of each bar along x. For a stacked area, its lower and upper edge
+            along y at each point.
     """
 
     trace: Points | Bars
@@ -124,11 +125,11 @@ class _Placed:
 
 
 class _Axes:
-    """One set of axes and its contents."""
+    """A pair of axes with its traces."""
 
     def __init__(self, figure: Figure, width: int | None = None) -> None:
         self.figure = figure
-        # width of an image; a page hides labels by its style sheet
+        # an image has a fixed width; on a page, the style sheet hides labels that do not fit
         self.tier = len(_WIDTHS) if width is None else sum(width > each + 60 for each in _WIDTHS) - 1
         # a panel of bars has a title above, and no labels below
         self.heading = figure.x.title if figure.x.ticks is not None and not figure.x.ticks else ""
@@ -145,15 +146,15 @@ class _Axes:
         self.labels = [text for _, text in self.ticks_y]
 
     def x(self, value: float) -> float:
-        """Return the position along x, 0 to 1."""
+        """Return the position of a value along x, from 0 to 1."""
         return self._x(value)
 
     def y(self, value: float) -> float:
-        """Return the position along y in pixels, from the top."""
+        """Return the position of a value along y, in pixels from the top."""
         return self.bottom - self._y(value) * (self.bottom - self.top)
 
     def drawn(self) -> str:
-        """Draw all elements, from the lowest layer to the topmost."""
+        """Draw all elements, from the bottom layer to the top layer."""
         traces = "".join(map(self._trace, self.placed))
         notes = "".join(
             f'<text class="note{" bold" if note.bold else ""}" x="0" y="{self.y(note.y) + 4:.1f}">'
@@ -244,7 +245,7 @@ class _Axes:
             yield from self._mark(points, number, x, y)
 
     def _mark(self, points: Points, number: int, x: float, y: float) -> Iterator[str]:
-        """Draw a point's interval, its mark with the hint, and its label."""
+        """Draw the interval of a point, its mark with the tooltip, and its label."""
         place = f'x="{_percent(x)}"'
         if points.low and points.high and not points.fill:
             low, high = (self._height(end[number]) for end in (points.low, points.high))
@@ -266,7 +267,7 @@ class _Axes:
             yield _word(x, y, (dx, dy, anchor), points.words[number])
 
     def _hint(self, points: Points, number: int) -> str:
-        """Return the hover text of a point. A line without marks uses `_hints` instead."""
+        """Return the tooltip of a point. A line without marks has no tooltips at its points; see `_hints`."""
         if points.hints is not None:
             return points.hints[number] if points.hints else ""
         if not points.marks:
@@ -294,7 +295,7 @@ class _Axes:
     # The pointer
 
     def _hints(self) -> str:
-        """Draw invisible areas with hover texts of all curves' values."""
+        """Draw invisible areas whose tooltips show the values of all curves."""
         curves = [
             one.trace
             for one in self.placed
@@ -325,7 +326,7 @@ class _Axes:
 
 
 def number_text(value: float) -> str:
-    """Format a number with up to four significant digits, for axes and hints."""
+    """Format a number with up to four significant digits, for axes and tooltips."""
     if not math.isfinite(value):
         return str(value)
     if value and not 1e-4 <= abs(value) < 1e15:
@@ -337,7 +338,7 @@ def number_text(value: float) -> str:
 
 
 def _placed(figure: Figure) -> list[_Placed]:
-    """Compute the ends of every trace. A stacked trace begins at the end of the previous one."""
+    """Compute where every trace starts and ends. A stacked trace starts at the end of the previous trace."""
     found, reached, tops = [], dict[float, float](), list[float]()
     for trace in figure.traces:
         if isinstance(trace, Bars):
@@ -360,7 +361,7 @@ def _placed(figure: Figure) -> list[_Placed]:
 
 
 def _along(placed: _Placed, axis: str) -> Iterator[float | None]:
-    """Return the values of a trace that an axis must include."""
+    """Yield the values of a trace that must lie within an axis."""
     trace = placed.trace
     if isinstance(trace, Bars):
         if axis == "y":
@@ -394,14 +395,14 @@ def _span(axis: Axis, name: str, placed: Sequence[_Placed], more: Sequence[float
 
 
 def _scale(axis: Axis, span: tuple[float, float]) -> Callable[[float], float]:
-    """Return a function from values to positions between 0 and 1."""
+    """Return a function that maps values on an axis to positions between 0 and 1."""
     turn: Callable[[float], float] = math.log10 if axis.log else float
     first, last = turn(span[0]), turn(span[1])
     return lambda value: (turn(value) - first) / ((last - first) or 1.0)
 
 
 def _ticks(axis: Axis, span: tuple[float, float], count: float) -> list[tuple[float, str]]:
-    """Return ticks and labels: those given by the axis, or round numbers."""
+    """Return the ticks of the axis with labels, or else round numbers."""
     low, high = min(span), max(span)
     slack = 1e-9 * (high - low)
     if axis.ticks is not None:
@@ -422,7 +423,10 @@ def _ticks(axis: Axis, span: tuple[float, float], count: float) -> list[tuple[fl
 
 
 def _tiers(labels: Sequence[tuple[float, str]]) -> list[int | None]:
-    """Return, for each label, the narrowest of `_WIDTHS` in which it fits, or None."""
+    """Return for each label the narrowest of `_WIDTHS` at which the label fits.
+
+    The widths are given as indices. The entry is None if a label fits at no width.
+    """
     found: list[int | None] = [None] * len(labels)
     taken: list[tuple[float, int]] = []
     for tier, width in enumerate(_WIDTHS):
@@ -436,9 +440,9 @@ def _tiers(labels: Sequence[tuple[float, str]]) -> list[int | None]:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float | None], steps: bool = False) -> str:
-    """Draw a path through points.
+    """Return an SVG path through points.
 
-    A missing point gives a gap, and a point between two gaps a dot.
+    A missing point leaves a gap. A point between two gaps is drawn as a dot.
     """
     path, before = "", False
     for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
@@ -454,7 +458,7 @@ def _line(xs: Sequence[float], ys: Sequence[float | None], steps: bool = False) 
 
 
 def _area(xs: Sequence[float], tops: Sequence[float | None], floors: Sequence[float | None]) -> str:
-    """Draw paths around the areas between two curves, one for each range without gaps."""
+    """Return an SVG path around the area between two curves. Gaps divide the area."""
     path, stretch = "", list[tuple[float, float, float]]()
     for x, top, floor in [*zip(xs, tops, floors, strict=True), (0.0, None, None)]:
         if top is not None and floor is not None:
@@ -468,7 +472,7 @@ def _area(xs: Sequence[float], tops: Sequence[float | None], floors: Sequence[fl
 
 
 def _symbol(kind: str, size: float, colour: str) -> str:
-    """Draw a mark around the origin."""
+    """Draw a mark with its centre at the origin."""
     r = size / 2
     style = f'class="point" fill="{"none" if kind == "ring" else colour}" stroke="{colour}" stroke-width="1.5"'
     corners: dict[str, list[tuple[float, float]]] = {

@@ -1,4 +1,4 @@
-"""Page of `paceline sweep`: a table of all combinations, and the metric against the parameters."""
+"""Page of `paceline sweep`: a table of all combinations, and a chart of the metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.run.sweep.sweep import FINAL_STEPS, Sweep
 from paceline.units import Shown
 
 PAGE = "sweep.html"
-_WIDE = 30.0  # minimum ratio of largest to smallest value for a logarithmic axis
+_WIDE = 30.0  # smallest ratio of the largest to the smallest value for which an axis is logarithmic
 DEFINITIONS: Mapping[str, Definition] = {
     "sweep_metric": Definition(
         "metric", "The compared figure at the end of each run: median, lowest and highest value over the seeds."
@@ -98,7 +98,7 @@ def _chart(combinations: Sequence[Combination], keys: Sequence[str], metric: str
 
 
 class _Scale:
-    """Positions of a parameter's values on an axis: numbers by size, other values in sequence."""
+    """Positions of a parameter's values on an axis. Values that are not numbers are evenly spaced."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
@@ -107,11 +107,11 @@ class _Scale:
         self.values = values
 
     def at(self, value: Any) -> float:
-        """Return the position of a value on the axis, before any logarithm."""
+        """Return the position of a value on the axis, before a logarithm is taken."""
         return float(value) if self.names is None else float(self.names.index(shown(value)))
 
     def share(self, value: Any) -> float:
-        """Return the position of a value between the lowest (0) and the highest value (1)."""
+        """Return the relative position of a value: 0 for the lowest, 1 for the highest."""
         scaled = [self._scaled(v) for v in self.values]
         low, high = min(scaled), max(scaled)
         return (self._scaled(value) - low) / (high - low) if high > low else 0.5
@@ -121,12 +121,12 @@ class _Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]] | None:
-        """Labels of values that are not numbers; None for numbers."""
+        """Ticks with labels if the values are not numbers; None for numbers."""
         return None if self.names is None else [(float(i), name) for i, name in enumerate(self.names)]
 
 
 def _against(known: Sequence[Combination], key: str, metric: str, best: Sequence[int]) -> Figure:
-    """Draw the metric over one parameter, with the spread over the seeds."""
+    """Plot the metric over one parameter, with the range of values over the seeds."""
     scale = _Scale([c.parameters[key] for c in known])
     ordered = sorted(known, key=lambda c: scale.at(c.parameters[key]))
     values = [c.metric or 0.0 for c in ordered]
@@ -151,7 +151,7 @@ def _against(known: Sequence[Combination], key: str, metric: str, best: Sequence
 
 
 def _parallel(known: Sequence[Combination], keys: Sequence[str], metric: str, best: Sequence[int]) -> Figure:
-    """Draw parallel coordinates: one line per combination, from its parameters to the metric."""
+    """Plot parallel coordinates: each combination is a line through its parameters to its metric."""
     scales = {key: _Scale([c.parameters[key] for c in known]) for key in keys}
     of_metric = _Scale([c.metric for c in known])
     columns = [*short_names(keys), metric]
@@ -161,7 +161,9 @@ def _parallel(known: Sequence[Combination], keys: Sequence[str], metric: str, be
         height=360,
         legend=False,
     )
-    for c in sorted(known, key=lambda c: c.number in best):  # the best lines are drawn last, above the others
+    for c in sorted(
+        known, key=lambda c: c.number in best
+    ):  # the best combinations are drawn last, so that their lines are on top
         places = [*(scales[key].share(c.parameters[key]) for key in keys), of_metric.share(c.metric)]
         is_best = c.number in best
         hint = f"{titled(c.parameters)}\n{metric} {c.metric:.4g}"

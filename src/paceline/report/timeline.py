@@ -1,4 +1,4 @@
-"""Timeline of a run's steps: the parts of all ranks on one clock."""
+"""Timeline of a run's steps, in which all ranks share one clock."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paceline.planning.sync_info import sync_info
 from paceline.report.run_record import RunRecord
 from paceline.run.record.run import Run
 
-# The order in which the parts of a step are drawn. A checkpoint that delays a step begins before its data, …
+# The order in which the parts of a step are drawn. A checkpoint that delays a step begins before the wait for data.
 _ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "comm", "optimizer")
-# … and replicas that take local steps exchange parameters after the update.
+# Replicas that take local steps exchange parameters after the update.
 _LOCAL_ORDER = ("checkpoint", "data", "compute", "bubble", "imbalance", "optimizer", "comm")
 assert set(_ORDER) == set(_LOCAL_ORDER) == set(PARTS)
 # Shorter gaps between two steps count as zero.
 LEAST_GAP_S = 2e-3
-_AROUND = 50  # number of steps before and after the requested ones, used to align the clocks
-_SCATTER = 3.0  # in median deviations
+_AROUND = 50  # number of steps before and after the requested steps that help to align the clocks
+_SCATTER = 3.0  # smallest corrected clock difference, in median deviations
 _RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 
 
 class StepRange(NamedTuple):
-    """Requested steps: the newest `newest`, or those from `first` to `last`."""
+    """Range of steps: either the latest `newest` steps, or the steps from `first` to `last`."""
 
     newest: int | None = None
     first: int = 0
@@ -37,17 +37,17 @@ class StepRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> StepRange:
-        """Read `3` (the newest three) or `40-42`.
+        """Parse a range such as `3` (the latest three steps) or `40-42`.
 
         Raises:
-            ValueError: the text has another form; the message shows the valid forms.
+            ValueError: the text is neither a number of steps nor a range of steps.
         """
         match = _RANGE.fullmatch(text.strip())
         if match is not None and match[2] is None and int(match[1]) > 0:
             return cls(int(match[1]))
         if match is not None and match[2] is not None and 0 < int(match[1]) <= int(match[2]):
             return cls(None, int(match[1]), int(match[2]))
-        raise ValueError(f"{text!r} is neither a number of steps, such as 3, nor a range of them, such as 40-42")
+        raise ValueError(f"{text!r} is neither a number of steps, such as 3, nor a range of steps, such as 40-42")
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class RankStep:
     """One step of one rank.
 
     Attributes:
-        start_s: start of the step, in seconds from the timeline's origin.
-        parts_s: seconds of each of `PARTS`, in drawing order. If all ranks share one clock, the wait for others ends
-            when the last rank arrives; otherwise it is taken from the record.
-        line: line of the step in the record.
+        start_s: start of the step, in seconds since the timeline's origin.
+        parts_s: seconds of each of `PARTS`, in drawing order. If all ranks share one clock, the part `imbalance` ends
+            when the last rank arrives. Otherwise, its length is taken from the record.
+        line: line of the step in the rank's steps file.
     """
 
     rank: int
@@ -69,11 +69,14 @@ class RankStep:
 
     @property
     def end_s(self) -> float:
-        """End of the step, in seconds from the timeline's origin."""
+        """End of the step, in seconds since the timeline's origin."""
         return self.start_s + sum(self.parts_s.values())
 
     def place(self, part: str) -> tuple[float, float]:
-        """Return start and end of a part. Several occurrences are summed and drawn once."""
+        """Return the start and end of a part.
+
+        If a part occurs several times in a step, its total time is drawn once.
+        """
         start_s = self.start_s
         for name, seconds in self.parts_s.items():
             if name == part:
@@ -83,17 +86,20 @@ class RankStep:
 
     @property
     def synced_s(self) -> float:
-        """Time at which the rank received the results of the exchange."""
+        """Time at which the rank received the results of the exchange.
+
+        It is given in seconds since the timeline's origin.
+        """
         return self.place("comm")[1]
 
     @property
     def after_sync_s(self) -> dict[str, float]:
-        """Seconds of the parts after the step's communication."""
+        """Seconds of each part that follows the step's communication."""
         names = list(self.parts_s)
         return {name: self.parts_s[name] for name in names[names.index("comm") + 1 :]}
 
     def moved(self, seconds: float) -> RankStep:
-        """Return the step with times on another clock."""
+        """Return the step, shifted by `seconds` to another clock."""
         return replace(self, start_s=self.start_s + seconds)
 
 
@@ -102,16 +108,16 @@ class Timeline:
     """Steps of all ranks on the clock of the first host.
 
     Attributes:
-        origin_s: Unix time of the timeline's zero.
-        ranks: the requested steps, by rank, in order.
-        before: the step before the requested ones, by rank, if recorded.
-        exchanged: steps with an exchange between all ranks, in which the ranks wait for each other.
-        events: time in seconds and event, for events during the steps.
-        spread_s: remaining difference, in seconds, between the times at which hosts leave an exchange after their
-            clocks are aligned. None if there is one clock.
-        hosts: host of each rank; empty on one host.
-        gaps: one sentence for each gap in the record.
-        noun: name of a step.
+        origin_s: Unix time at which the timeline is zero.
+        ranks: for each rank, its requested steps in order.
+        before: for each rank, the step before the first requested step, if it was recorded.
+        exchanged: numbers of the steps in which all ranks exchange data, and thus wait for each other.
+        events: events during the steps, each with its time in seconds since the origin.
+        spread_s: typical difference, in seconds, between the times at which hosts leave an exchange, after their clocks
+            have been aligned. None if all ranks share one clock.
+        hosts: host of each rank; empty if there is only one host.
+        gaps: sentences about the gaps in the record.
+        noun: what a step is called: `step` or `round`.
     """
 
     plan: Plan
@@ -128,27 +134,27 @@ class Timeline:
 
     @property
     def first(self) -> int:
-        """Number of the first step."""
+        """Number of the first step in the timeline."""
         return min(steps[0].step for steps in self.ranks.values())
 
     @property
     def last(self) -> int:
-        """Number of the last step."""
+        """Number of the last step in the timeline."""
         return max(steps[-1].step for steps in self.ranks.values())
 
     @property
     def steps(self) -> int:
-        """Number of different steps."""
+        """Count of the steps in the timeline."""
         return len({step.step for steps in self.ranks.values() for step in steps})
 
     @property
     def what(self) -> str:
-        """The steps as text, such as `steps 40 to 42`."""
+        """Name of the steps, such as `steps 40 to 42`."""
         return f"{self.noun} {self.first:,}" if self.steps == 1 else f"{self.noun}s {self.first:,} to {self.last:,}"
 
     def events_between(self, start_s: float, end_s: float) -> list[str]:
-        """List the distinct kinds of events in a time interval."""
-        # an event is written at its end, with a rounded time
+        """Return the distinct kinds of events in a time interval."""
+        # an event is recorded when it ends, with a rounded time
         return list(dict.fromkeys(e["event"] for s, e in self.events if start_s - 1e-3 < s < end_s + 1e-3))
 
 
@@ -156,7 +162,7 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
     """Build the timeline of the requested steps.
 
     Raises:
-        RunError: the run has none of these steps with times.
+        RunError: the run recorded no times for the requested steps.
     """
     record = RunRecord.read(run)
     timed = {rank: [line for line in lines if line["step_s"] > 0] for rank, lines in record.ranks.items()}
@@ -198,17 +204,17 @@ def timeline_of(run: Run, wanted: StepRange) -> Timeline:
 
 
 def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: StepRange) -> tuple[int, int]:
-    """Return the first and last step to show."""
+    """Return the numbers of the first and last step to show."""
     counts = Counter(line["step"] for lines in timed.values() for line in lines)
     if not counts:
         raise RunError(
             "report.no_timeline",
-            "{run} has no step with times yet, so it has no timeline. On accelerators, the times of a step are "
-            "known one step later.",
+            "{run} has recorded no step times yet, so it has no timeline. On accelerators, the times of a step are "
+            "recorded one step later.",
             run=run.path,
         )
     if wanted.newest is not None:
-        # the newest step that all ranks have finished, or else the most ranks of any step
+        # the latest step that all ranks have finished, or else the latest step that most ranks have finished
         most = max(counts.values())
         last = max(step for step, count in counts.items() if count == most)
         shown = sorted(step for step in counts if step <= last)[-wanted.newest :]
@@ -217,7 +223,8 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
     if not there:
         raise RunError(
             "report.steps_not_recorded",
-            "{run} has no step with times from {first:,} to {last:,}; it has steps {earliest:,} to {latest:,}",
+            "{run} has no times for steps {first:,} to {last:,}. Its recorded times begin at step {earliest:,} and "
+            "end at step {latest:,}.",
             run=run.path,
             first=wanted.first,
             last=wanted.last,
@@ -228,7 +235,7 @@ def _bounds(run: Run, timed: Mapping[int, Sequence[Mapping[str, Any]]], wanted: 
 
 
 def _placed(rank: int, lines: Sequence[Mapping[str, Any]], origin_s: float, order: Sequence[str]) -> list[RankStep]:
-    """Place a rank's steps on the rank's own clock."""
+    """Compute where a rank's steps lie on the rank's own clock."""
     parts = [{part: max(float(line[f"{part}_s"]), 0.0) for part in order} for line in lines]
     lengths_s = [sum(found.values()) for found in parts]
     ends_s = _ends([float(line["time"]) - origin_s for line in lines], lengths_s)
@@ -242,9 +249,9 @@ def _placed(rank: int, lines: Sequence[Mapping[str, Any]], origin_s: float, orde
 def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]:
     """Compute the ends of steps from their durations and the times of their lines.
 
-    A line is written some time after its step's end. Each step begins at the end of the previous step, unless an
-    evaluation or the like comes between, which only adds time. The smallest delay of all later lines therefore gives
-    the offset between the sum of durations and the clock.
+    Each line is written shortly after its step has ended. Each step begins when the previous step ends, unless other
+    work, such as an evaluation, comes between them. Such work only adds time, so the smallest delay among the later
+    lines gives the offset between the summed durations and the clock.
     """
     ends_s, late_s, sum_s = [], [], 0.0
     for written, length in zip(written_s, lengths_s, strict=True):
@@ -262,7 +269,10 @@ def _ends(written_s: Sequence[float], lengths_s: Sequence[float]) -> list[float]
 
 
 def _exchanged(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) -> frozenset[int]:
-    """Find steps with an exchange of all ranks; in other steps, their losses differ."""
+    """Find the steps in which all ranks exchange data.
+
+    Unless every step has an exchange, these are the steps in which all ranks record the same loss.
+    """
     losses: dict[int, list[Any]] = {}
     for steps in placed.values():
         for step in steps:
@@ -276,11 +286,11 @@ def _exchanged(placed: Mapping[int, Sequence[RankStep]], *, every_step: bool) ->
 def _shifts(
     placed: Mapping[int, Sequence[RankStep]], hosts: Mapping[int, str], exchanged: Iterable[int]
 ) -> tuple[dict[int, float], float | None]:
-    """Compute corrections of the ranks' clocks, and the remaining difference between hosts.
+    """Return the correction of each rank's clock, and the difference that remains between hosts.
 
-    Ranks of one host share a clock. Ranks of several hosts leave an exchange at about the same time, which aligns the
-    clocks. The first rank of each host to leave counts, because some ranks wake up late. Clocks that differ by less
-    than the scatter of these times are not corrected.
+    Ranks on one host share a clock. The clocks of hosts are aligned by exchanges, because all ranks leave an exchange
+    at about the same time. For each host, only the first rank that leaves is considered, because other ranks may wake
+    up late. A clock is corrected only if its difference exceeds the scatter of these times.
 
     Args:
         hosts: host of each rank; empty if all ranks share one clock.
@@ -304,9 +314,9 @@ def _shifts(
 
 
 def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], exchanged: Iterable[int]) -> dict[int, list[RankStep]]:
-    """Correct the steps so that ranks wait until the last rank arrives.
+    """Correct the waits, so that each rank waits until the last rank arrives.
 
-    The record assumes that all ranks left the previous exchange together, but on busy cores some wake up late.
+    The record assumes that all ranks left the previous exchange together. On busy cores, some ranks wake up late.
     """
     arrived = dict.fromkeys(exchanged, float("-inf"))
     for steps in placed.values():
@@ -317,7 +327,7 @@ def _waits_by_clock(placed: Mapping[int, Sequence[RankStep]], exchanged: Iterabl
 
 
 def _waiting(step: RankStep, until_s: float | None) -> RankStep:
-    """Set the time at which a step's wait ends. The remainder is communication."""
+    """Set the time at which the wait in a step ends. The rest of the exchange is communication."""
     if until_s is None:
         return step
     whole_s = step.parts_s["imbalance"] + step.parts_s["comm"]
@@ -326,7 +336,7 @@ def _waiting(step: RankStep, until_s: float | None) -> RankStep:
 
 
 def _hosts(run: Run, ranks: Iterable[int]) -> dict[int, str]:
-    """Return the host of each rank, as placed at the start."""
+    """Return the host of each rank, as placed at the start of the run."""
     hosts = run.cluster.hosts
     if len(hosts) < 2:
         return {}

@@ -1,6 +1,6 @@
-"""Traces for Perfetto: a timeline with its critical path, or torch's operations.
+"""Traces for Perfetto: the timeline of a run with its critical path, or torch operations.
 
-The format is that of the Trace Event Format document: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+The files have the Trace Event Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.run.tuning.calibrate import PHASE, STEP
 from paceline.text import listed
 from paceline.units import count, percent, seconds
 
-# Processes of the trace. Perfetto reserves process 0.
+# Process numbers in the trace. Perfetto reserves process 0.
 _PATH, _RUN, _FIRST_RANK = 1, 2, 10
 _COUNTERS = {
     "memory_bytes": ("memory", "bytes"),
@@ -37,10 +37,10 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(path: CriticalPath, file: Path, about: Mapping[str, Any]) -> Path:
-    """Write the trace of a timeline.
+    """Write a timeline and its critical path as a trace file.
 
     Args:
-        about: subject of the trace, for its metadata.
+        about: metadata that the trace includes, such as the job and the plan.
 
     Raises:
         RunError: the file cannot be written.
@@ -63,9 +63,9 @@ def write_trace(path: CriticalPath, file: Path, about: Mapping[str, Any]) -> Pat
 
 
 def trace_events(path: CriticalPath) -> Iterator[TraceEvent]:
-    """Return trace events of a timeline and its critical path.
+    """Yield the trace events of a timeline and its critical path.
 
-    Each rank is a process of the trace. Steps are slices, in which their parts are nested.
+    Each rank is a process in the trace. Each step is a slice that contains the slices of its parts.
     """
     timeline = path.timeline
     yield from _track(_PATH, "critical path", "what is waited for")
@@ -110,17 +110,16 @@ def _step(step: RankStep, noun: str) -> Iterator[TraceEvent]:
 
 
 def _losses(timeline: Timeline) -> Iterator[TraceEvent]:
-    """Return the loss recorded by the lowest rank."""
+    """Yield the losses that the lowest rank has recorded."""
     for step in timeline.ranks[min(timeline.ranks)]:
         if step.line.get("loss") is not None:
             yield {"ph": "C", "name": "loss", **_at(_RUN, step.end_s), "args": {"of the batch": step.line["loss"]}}
 
 
 def _arrows(path: CriticalPath) -> Iterator[TraceEvent]:
-    """Draw arrows from the last rank at an exchange to the ranks that waited.
+    """Yield arrows from the last rank at each exchange to the ranks that waited.
 
-    An arrow begins in the slice that ends at the arrival, and ends in the slice that follows the wait. Each end of an
-    arrow belongs to the slice that is open at that time.
+    An arrow begins in the last rank's slice before the exchange. It ends in the waiting rank's slice after the wait.
     """
     numbers = iter(range(1, 2**31))
     for arrival in path.arrivals:
@@ -138,7 +137,7 @@ def _arrows(path: CriticalPath) -> Iterator[TraceEvent]:
 
 
 def _first_drawn(step: RankStep, parts: Iterable[str]) -> float | None:
-    """Return the start of the first part with room for an arrow, or None."""
+    """Return the start of the first part that is long enough for an arrow."""
     places = (step.place(part) for part in parts)
     return next((start_s for start_s, end_s in places if _ns(end_s) - _ns(start_s) > 1), None)
 
@@ -160,7 +159,7 @@ def _at(process: int, seconds: float) -> TraceEvent:
 
 
 def _ns(seconds: float) -> int:
-    """Round to nanoseconds, so that adjacent slices meet exactly."""
+    """Round to whole nanoseconds. Adjacent slices then meet exactly."""
     return round(seconds * 1e9)
 
 
@@ -169,10 +168,15 @@ def _is_finite(value: Any) -> bool:
 
 
 def _told(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of an event, and its readable sentence."""
+    """Return the values of an event, with a sentence that describes the event."""
     try:
         sentence = event_sentence(dict(event))
-    except (KeyError, TypeError, ValueError, AttributeError):  # an event from another version, or edited by hand
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # the event was written by another version, or edited by hand
         sentence = None
     plain = {
         key: value
@@ -182,19 +186,19 @@ def _told(event: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, **({"sentence": sentence} if sentence else {})}
 
 
-_EACH = 1000  # processes per rank in the trace: one for the rank, and others for its devices
-_NOT_ITS_OWN = ("Spans", "Traces")  # processes with the profiler's own bounds
+_EACH = 1000  # process numbers per rank in the trace: one for the rank, the others for its devices
+_NOT_ITS_OWN = ("Spans", "Traces")  # processes with which the profiler marks its own start and end
 _ARROWS = "stf"
-_BESIDE = 1 << 24  # number of the first thread for overlapping slices
+_BESIDE = 1 << 24  # number of the first thread for slices that would overlap others
 _ROUNDING_US = 0.01
 
 
 def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Mapping[str, Any]) -> Path:
-    """Write the traces of all ranks as one.
+    """Merge the traces of all ranks into one file.
 
     Args:
-        traces: traces of torch's profiler by rank, all on the clock of one machine.
-        about: subject of the trace, for its metadata.
+        traces: traces of torch's profiler, one for each rank. All ranks must share the clock of one machine.
+        about: metadata that the trace includes, such as the job and the plan.
 
     Raises:
         RunError: the file cannot be written.
@@ -205,7 +209,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
         for rank, trace in enumerate(traces)
         for event in _of_rank(rank, trace, (int(trace["baseTimeNanoseconds"]) - base_ns) / 1e3)
     ]
-    # times in microseconds since 1970 would lose precision
+    # times since 1970 in microseconds would lose precision
     first_us = min(event["ts"] for event in events if event["ph"] == "X")
     for event in events:
         event["ts"] = max(round(event["ts"] - first_us, 3), 0.0)
@@ -228,7 +232,7 @@ def write_operations(traces: Sequence[Mapping[str, Any]], file: Path, about: Map
 
 
 def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[TraceEvent]:
-    """Move a rank's events to the common clock, with unique processes and arrows."""
+    """Yield a rank's events on the common clock, with unique process and arrow numbers."""
     steps = [event for event in trace["traceEvents"] if _is_step(event)]
     own = steps[0]["pid"] if steps else None
     processes: dict[Any, int] = {own: (rank + 1) * _EACH}
@@ -238,7 +242,7 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[T
         process = processes.setdefault(event["pid"], (rank + 1) * _EACH + len(processes))
         changes: TraceEvent = {"pid": process, "ts": event.get("ts", 0.0) + shift_us}
         if event["ph"] in _ARROWS and isinstance(event.get("id"), int):
-            changes["id"] = event["id"] + (rank << 32)  # a number, because Perfetto requires numeric ids of arrows
+            changes["id"] = event["id"] + (rank << 32)  # Perfetto requires numeric ids of arrows
         if event["ph"] == "M" and event["name"] == "process_name":
             what = "" if event["pid"] == own else f": {event['args'].get('name', '')}"
             changes["args"] = {"name": f"rank {rank}{what}"}
@@ -248,10 +252,10 @@ def _of_rank(rank: int, trace: Mapping[str, Any], shift_us: float) -> Iterator[T
 
 
 def _nested(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """Move slices that overlap others without being nested to other tracks.
+    """Move slices that overlap other slices, but are not nested in them, to separate tracks.
 
-    Yields the names of these tracks. Another thread may report the end of a collective long after the operation that
-    began it has ended, and Perfetto drops such slices.
+    Perfetto drops overlapping slices. Such slices occur if another thread reports the end of a collective long after
+    the operation that started it. The function yields the names of the new tracks.
     """
     threads: defaultdict[tuple[int, Any], list[TraceEvent]] = defaultdict(list)
     for event in events:
@@ -280,10 +284,10 @@ def _nested(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
 
 
 def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) -> list[str]:
-    """Describe the profiled step time, and each rank's longest operations and collectives.
+    """Describe the profiled step time, and the longest operations of each rank.
 
     Args:
-        recorded_s: seconds of a step in the run.
+        recorded_s: step time of the run without the profiler, in seconds.
     """
     lengths = [[event["dur"] / 1e6 for event in trace["traceEvents"] if _is_step(event)] for trace in traces]
     steps, step_s = len(lengths[0]), fmean(length for of in lengths for length in of)
@@ -297,9 +301,9 @@ def operations_in_words(traces: Sequence[Mapping[str, Any]], recorded_s: float) 
 
 
 def _own_us(events: Sequence[TraceEvent]) -> Counter[str]:
-    """Sum each operation's microseconds within the steps, without nested operations.
+    """Return each operation's total microseconds within the steps, without nested operations.
 
-    Time outside operations, such as waiting, is listed under the phase of the step.
+    Time outside operations, such as waiting, is assigned to the phase of the step.
     """
     found: Counter[str] = Counter()
     for slices in _by_thread(events).values():
