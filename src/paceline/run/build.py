@@ -1,4 +1,4 @@
-"""Model, data share and engine of a run, built from its job and plan."""
+"""Construction of a run's model, data loader and engine from its job and plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def check_device(run: Run, group: Group) -> None:
-    """Refuse a group whose devices are not those of the run's cluster."""
+    """Refuse a group whose device type differs from the cluster's."""
     if run.cluster.kind != group.device.type:
         raise ClusterError(
             "device.torch_without",
@@ -49,7 +49,7 @@ def check_device(run: Run, group: Group) -> None:
 def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
     """Build the job's model with the job's seed.
 
-    It is on the meta device if the plan divides it.
+    If the plan divides the model, the model is built on the meta device.
     """
     seed_all(job.seed)
     if not plan.splits:
@@ -62,12 +62,12 @@ def built(job: Job, plan: Plan) -> nn.Module | DeferredModel:
 def begin_engine(
     job: Job, plan: Plan, data: DataSets, group: Group, build: Callable[[], nn.Module | DeferredModel] | None = None
 ) -> RankEngine:
-    """Make this rank's engine for a job that begins: `build_engine`, with a model built here.
+    """Build the model and this rank's engine for a job that begins.
 
-    The model is built after the loader processes have started, so it is not in their memory.
+    The model is built after the loader processes have been forked, so they do not share its memory.
 
     Args:
-        build: builds the model; None is `built`.
+        build: function that builds the model; None selects `built`.
     """
     mesh = Mesh.of(plan, group)
     loader = loader_of(job, mesh, data, plan.num_workers)
@@ -89,14 +89,14 @@ def build_engine(
     *,
     goes_on: bool = False,
 ) -> RankEngine:
-    """Make this rank's engine for a job: its model part, optimizer, loss and data share.
+    """Build this rank's engine for a job, from an existing model.
 
     Args:
         optimizer: optimizer of a whole model that an earlier generation of the run trained; None makes a new one.
         goes_on: whether the model continues from an earlier generation; if not, it begins with the job's weights.
 
     Raises:
-        PlanError: the plan cannot divide this model, or has another number of ranks.
+        PlanError: the plan cannot divide this model, or its number of ranks differs from the group's.
     """
     mesh = Mesh.of(plan, group)
     return _engine(job, plan, model, mesh, loader_of(job, mesh, data, plan.num_workers), optimizer, goes_on=goes_on)
@@ -177,9 +177,9 @@ def _kept(buffers: dict[str, Tensor], source: WeightSource) -> dict[str, Tensor]
 
 
 def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loader:
-    """Return this data-parallel rank's share of the data.
+    """Return the loader of this data-parallel rank's share of the training set.
 
-    `num_workers` processes read it; 0 uses the number in the job.
+    `num_workers` is the number of loader processes; 0 uses the job's number.
     """
     hosts = mesh.data_rank_hosts
     host_samples = _host_samples(job, data, mesh.world)
@@ -200,9 +200,9 @@ def loader_of(job: Job, mesh: Mesh, data: DataSets, num_workers: int = 0) -> Loa
 
 
 def predicted_state_bytes(job: Job, engine: RankEngine) -> int:
-    """Return predicted bytes of this rank's parameters, gradients and optimizer state.
+    """Predict the bytes of this rank's parameters, gradients and optimizer state.
 
-    The recorder writes the measured bytes.
+    The run's record also has the measured bytes, for comparison.
     """
     held = engine.named_parameters()
     parts = engine.parts or {name: Part(name, ShardLayout.whole(p.shape)) for name, p in held.items()}
@@ -213,14 +213,14 @@ def seed_all(seed: int) -> None:
     """Seed all random number generators that models and data sets use."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # the same, without the caller traces that torch keeps for each kind of accelerator
+    else:  # `torch.manual_seed` would also record a stack trace for every kind of accelerator
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _host_samples(job: Job, data: DataSets, group: Group) -> list[int] | None:
-    """Return the number of samples per host if hosts have their own files; else None."""
+    """Return each host's number of samples if hosts have their own files; else None."""
     if not job.partition.host_files:
         return None
     lengths = group.gather_json(len(data.train))  # type: ignore[arg-type]

@@ -26,19 +26,21 @@ from paceline.state.manifest import checkpoints
 from paceline.state.reader import Loaded, load_latest
 from paceline.state.writer import Checkpointer, Snapshot
 
-# of the time between two checkpoints: after a longer wait for one, the next begins earlier
+# If training waits longer than both limits for a checkpoint, the next checkpoint begins earlier. The limits are a
+# fraction of the time between two checkpoints, and seconds.
 _WORTH_IT, _WORTH_IT_S = 0.01, 2.0
-_PACE = 10.0  # writing during training takes this many times as long as writing alone
+_PACE = 10.0  # factor by which writing takes longer during training than alone
 
 
 class CheckpointSchedule:
-    """Schedule of a rank's checkpoints; begins them, waits for them, and retries failures.
+    """Schedule of a rank's checkpoints: when they begin, waits, and failures.
 
-    With `every_steps`, training never gets more than this number of steps ahead of the last whole checkpoint: it waits
-    for the checkpoint that is being written. If that wait is long, the next checkpoint begins some steps earlier.
+    With `every_steps`, training is never more than that number of steps ahead of the last complete checkpoint.
+    Training waits for the current checkpoint if necessary. After a long wait, the next checkpoint begins some steps
+    earlier.
 
     Attributes:
-        at: the step of the newest checkpoint begun; -1 before the first.
+        at: step at which the newest checkpoint began; -1 before the first checkpoint.
     """
 
     def __init__(
@@ -50,24 +52,24 @@ class CheckpointSchedule:
     ) -> None:
         self.checkpointer, self.rule, self.signals, self.report = checkpointer, rule, signals, report
         self.at = -1
-        self._whole = 0  # step of the newest checkpoint that existed when training began, or 0
+        self._whole = 0  # step of the newest complete checkpoint when training began, or 0
         self._failures = 0  # consecutive failures
-        self._clock_s = 0.0  # clock of the stop rule when the newest one began
+        self._clock_s = 0.0  # clock of the stop rule when the newest checkpoint began
         self._begun = time.monotonic()
         self._lead_steps = 0  # on rank 0: number of steps by which the next checkpoint begins earlier
-        self._early = False  # whether the newest one was early
-        self._in_flight = False  # until the newest one's tensors are released and its writer has ended
+        self._early = False  # whether the newest checkpoint began early
+        self._in_flight = False  # True until the newest checkpoint's tensors are released and its writer has ended
         self._released = True
 
     def resumed(self, step: int, clock_s: float) -> None:
-        """Note that training continues from the checkpoint of `step`, or begins."""
+        """Record that training begins, or continues from the checkpoint of `step`."""
         self.at = self._whole = step
         self._clock_s, self._begun = clock_s, time.monotonic()
 
     def ask(self, step: int, clock_s: float) -> None:
-        """On rank 0, vote for a checkpoint after `step`.
+        """On rank 0, vote for a checkpoint after `step` if one is wanted.
 
-        It is due by the clock, or early because the last one took long.
+        A checkpoint is wanted when the interval in seconds has passed, or earlier if the last checkpoint took long.
         """
         every = self.rule.every_steps
         if every is None:
@@ -79,12 +81,12 @@ class CheckpointSchedule:
             self.signals.vote("checkpoint")
 
     def falls_on(self, step: int) -> bool:
-        """Return True if a checkpoint may be due after `step` by the step number alone."""
+        """Return True if the step number alone may make a checkpoint due after `step`."""
         every = self.rule.every_steps
         return every is not None and (step % every == 0 or step - max(self.at, 0) >= every)
 
     def due(self, step: int, votes: dict[str, int]) -> bool:
-        """Return True if a checkpoint begins after `step`; equal votes give equal results."""
+        """Return True if a checkpoint begins after `step`; the same on all ranks."""
         every = self.rule.every_steps
         if every is None:
             return "checkpoint" in votes
@@ -94,7 +96,7 @@ class CheckpointSchedule:
         return asked or (step % every == 0 and not shortly_after) or step - max(self.at, 0) >= every
 
     def begin(self, step: int, snapshot: Snapshot, clock_s: float) -> None:
-        """Begin a checkpoint, which is written during the next steps."""
+        """Begin a checkpoint; it is written while the next steps run."""
         self.settle()
         self.at = step
         self._clock_s, self._begun = clock_s, time.monotonic()
@@ -102,13 +104,13 @@ class CheckpointSchedule:
         self.checkpointer.save(step, snapshot)
 
     def release(self) -> None:
-        """Wait until the weights may change."""
+        """Wait until the current checkpoint has copied the weights, so they may change."""
         if self._in_flight:
             self.checkpointer.release()
             self._released = True
 
     def before_update(self, step: int) -> None:
-        """Wait until the weights may change and `step` may complete."""
+        """Wait until the weights may change and the checkpoint interval allows `step`."""
         if not self._in_flight:
             return
         self.release()
@@ -128,20 +130,20 @@ class CheckpointSchedule:
         """Count a checkpoint that failed in the background.
 
         Raises:
-            CheckpointError: the job's limit of consecutive failures is reached.
+            CheckpointError: the number of consecutive failures has reached the job's limit.
         """
         if self._in_flight:
-            # checked first: a writer that has ended has stored its error
+            # check `busy` before `poll`: a writer stores its error before it ends
             over = self._released and not self.checkpointer.busy
             self._note(self.checkpointer.poll)
             self._in_flight = not over
 
     def settle(self) -> None:
-        """Wait for the current checkpoint; a failure is counted as in `poll`."""
+        """Wait for the current checkpoint; count a failure as `poll` does."""
         self._note(self.checkpointer.close)
 
     def finish(self) -> None:
-        """Finish the last checkpoint of the run, which must not fail.
+        """Finish the run's last checkpoint, and raise its failure.
 
         Raises:
             CheckpointError: the checkpoint failed.
@@ -153,7 +155,7 @@ class CheckpointSchedule:
             look()
         except CheckpointError as error:
             if self.checkpointer.rank != 0:
-                return  # rank 0 reads the reason while it waits for this rank's part, and reports it
+                return  # rank 0 waits for this rank's part, and reports the failure
             self._failures = 1 if self.checkpointer.completed > self._whole else self._failures + 1
             self._whole = max(self._whole, self.checkpointer.completed)
             most = self.rule.max_failures
@@ -170,26 +172,26 @@ class CheckpointSchedule:
             self.report("checkpoint_failed", details)
 
 
-# consecutive rewinds without a new checkpoint between them
+# maximum number of rewinds in a row without a new checkpoint
 MAX_REWINDS = 3
 
 
 class Stateful(Protocol):
-    """Part of the loop whose state is in checkpoints, as JSON values."""
+    """Part of the loop whose state checkpoints save as JSON values."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Checkpoints:
-    """Checkpoints of a run: saves it when due, and restores it.
+    """Checkpoints of a run: saving, resuming, and rewinding after a bad step.
 
     Attributes:
-        writer: writes this rank's part of each checkpoint.
-        saving: schedule of the checkpoints, and handling of failures.
-        memory: the last good state in memory; None if the job does not rewind.
-        rejected: steps whose batch a rewind skips.
-        further: other parts of the loop with a state, by their names in a checkpoint.
+        writer: writer of this rank's part of each checkpoint.
+        saving: schedule of the checkpoints.
+        memory: copy of the last good state; None if the job does not rewind.
+        rejected: steps whose batches are skipped since a rewind.
+        further: other parts of the loop that have state, by their names in a checkpoint.
     """
 
     def __init__(
@@ -222,16 +224,16 @@ class Checkpoints:
         self._rewinds = 0
 
     def after_step(self, info: StepInfo) -> None:
-        """Begin a due checkpoint, unless the run ends and saves one anyway."""
+        """Begin a checkpoint if it is due, except after the run's last step."""
         due = self.saving.due(info.result.step, info.result.votes) and info.ending is None
-        if due and self.saving.at != info.result.step:  # the best one is already saved
+        if due and self.saving.at != info.result.step:  # the best checkpoint may already be of this step
             self.save()
         if self.memory is not None and info.ending is None and self.memory.after_step(info, self._values):
             self._rewinds = 0
             self.engine.meter.mark(CHECKPOINT)
 
     def begin(self) -> None:
-        """Take a state to rewind to before the first step, if the job rewinds."""
+        """Before the first step, save a state to rewind to, if the job rewinds."""
         if self.memory is None:
             return
         if self.saving.at < 0:
@@ -239,7 +241,7 @@ class Checkpoints:
         self.memory.take(self._values())
 
     def save(self) -> None:
-        """Begin a checkpoint of the current state; it is written during the next steps."""
+        """Begin a checkpoint of the current state; it is written while the next steps run."""
         self.engine.on_phase("checkpoint", self.engine.step_count)
         saved = snapshot(self.engine, self._values())
         saved.protected = None if self.stop.best is None else self.stop.best.step
@@ -254,7 +256,7 @@ class Checkpoints:
         self.saving.finish()
 
     def resume(self) -> bool:
-        """Resume from the newest whole checkpoint; return False if there is none."""
+        """Resume from the newest complete checkpoint; return False if there is none."""
         loaded = self._newest()
         if loaded is None:
             return False
@@ -267,27 +269,27 @@ class Checkpoints:
             if self.engine.step_count != loaded.step:
                 raise ValueError(f"step {self.engine.step_count!r}")
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            # The checkpoint is whole, but no version of paceline writes this form.
+            # The checkpoint's files are intact, but no version of paceline writes such values.
             text = f"{loaded.path} holds values that no run writes ({error!r:.200})"
             raise CheckpointError(
                 "checkpoint.unusable",
-                "{reason}. Remove that folder to continue from the previous checkpoint.",
+                "{reason}. Remove this folder to continue from the previous checkpoint.",
                 reason=text,
             ) from error
         self.saving.resumed(loaded.step, self.stop.elapsed_s)
         return True
 
     def _refuse_other_data(self, saved: list[int] | None) -> None:
-        """Refuse a changed data set.
+        """Refuse to resume with a changed data set.
 
-        Its split into training and validation samples differs, so the run would train on validation samples.
+        Its split into training and validation samples differs, so the run would train on earlier validation samples.
         """
         if (what := changed_data(saved, self._fingerprint)) is None:
             return
         raise DataError(
             "data.changed",
             "the data set of {run} has changed: {change}. A resumed run would have different validation samples "
-            "and a different order of training. Restore the data set, or start a new run without --resume.",
+            "and a different sample order. Restore the data set, or start a new run without --resume.",
             run=self.run.path,
             change=what,
         )
@@ -295,17 +297,18 @@ class Checkpoints:
     def rewind(self, result: StepResult) -> None:
         """Return to the last good state, and skip this step's batch from then on.
 
-        This is the state in memory. It is the newest checkpoint if that is newer, or if the state in memory failed
-        again.
+        The last good state is usually the copy in memory. The newest checkpoint is used if it is newer, or if
+        training failed again right after the copy in memory.
 
         Raises:
-            NonFiniteError: there were too many consecutive rewinds, or there is no checkpoint.
+            NonFiniteError: there were too many rewinds in a row, or there is no checkpoint.
         """
         self._rewinds += 1
         if self._rewinds > MAX_REWINDS:
             raise NonFiniteError(
                 "nonfinite.rewinds_exhausted",
-                "{problem}, after {rewinds} rewinds in a row. Lower the learning rate or set clip_norm.",
+                "{problem}, and the run has already rewound {rewinds} times in a row. Lower the learning rate or set "
+                "clip_norm.",
                 problem=result.problem,
                 rewinds=MAX_REWINDS,
             )
@@ -324,11 +327,11 @@ class Checkpoints:
 
     def _from_disk(self, result: StepResult) -> dict[str, Any]:
         self.saving.settle()
-        # Every rank's part of the checkpoint is written before any rank reads it.
+        # All ranks must have written their parts of the checkpoint before any rank reads it.
         self.group.barrier()
         loaded = self._newest()
         if loaded is None:
-            # The checkpoint before the first step could not be written.
+            # Writing the checkpoint before the first step has failed.
             raise NonFiniteError(
                 "nonfinite.no_checkpoint",
                 "{problem}, and there is no checkpoint to return to.",
@@ -347,7 +350,7 @@ class Checkpoints:
             own.load_state_dict(values.get(name) or {})
 
     def continued(self) -> None:
-        """Count from the newest whole checkpoint, after a continuation from memory."""
+        """After a continuation from memory, count steps from the newest complete checkpoint."""
         found = [step for step, _ in checkpoints(self.run.checkpoints)]
         self.saving.resumed(max(self.group.gather_json(max(found, default=0))), self.stop.elapsed_s)
 

@@ -23,7 +23,7 @@ from paceline.state.rank_state import parameter_and_key
 from paceline.state.reader import NEWEST, Loaded, TensorPieces, chosen_checkpoint
 from paceline.state.shard import described_bytes, write_one_by_one
 
-HF_SHARD = "5GB"  # size limit of a file on Hugging Face's hub; larger models are divided
+HF_SHARD = "5GB"  # maximum size of one file; larger models are written as several files
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # Export from a run
@@ -32,21 +32,20 @@ _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
     """Write the model of a checkpoint as one safetensors file.
 
-    For `model.load_state_dict(load_file(out))`.
-
-    The file holds the model that the run evaluates: floating-point buffers (batch-norm statistics) are averaged over
-    the ranks. `run_or_folder` is a run directory, its `checkpoints/`, or one checkpoint. Tied tensors are written under
-    each of their names. At most one tensor is in memory at a time. A damaged newer checkpoint is skipped with a
-    warning.
+    Load the file with `model.load_state_dict(load_file(out))`. It has the model that the run evaluates, so
+    floating-point buffers (batch-norm statistics) are averaged over the ranks. A tied tensor is written under each of
+    its names. At most one tensor is in memory at a time. Damaged checkpoints are skipped with a warning.
 
     Args:
+        run_or_folder: a run directory, its `checkpoints/`, or one checkpoint.
+        out: the file to write.
         checkpoint: see `chosen_checkpoint`.
-        weights: `raw` for the weights after the last update, or their average; None takes the average if the run has
-            one.
+        weights: `raw` for the weights after the last update, or `ema` for their average; None exports the average if
+            the run has one, else the raw weights.
 
     Raises:
         RunError: there is no checkpoint or no average, or `out` exists or cannot be written.
-        CheckpointError: no checkpoint is whole.
+        CheckpointError: every checkpoint is damaged or incomplete.
     """
     if out.exists():
         raise RunError(
@@ -61,17 +60,21 @@ def export(run_or_folder: Path, out: Path, checkpoint: str = NEWEST, weights: st
 def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | None = None) -> None:
     """Write the model of a checkpoint as a Hugging Face folder.
 
-    For transformers' `AutoModel….from_pretrained(out)`.
+    Load the folder with transformers' `AutoModel….from_pretrained(out)`. It has the files of `save_pretrained`:
+    `config.json`, and `model.safetensors` or, above 5 GB, several files with an index. Tensors have the names of the
+    architecture's published checkpoints; a tied tensor is written once. The disk needs space for two copies of the
+    weights. The weights are not loaded into memory.
 
-    The folder has what `save_pretrained` writes: `config.json`, and `model.safetensors` or, beyond 5 GB, several files
-    with an index; tied weights once, all under the names of published checkpoints of the architecture. The disk needs
-    space for the weights twice; memory does not hold them. `run` is a run directory, its `checkpoints/`, or one
-    checkpoint in it. `weights` is the argument of `export`.
+    Args:
+        run: a run directory, its `checkpoints/`, or one checkpoint in it.
+        out: the folder to create.
+        checkpoint: see `chosen_checkpoint`.
+        weights: see `export`.
 
     Raises:
-        RunError: there is no run or no checkpoint, its model is not one of transformers', or `out` exists or cannot be
+        RunError: there is no run or checkpoint, the model is not a transformers model, or `out` exists or cannot be
             written.
-        CheckpointError: no checkpoint is whole.
+        CheckpointError: every checkpoint is damaged or incomplete.
     """
     if out.exists():
         raise RunError(
@@ -87,7 +90,7 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
             _write(loaded, whole, tied=False, weights=weights)
             with safe_open(whole, framework="pt") as file:  # maps the file, so the tensors take no memory
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
-            for alias, name in loaded.aliases.items():  # tied tensors: transformers keeps the name that it reads
+            for alias, name in loaded.aliases.items():  # for tied tensors, transformers chooses which name to write
                 state[_bare(alias)] = state[_bare(name)]
             _quiet()
             model.to(next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32))
@@ -107,20 +110,23 @@ def export_hf(run: Path, out: Path, checkpoint: str = NEWEST, weights: str | Non
 
 @contextmanager
 def new_folder_beside(out: Path) -> Iterator[Path]:
-    """Create a private folder with an unguessable name on the disk of `out`."""
+    """Create a temporary private folder beside `out`, on the same disk."""
     prefix = f".{short_name(out, 100)}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=out.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def _entries(loaded: Loaded, *, tied: bool, weights: str | None) -> dict[str, TensorEntry]:
-    """Return the entries of the model's state dict; with `tied`, tied tensors under all names."""
+    """Return the entries of the model's state dict.
+
+    With `tied`, a tied tensor has an entry for each of its names.
+    """
     everything = {**loaded.shared.entries, **loaded.own_entries(loaded.coordinate)}
     averages = {name: entry for name, entry in everything.items() if is_average(name)}
     if weights == "ema" and not averages:
         raise RunError(
             "export.no_average",
-            "The run keeps no average of its weights: set ema: 0.999 in its job, or export raw weights.",
+            "The run keeps no average of its weights. Set ema: 0.999 in its job, or export raw weights.",
         )
     if weights != "raw":
         everything |= {f"model/{parameter_and_key(name)[0]}": entry for name, entry in averages.items()}
@@ -145,10 +151,10 @@ def _write(loaded: Loaded, out: Path, *, tied: bool, weights: str | None) -> Non
 
 
 def write_weights(out: Path, described: Mapping[str, dict[str, Any]], take: Callable[[str], Tensor]) -> None:
-    """Write tensors one by one into a temporary file, and rename it at the end.
+    """Write tensors one by one into a temporary file, then rename the file.
 
     Args:
-        described: dtype and shape of each tensor, as in the file.
+        described: dtype and shape of each tensor, in the form of the file's header.
 
     Raises:
         RunError: the file cannot be written.
@@ -199,24 +205,24 @@ def _hf_model(run: Path) -> Any:
 
 
 class WeightSource(Protocol):
-    """Full tensors by the names of a model, readable in parts."""
+    """Source of a model's tensors by name; each can be read in part."""
 
     def __iter__(self) -> Iterator[str]: ...
 
     def fill(self, name: str, own: Tensor, layout: ShardLayout | None = None) -> None:
         """Read a rank's part of a tensor into `own`, converting dtype and device.
 
-        Without a layout, `own` is the whole tensor.
+        Without a layout, the whole tensor is read.
         """
 
 
 def weights_from(path: Path) -> TensorPieces:
-    """Open the tensors of a safetensors file or a Hugging Face folder, read on access.
+    """Open a safetensors file or a Hugging Face folder, to read its tensors on access.
 
-    The tensors have the names in the files.
+    The tensors keep their names from the files.
 
     Raises:
-        JobError: there are no weights, or their files cannot be read.
+        JobError: there are no weights at `path`, or the files cannot be read.
     """
     files = _weight_files(path)
     entries: dict[str, TensorEntry] = {}
@@ -238,13 +244,14 @@ def weights_from(path: Path) -> TensorPieces:
 def fitted(source: TensorPieces, model: nn.Module) -> WeightSource:
     """Map the tensors of `source` to the parameter and buffer names of `model`.
 
-    The model may be on the meta device, but must not be divided yet. The result covers its whole state dict. The source
-    may have a tied tensor under any of its names, and a transformers model's names with or without the prefix of its
-    body. If transformers fuses several published tensors into one parameter (the experts of Mixtral), transformers
-    itself reads them. Each rank then temporarily needs memory for the whole model.
+    The result covers the model's whole state dict. The model may be on the meta device, but must not be divided yet.
+    The source may have a tied tensor under any of its names. In a transformers model, names may have or lack the
+    prefix of the base model. If a model fuses several published tensors into one parameter (as the experts of Mixtral),
+    transformers reads the weights, and each rank temporarily needs memory for the whole model.
 
     Raises:
-        JobError: the weights belong to another model; names missing and unknown tensors, and other shapes.
+        JobError: the weights belong to another model. The message lists missing tensors, unknown tensors and
+            different shapes.
     """
     wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     entries, unknown = _renamed(source, model, wanted)
@@ -260,8 +267,8 @@ def load_weights(named: Mapping[str, Tensor], parts: Mapping[str, Part] | None, 
     """Load this rank's part of the model from a `fitted` source.
 
     Args:
-        named: parameters and persistent buffers by their names in the undivided model; plain tensors or FSDP2's.
-        parts: the part of each tensor that the rank holds; tensors without an entry are whole.
+        named: parameters and persistent buffers, by their names in the undivided model; tensors or DTensors.
+        parts: the part of each tensor that this rank holds; a tensor without an entry is whole.
     """
     for name, tensor in named.items():
         own = local(tensor).detach()
@@ -296,7 +303,10 @@ def _weight_files(path: Path) -> list[Path]:
 def _renamed(
     source: TensorPieces, model: nn.Module, wanted: Mapping[str, object]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return entries by the model's names, tied ones under all, and unknown names."""
+    """Return entries by the model's names, and the names that the model lacks.
+
+    A tied tensor has an entry for each of its names.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', None) or ''}."
     entries: dict[str, TensorEntry] = {}
     unknown: list[str] = []
@@ -357,7 +367,7 @@ def _refuse(
     """Raise an error if the weights do not fit the model.
 
     Args:
-        other: name, shape in the source and shape in the model of each tensor whose shapes differ.
+        other: name, source shape and model shape of each tensor whose shapes differ.
     """
     wrong = [f"{name} is missing" for name in missing] + [f"{name} is unknown to the model" for name in unknown]
     wrong += [f"{name} has shape {tuple(there)}, the model wants {tuple(here)}" for name, there, here in other]

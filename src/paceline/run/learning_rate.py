@@ -1,4 +1,4 @@
-"""Learning rates of a run: the job's schedule, applied to every group of its optimizer."""
+"""Learning rates of a run: the job's schedule, applied to every parameter group."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paceline.errors import JobError
 from paceline.job.optimizer import BASE_LR
 from paceline.job.schedule import ScheduleSpec
 
-_FIXED = ("params", "fused", "foreach", BASE_LR)  # settings of a group that no schedule changes
+_FIXED = ("params", "fused", "foreach", BASE_LR)  # settings of a parameter group that no schedule changes
 
 
 class LearningRate:
     """Learning-rate schedule that sets an optimizer's rates before each step.
 
-    A scheduler is stepped until it reaches the current step number, so ranks that were interrupted at different steps
-    continue with equal rates. A step with a skipped update counts.
+    The scheduler is stepped up to the current step number, so ranks that were interrupted at different steps continue
+    with equal rates. A step counts even if its update is skipped.
 
     Args:
-        optimizer: made by the job; its groups still have their initial rates.
+        optimizer: the job's optimizer, whose groups still have their initial rates.
         total_steps: maximum number of steps of the run; None if unknown.
     """
 
@@ -47,15 +47,15 @@ class LearningRate:
             spec.refuse_short_cycle(total)
             self._scheduler = spec.build(optimizer, total)
             self._first, self._first_state = self._settings(), _plain(self._scheduler.state_dict())
-            self._set(found)  # for a run that continues in memory
+            self._set(found)  # keep the current rates if the run continues in memory
 
     def start(self) -> None:
-        """Set the rates of the first step."""
+        """Set the learning rates of the first step."""
         if self._scheduler is not None:
             self._load({"stepped": 0, "evaluated": -1, "state": self._first_state, "groups": self._first})
 
     def before(self, step: int) -> float:
-        """Set the rates of the step after `step`; return the rate of the first group."""
+        """Set the learning rates for the step after `step`; return the first group's rate."""
         groups = self.optimizer.param_groups
         if self._scheduler is None:
             factor = self.spec.factor_at(step, self.total_steps)
@@ -68,7 +68,7 @@ class LearningRate:
         return float(groups[0]["lr"])
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Apply the metrics that were measured after `step`, once."""
+        """Step the schedule by the metrics of the evaluation after `step`, once."""
         if self._scheduler is None or self.spec.period != "evaluation" or step == self._evaluated:
             return
         self._evaluated = step
@@ -78,7 +78,7 @@ class LearningRate:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values; {} if the step number is sufficient."""
+        """Return the state as JSON values; empty if the step number determines the rates."""
         if self._scheduler is None:
             return {}
         state = _plain(self._scheduler.state_dict())
@@ -107,7 +107,7 @@ class LearningRate:
 
     def _step(self, *metric: float) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch would warn about a wrong order of calls after a skipped update
+            warnings.simplefilter("ignore")  # after a skipped update, PyTorch would warn about the order of calls
             try:
                 self._scheduler.step(*metric)
             except (TypeError, ValueError) as error:
@@ -126,11 +126,11 @@ class LearningRate:
 
 
 class _Left(Exception):
-    """A value that is not JSON; it is created again from the job's arguments."""
+    """Raised for a value that JSON cannot hold; the job's arguments create it again."""
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value of a scheduler's state to JSON; numbers that JSON lacks become text."""
+    """Convert a value of a scheduler's state to JSON; NaN and infinities become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"float {value}"
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merged(fresh: Any, saved: Any) -> Any:
-    """Return the state of a new scheduler with the saved values in it."""
+    """Merge saved values into the state of a new scheduler."""
     if isinstance(fresh, dict) and isinstance(saved, dict):
         return {**fresh, **{key: _merged(fresh.get(key), value) for key, value in saved.items()}}
     if isinstance(fresh, (list, tuple)) and isinstance(saved, list) and len(fresh) == len(saved):

@@ -1,4 +1,4 @@
-"""Measurement of the links between ranks, one launch for each transport.
+"""Measurement of the links between ranks, with one launch per transport.
 
 Ranks run on this machine, on emulated hosts, or under torchrun.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_receive")
 SIZES = tuple(2**10 * 4**i for i in range(8))  # 1 KiB to 16 MiB
-_MOST_RANKS = 8  # on the cores of a host, unless more are requested
-_START_S, _CALL_S = 120, 20  # deadline in seconds for the start of the ranks, and for each collective at each size
+_MOST_RANKS = 8  # maximum number of ranks per CPU host, unless more are requested
+_START_S, _CALL_S = 120, 20  # deadlines in seconds: start of the ranks, and each collective at each size
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Measurements wanted: collectives at sizes in bytes, over transports, all-reduce by each algorithm."""
+    """Requested measurements: transports, collectives, all-reduce algorithms, and sizes in bytes."""
 
     transports: tuple[str, ...]
     collectives: tuple[str, ...] = COLLECTIVES
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass
 class LinkResults:
-    """Measurements of each transport, and reasons for transports that were not measured."""
+    """Measurements of each transport, or the reason why it could not be measured."""
 
     measured: list[TransportMeasurement] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class LinkResults:
 def transports_of(cluster: Cluster) -> tuple[str, ...]:
     """Return the transports that a cluster can use.
 
-    CPUs use the transports within a host or between hosts; accelerators use torch's library.
+    CPUs use the transports within a host or between hosts. Accelerators also use torch's library.
     """
     cores = transport_info.carriers(several_hosts=len(cluster.hosts) > 1)
     library = library_of(cluster)
@@ -56,19 +56,19 @@ def transports_of(cluster: Cluster) -> tuple[str, ...]:
 
 
 def library_of(cluster: Cluster) -> str | None:
-    """Return torch's name of a cluster's accelerator library (`nccl`); None without accelerators."""
+    """Return torch's backend name for a cluster's accelerators (`nccl`); None without accelerators."""
     import torch
 
     return default_backend(torch.device(cluster.kind)) if cluster.has_accelerators else None
 
 
 def algorithms_of(cluster: Cluster) -> tuple[str, ...]:
-    """Return the algorithms to measure: all between hosts, the transport's own on one host."""
+    """Return the all-reduce algorithms to measure: on one host, only the transport's own."""
     return tuple(ALGORITHMS) if len(cluster.hosts) > 1 else ("flat",)
 
 
 def ranks_of(cluster: Cluster) -> int:
-    """Return a plan's number of ranks; 2 to 8 per host on CPU cores."""
+    """Return the number of ranks to measure with; 2 to 8 per host on CPUs."""
     if cluster.has_accelerators:
         return max(2, cluster.devices)
     if len(cluster.hosts) == 1:
@@ -79,9 +79,9 @@ def ranks_of(cluster: Cluster) -> int:
 def measure_links(
     cluster: Cluster, ranks: int, wanted: Wanted, *, say: Callable[[str], None] = lambda _: None
 ) -> LinkResults:
-    """Start the ranks for each transport in turn and measure.
+    """Measure each transport in turn, with a new launch of the ranks.
 
-    `say` is called with the name of the next transport.
+    `say` is called with the name of each transport before it is measured.
 
     Raises:
         ClusterError: the hosts cannot be emulated here.

@@ -1,4 +1,4 @@
-"""The loop of a run: epochs, steps, evaluations, the stop rule, and signals."""
+"""The training loop of a run: epochs, steps, evaluations, the stop rule and signals."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from paceline.wire.status import ends_generation
 
 
 class Loop:
-    """One rank's training of one run, from its newest checkpoint to the stop rule.
+    """One rank's training loop, from the newest checkpoint to the stop rule.
 
     Subclasses override `begin`, `steps` and `ending`, and use the other public methods in them.
 
     Attributes:
-        another_is_wanted: whether the ranks have to form another generation of the run with more ranks.
-        at_boundary: called before each batch is read.
-        recutting: decides about new cuts of pipelines.
-        leaving: whether all ranks have decided to form a new generation, or to cut their pipelines again.
+        another_is_wanted: function that returns True if more ranks wait to join a new generation.
+        at_boundary: function to call before each batch is read.
+        recutting: decides when to move pipeline stages to other cuts.
+        leaving: whether all ranks have decided to leave the loop, for a new generation or new pipeline cuts.
     """
 
     def __init__(
         self, run: Run, engine: RankEngine, data: DataSets, group: Group, *, board: Board | None = None
     ) -> None:
-        """Create a loop. All loops of this process share `board`."""
+        """Create a loop; all loops of this process share `board`."""
         self.run_directory, self.job, self.engine, self.data, self.group = run, run.job, engine, data, group
         self.epoch_steps = engine.loader.partition.steps_per_epoch
         metrics = build_metrics(self.job.metrics, engine.loss)
@@ -74,7 +74,7 @@ class Loop:
         self.at_boundary: Callable[[], None] = lambda: None
         self.leaving = False
         self._last: StepInfo | None = None
-        self._before: list[StepInfo] = []  # steps before it without a synchronization of the replicas
+        self._before: list[StepInfo] = []  # steps before `_last`, back to the last synchronization of replicas
         self._acted = -1
         self._begun: _Begun | None = None  # the step whose numbers are not read yet
 
@@ -82,14 +82,14 @@ class Loop:
         """Train until the stop rule or a signal ends the run, then save.
 
         Args:
-            boundary: step boundary from which the ranks continue, with its state in the engine; None begins, or resumes
-                from a checkpoint.
-            recut: whether the same ranks continue with another cut of the model; the loader keeps its position.
+            boundary: step boundary at which the ranks continue; the engine already has its state. None begins the run,
+                or resumes it from a checkpoint.
+            recut: whether the same ranks continue with another cut of the model, at the loader's position.
             has_position: whether the loader already has its position in a new generation.
 
         Returns:
-            False if the ranks stop before the end, to form another generation of the run or to continue with another
-                cut of their pipelines (`Recutting.cut`).
+            True if the run has ended. False if the ranks leave the loop before, to form another generation or to use
+                another pipeline cut (`Recutting.cut`).
 
         Raises:
             PacelineError: the run cannot continue. Earlier checkpoints stay valid.
@@ -103,7 +103,7 @@ class Loop:
                 while reason is None and not self.leaving:
                     reason = self._epoch()
                 if reason is None:
-                    # before the record is closed, because it includes the current checkpoint
+                    # settle before `close`, because the current checkpoint still writes an event
                     self.checkpoints.saving.settle()
                     return False
                 self._finish(reason)
@@ -133,14 +133,17 @@ class Loop:
                 if begun is not None:
                     self._recorded(begun)
             except NonFiniteError:
-                # the failed computation used weights with NaN or Inf
+                # the exception followed from NaN or Inf in the weights
                 raise
             except Exception:  # noqa: BLE001 - the device may be lost, or the other ranks
                 raise error from None
             raise
 
     def steps(self) -> str | None:
-        """Train to the end of the epoch, or until ranks leave; return a stop reason."""
+        """Train to the end of the epoch; return a reason if the run ends.
+
+        Returns early, without a reason, if the ranks leave the loop.
+        """
         self.at_boundary()
         for batch in self.engine.loader:
             reason = None
@@ -164,12 +167,12 @@ class Loop:
     def advance(self, batch: Batch | None) -> Iterator[StepInfo]:
         """Take one step on this rank's share of a global batch.
 
-        A step is recorded when its numbers are known: at once or, if the host runs ahead of an accelerator, after the
-        next step is queued. The newest step is also recorded before anything else uses the model. A batch that a rewind
-        skips is not a step.
+        A step is recorded when its numbers are known. If the host runs ahead of an accelerator, this is after the next
+        step is queued. Before anything else uses the model, the newest step is recorded as well. If a rewind skips the
+        batch, no step is taken.
 
         Yields:
-            Each recorded step, in order; the caller then calls `after_step`.
+            Each recorded step, in order; the caller must then call `after_step`.
         """
         engine = self.engine
         step = engine.step_count + 1
@@ -183,7 +186,7 @@ class Loop:
         acts = not engine.runs_ahead or self._acts_after(step)
         if before is not None:
             info = self._recorded(before)
-            # requested actions run once model, data and record are at the same step
+            # run requested actions only when model, data and record are at the same step
             votes, info.result.votes = info.result.votes, {}
             yield info
             acts = acts or bool(votes) or info.ending is not None
@@ -208,14 +211,17 @@ class Loop:
         return info
 
     def tell_step(self, info: StepInfo) -> None:
-        """Record and show a step whose numbers are known."""
+        """Write a step's numbers to the record, and show them."""
         self.recorder.on_step(info)
         self.events.on_step(info)
         if self.witness is not None:
             self.witness.on_step(info)
 
     def _acts_after(self, step: int) -> bool:
-        """Return True if something uses the model after this step, or waits in the next."""
+        """Return True if `step` must be complete before the next step begins.
+
+        Then something else uses the model, such as an evaluation or a checkpoint.
+        """
         every = self.job.evaluate.every_steps
         return (
             step == self.total_steps
@@ -227,7 +233,7 @@ class Loop:
         )
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate, save and adapt when due; return the reason if the run ends."""
+        """Evaluate, save, and adapt shares and cuts when due; return a reason to end."""
         self.checkpoints.saving.poll()
         self.events.missing(self.recorder.lines)
         info.ending = self.ending(info.result)
@@ -244,10 +250,10 @@ class Loop:
         return info.ending
 
     def ending(self, result: StepResult) -> str | None:
-        """Return the reason to end after this step: a signal, stop rule or clock."""
+        """Return the reason to end: a signal, the stop rule or the clock."""
         if "interrupted" in result.votes:
             return self.signal or "interrupted"
-        # A loss that only this replica knows must not end the run of this replica alone.
+        # Without a reduction, only this replica knows the loss, and a single replica must not end its run.
         reason = self.stop.after_step(result.step, result.loss) if result.reduced else self.stop.ended(result.step)
         if reason is None and "out_of_time" in result.votes:
             reason = f"seconds: {self.job.stop.seconds:g} s are over"
@@ -259,11 +265,11 @@ class Loop:
 
     @property
     def begun(self) -> bool:
-        """Return True once the ranks have a state to continue from."""
+        """True once the ranks have a state from which they can continue."""
         return self._acted >= 0
 
     def boundary(self) -> StepBoundary:
-        """Return the loop's position, from which another generation continues."""
+        """Return the step boundary at which another generation continues."""
         pipeline = self.engine.split.pipeline if self.engine.split is not None else None
         return StepBoundary(
             step=self.engine.step_count,
@@ -282,14 +288,14 @@ class Loop:
         )
 
     def _go_on(self, boundary: StepBoundary, *, recut: bool, has_position: bool) -> str | None:
-        """Continue with the ranks of another generation; return the reason if the run ends."""
+        """Continue in another generation; return a reason if the run ends."""
         engine = self.engine
         engine.step_count, self._acted = boundary.step, boundary.acted
         if not (recut or has_position):
             engine.loader.load_state_dict(self.position_after(boundary.step))
         engine.compute.normalization.items_per_sample = boundary.items_per_sample
         engine.compute.normalization.prepare()
-        # equal on all ranks, which were interrupted at different places
+        # ranks were interrupted at different points, so set the count to the same value
         engine.updates = 0
         if engine.guard.spikes is not None:
             engine.guard.spikes.load_state_dict((boundary.outcome or {}).get("last_losses", []))
@@ -316,7 +322,7 @@ class Loop:
         engine.meter.restart()
         reason = None
         if self._last is not None and boundary.acted < boundary.step:
-            # the actions after this step were interrupted
+            # the ranks were interrupted before the actions that follow this step
             reason = self._act(self._last)
             if reason is None and boundary.step % self.epoch_steps == 0:
                 reason = self.evaluations.after_epoch()
@@ -324,14 +330,14 @@ class Loop:
         return reason or self.stop.ended(boundary.step)
 
     def position_after(self, step: int) -> dict[str, Any]:
-        """Return the loader's state before the batch that follows `step`."""
+        """Return the loader's state for the batch that follows `step`."""
         epoch, within = divmod(step, self.epoch_steps)
         return self.engine.loader.state_dict() | {"epoch": epoch, "step": within, "reader": None}
 
     def begin(self) -> str | None:
         """Resume from the newest checkpoint, if any, and record the start event.
 
-        Return the reason if the run has already ended.
+        Returns the reason if the run has already ended.
         """
         self.rates.start()
         resumed = self.checkpoints.resume()
@@ -371,7 +377,7 @@ class Loop:
     def _finish(self, reason: str) -> None:
         interrupted = reason in ("interrupted", "SIGINT", "SIGTERM")
         if not interrupted and self.evaluations.at != self.engine.step_count:
-            # A resumed run with a longer stop rule evaluates here only if it is due.
+            # Count the evaluation only if it is due: a longer stop rule in a resumed run must not change the results.
             self.evaluations.measure(counts=self.evaluations.due_at(self.engine.step_count))
         if not interrupted:
             self.evaluations.test()
@@ -395,9 +401,9 @@ class Loop:
         self.engine.on_phase("done", self.engine.step_count)
 
     def rewound(self, result: StepResult) -> bool:
-        """Apply the job's policy to a skipped update; return True after a rewind."""
+        """Apply the job's policy after a skipped update; return True if the run has rewound."""
         event, policy = "nonfinite", "scale"
-        # of an overflow the loss scale was too large, so the job's policy does not count
+        # an overflow only means that the loss scale was too large, so the job's policy does not apply
         if not self.engine.guard.overflowed:
             event, policy = ("spike", self.job.spike.policy) if result.is_spike else ("nonfinite", self.job.nonfinite)
         self.events(event, {"step": result.step, "problem": result.problem, "policy": policy})
@@ -405,10 +411,10 @@ class Loop:
             return False
         self.checkpoints.rewind(result)
         self.evaluations.at = -1
-        self.evaluations.after_resume()  # a reason to end is found again after the step that is left out
+        self.evaluations.after_resume()  # ignore a reason to end: it is found again after the skipped step
         return True
 
-    # Cadence
+    # Votes and evaluations
 
     def _on_evaluation(self, step: int, metrics: dict[str, float], *, counts: bool) -> None:
         if counts:
@@ -416,7 +422,7 @@ class Loop:
         self.recorder.on_evaluation(step, metrics)
 
     def vote(self) -> None:
-        """Vote, with the next step's gradients, for this rank's clock or signal."""
+        """Send this rank's votes, such as a signal, with the next gradients."""
         if self.signal is not None:
             self.engine.signals.vote("interrupted")
         if self.another_is_wanted():
@@ -442,13 +448,13 @@ class _Told(Protocol):
 
 
 class Evaluations:
-    """Evaluations on the validation set, at the times that the job defines.
+    """Evaluations on the validation set, at the job's intervals.
 
     Attributes:
         at: step of the last evaluation; -1 before the first.
-        counted: step of the last evaluation that the schedule and the stop rule have counted; -1 before the first.
-        told: called with the metrics of every evaluation, and whether the schedule counts it.
-        on_best: called after an evaluation that is the best so far.
+        counted: step of the last evaluation that counted for the schedule and the stop rule; -1 before the first.
+        told: function that gets each evaluation's step and metrics, and whether the schedule counts the evaluation.
+        on_best: function to call after the best evaluation so far.
     """
 
     def __init__(
@@ -463,19 +469,19 @@ class Evaluations:
     ) -> None:
         self.job, self.engine, self.metrics, self.stop, self.events = job, engine, metrics, stop, events
         self.epoch_steps, self.at, self.counted = epoch_steps, -1, -1
-        # Loader processes that start later must not inherit the files that an evaluation opens.
+        # A copy, so that loader processes that start later do not inherit files opened by an evaluation.
         self._held_out = apart(data.held_out) if engine.loader.num_workers else data.held_out
         self._test = data.test
         self.told: _Told = lambda step, metrics, counts: None
         self.on_best: Callable[[], None] = lambda: None
 
     def after_step(self, info: StepInfo) -> str | None:
-        """Evaluate when due; return the reason to end if a metric reached its target."""
+        """Evaluate if due; return a reason to end if a metric has reached its target."""
         counts_steps = self.job.evaluate.every_steps is not None
         return self.measure() if info.ending is None and counts_steps and self.due_at(info.result.step) else None
 
     def after_epoch(self) -> str | None:
-        """Evaluate if the job counts epochs; return a stop reason if a target was reached."""
+        """If the job evaluates by epochs, evaluate if due; return a reason to end."""
         counts_epochs = self.job.evaluate.every_steps is None
         return self.measure() if counts_epochs and self.due_at(self.engine.step_count) else None
 
@@ -485,12 +491,12 @@ class Evaluations:
         return step % (every or self.job.evaluate.every_epochs * self.epoch_steps) == 0
 
     def after_resume(self) -> str | None:
-        """Evaluate if the restored state lacks a due evaluation; return a stop reason."""
+        """Evaluate if a due evaluation is missing from the restored state; return a stop reason."""
         step = self.engine.step_count
         return self.measure() if self.due_at(step) and self.counted != step > 0 else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a resumed run repeats no evaluation and leaves none out."""
+        """Return the state, so that a resumed run neither repeats nor skips an evaluation."""
         return {"counted": self.counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -498,10 +504,11 @@ class Evaluations:
         self.counted = state.get("counted", -1)
 
     def measure(self, *, counts: bool = True) -> str | None:
-        """Evaluate on the validation set, if any; return the reason to end.
+        """Evaluate on the validation set, if any; return a reason to end, or None.
 
         Args:
-            counts: whether the schedule and the stop rule take it into account; the best checkpoint always does.
+            counts: whether the evaluation counts for the schedule and the stop rule; it always counts for the best
+                checkpoint.
         """
         engine, step = self.engine, self.engine.step_count
         if self._held_out is None:

@@ -1,4 +1,4 @@
-"""Runs in object stores: a local working directory, mirrored to a URL during training."""
+"""Runs in object stores: a local working directory that is uploaded during training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from paceline.state.reader import BEST, best_step
 from paceline.storage.store import Entry, Store
 from paceline.storage.url import cache_name
 
-PATIENCE_S = 60.0  # seconds at the end without any byte transferred
-HURRIED_S = 3.0  # the same after a second Ctrl-C
+PATIENCE_S = 60.0  # after training, the upload gives up after this many seconds without a transferred byte
+HURRIED_S = 3.0  # the limit after a signal or Ctrl-C
 
 JOB, CHECKPOINTS = "job.yaml", "checkpoints"
 
@@ -34,8 +34,8 @@ class Kind:
     """Type of a directory that can be kept at a URL.
 
     Attributes:
-        mark: file that identifies such a directory.
-        lines: file of lines that grows over time.
+        mark: file that identifies a directory of this type.
+        lines: file to which the program appends lines.
     """
 
     name: str
@@ -47,14 +47,13 @@ RUN = Kind("run", JOB, "events.jsonl")
 
 
 class RemoteRun:
-    """Exclusive right to train a run at a URL, and its upload, as a context.
+    """Context that locks the run at a URL for training, and uploads it.
 
-    Training writes to `path`, a private directory in the user's cache, as to any other run directory. No rank waits for
-    the store.
+    Training writes to `path`, a private directory in the user's cache. No rank waits for the store.
 
     Args:
-        resume: continue the run at the URL; files that this machine lacks are fetched.
-        say: called with messages for the user.
+        say: function that shows a message to the user.
+        resume: whether to continue the run at the URL; files that are missing on this machine are fetched.
         kind: type of the directory.
 
     Attributes:
@@ -62,7 +61,7 @@ class RemoteRun:
 
     Raises:
         RunError: the run exists already, another process trains it, or the upload is incomplete at the end.
-        StorageError: the store cannot be used: the bucket, credentials, permission or connection is missing.
+        StorageError: the store cannot be used, for lack of a bucket, credentials, permission or a connection.
     """
 
     def __init__(self, url: str, say: Callable[[str], object], *, resume: bool, kind: Kind = RUN) -> None:
@@ -188,7 +187,7 @@ def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
         checkpoint: checkpoint to copy: `newest`, `best` or a step; None copies no checkpoint.
 
     Raises:
-        RunError: there is no run.
+        RunError: there is no run at the URL.
         StorageError: the store cannot be used.
     """
     store = Store(url)
@@ -196,14 +195,14 @@ def copy_of(url: str, say: Say, *, checkpoint: str | None) -> Iterator[Path]:
     if JOB not in listed:
         raise RunError("run.url_without_job", "{url} is not a run: it has no {file}", url=store.url, file=JOB)
     with scratch_folder() as folder:
-        # --layout hf also looks for it here
+        # the copy keeps the run's name: `--layout hf` looks for the run above its checkpoints
         run = folder / store.url.rpartition("/")[2]
         fetch_run(store, listed, run, say, checkpoint=checkpoint)
         yield run
 
 
 def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, checkpoint: str | None) -> None:
-    """Copy a run into a new folder, which gets its name at the end."""
+    """Copy a run into a new folder; the folder is renamed when complete."""
     partial = into.with_name(f".{into.name}.fetching")
     shutil.rmtree(partial, ignore_errors=True)
     private_folder(partial)
@@ -223,7 +222,7 @@ def fetch_run(store: Store, listed: dict[str, Entry], into: Path, say: Say, *, c
 
 
 def goes_on_from(store: Store, folder: Path, lines: str) -> bool:
-    """Return True if a file here begins with all lines of the store's file."""
+    """Return True if the local file begins with all lines of the store's file."""
     try:
         here = (folder / lines).read_bytes()
     except FileNotFoundError:
@@ -237,7 +236,7 @@ def is_plain(name: str) -> bool:
 
 
 def _fetch_newest(store: Store, listed: dict[str, Entry], run: Path, say: Say) -> None:
-    """Fetch the newest checkpoint whose files have the lengths and sums of its manifest."""
+    """Fetch the newest checkpoint whose files match its manifest in length and hash."""
     folders = {
         name.rpartition("/")[0] for name in listed if name.endswith(f"/{MANIFEST}") and step_of(name) is not None
     }
@@ -292,8 +291,8 @@ def _fetch(store: Store, name: str, into: Path) -> None:
         ) from error
 
 
-EVERY_S = 5.0  # seconds between two checks for new lines
-_SHARE = 0.05  # largest share of the time for uploading the lines of a long run
+EVERY_S = 5.0  # seconds between two uploads
+_SHARE = 0.05  # maximum share of the time for uploading a file again and again as it grows
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _TOLD = (JOB, "cluster.yaml", "plan.txt", "environment.json")
 Stamp = tuple[int, int, int]
@@ -301,7 +300,7 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Unsent:
-    """Files of a run that are not in the store, and their size."""
+    """Number and total bytes of a run's files that are not in the store."""
 
     files: int
     size: int
@@ -312,8 +311,8 @@ class Uploader:
 
     Args:
         folder: the run's directory, on a file system of this host.
-        say: called when the connection is lost and when it is back.
-        allowed: raises if this process has lost the right to write there.
+        say: function that shows a message when the connection is lost or restored.
+        allowed: function that raises an error if this process has lost the right to write to the store.
         kind: type of the directory.
     """
 
@@ -326,27 +325,27 @@ class Uploader:
         kind: Kind = RUN,
     ) -> None:
         self.folder, self.store, self.say, self.allowed, self.kind = folder, store, say, allowed, kind
-        # files of a checkpoint, kept although the run deletes it
+        # hard links to a checkpoint's files, which survive if the run deletes the checkpoint
         self.links = folder.with_name(f"{folder.name}.sending")
         self._sent: dict[str, Stamp] = {}
-        self._next: dict[str, float] = {}  # earliest time to send a file's new lines
-        self._newest: Stamp | None = None  # of the manifest of the newest whole checkpoint in the store
+        self._next: dict[str, float] = {}  # by file: earliest time of its next upload
+        self._newest: Stamp | None = None  # stamp of the newest uploaded checkpoint's manifest
         self._ending = threading.Event()
         self._given_up = threading.Event()
         self._lost = False
         self._thread = threading.Thread(target=self._run, name="run-upload", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; existing files in the directory are also sent."""
+        """Start the thread; it also uploads existing files."""
         self._thread.start()
 
     def finish(self, patience_s: float, tell: Callable[[str], object]) -> Unsent:
-        """Send the remaining files, and report those that could not be sent.
+        """Upload the remaining files; return those that could not be uploaded.
 
-        It gives up after `patience_s` without any transferred byte, or at Ctrl-C.
+        The upload gives up after `patience_s` seconds without a transferred byte, or at Ctrl-C.
 
         Args:
-            tell: called from time to time with the remaining amount.
+            tell: function that is called every few seconds with a message about the remaining files.
         """
         self._ending.set()
         began = told_at = time.monotonic()
@@ -363,7 +362,7 @@ class Uploader:
         return self.unsent()
 
     def unsent(self) -> Unsent:
-        """Return files that differ from the store's; only the newest checkpoint counts."""
+        """Return the files that are not uploaded; of the checkpoints, only the newest counts."""
         left = [(name, stamp) for name, _, stamp in self._files() if self._sent.get(name) != stamp]
         size = sum(stamp[1] for _, stamp in left)
         newest = self._newest_here()
@@ -386,7 +385,7 @@ class Uploader:
                     self._ending.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            except RunError:  # errors of `_check`, reported by the caller that stops the thread
+            except RunError:  # from `_check`; the caller that stops the thread reports it
                 return
             pause_s = _FIRST_PAUSE_S
             if self._lost:
@@ -410,7 +409,7 @@ class Uploader:
     def _round(self, last: bool) -> None:
         self._check()
         mark = self.kind.mark
-        if not (self.folder / mark).exists():  # a run that failed before its first step is withdrawn
+        if not (self.folder / mark).exists():  # a run that failed before its first step has been withdrawn
             if mark in self._sent:
                 self.store.delete([mark])
                 del self._sent[mark]
@@ -427,7 +426,7 @@ class Uploader:
                 continue
             try:
                 self._send(name, path)
-            except FileNotFoundError:  # a temporary file, or a run that was withdrawn in this moment
+            except FileNotFoundError:  # the file was temporary, or the run has just been withdrawn
                 continue
             self._sent[name] = stamp
             self._next[name] = time.monotonic() + (time.monotonic() - began) / _SHARE
@@ -442,7 +441,7 @@ class Uploader:
             self.store.upload(path, name)
 
     def _files(self) -> Iterator[tuple[str, Path, Stamp]]:
-        """Return the files outside of the checkpoints, in the order in which they are sent."""
+        """Yield the files outside of the checkpoints, in upload order."""
         found = []
         for place, folders, files in os.walk(self.folder):
             folders[:] = [f for f in folders if not f.startswith(".") and f != CHECKPOINTS]
@@ -453,22 +452,25 @@ class Uploader:
                     continue
                 with suppress(FileNotFoundError):
                     found.append((name, path, _stamp(path)))
-        # job.yaml identifies a run, so it follows the other files that describe it
+        # job.yaml marks a complete run, so it is uploaded after the other files that describe the run
         yield from sorted(found, key=lambda entry: (entry[0] not in _TOLD, entry[0] == JOB, entry[0]))
 
     def _newest_here(self) -> tuple[int, Path, Stamp] | None:
         for step, folder in reversed(checkpoints(self.folder / CHECKPOINTS)):
-            with suppress(FileNotFoundError):  # replaced or removed in this moment
+            with suppress(FileNotFoundError):  # the checkpoint has just been replaced or removed
                 return step, folder, _stamp(folder / MANIFEST)
         return None
 
     def _send_checkpoint(self, step: int, folder: Path, stamp: Stamp, last: bool) -> None:
-        """Send the newest checkpoint, then delete checkpoints in the store that the run has deleted."""
+        """Upload the newest checkpoint, then delete old checkpoints from the store.
+
+        Old checkpoints are those that the run has deleted.
+        """
         name = f"{CHECKPOINTS}/{step_name(step)}"
         try:
             self._link(folder)
             manifest = (self.links / MANIFEST).read_bytes()
-        except FileNotFoundError:  # replaced by a newer one in this moment
+        except FileNotFoundError:  # a newer checkpoint has just replaced it
             return
         there = self.store.list(CHECKPOINTS)
         if not self._is_there(name, manifest, set(there)):
@@ -487,7 +489,7 @@ class Uploader:
         return f"{name}/{MANIFEST}" in there and self.store.read(f"{name}/{MANIFEST}", 2**30) == manifest
 
     def _link(self, folder: Path) -> None:
-        """Make hard links to a checkpoint's files, which are kept until they are sent."""
+        """Make hard links to a checkpoint's files, to keep them until they are uploaded."""
         shutil.rmtree(self.links, ignore_errors=True)
         private_folder(self.links)
         for file in folder.iterdir():
@@ -500,6 +502,6 @@ def _stamp(path: Path) -> Stamp:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint from an object's name; None for other objects."""
+    """Return the checkpoint step in an object's name; None for other objects."""
     match = re.match(rf"{CHECKPOINTS}/step-(\d+)/", name)
     return int(match[1]) if match else None

@@ -1,4 +1,4 @@
-"""Inputs of predictions, read in batches: files, folders, or sets of the job."""
+"""Inputs of predictions, read in batches from files, folders or the job's data sets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         samples: number of samples.
-        batches: the batches in order, each with the columns to copy to the output.
-        example: data set with an example batch for the model.
+        batches: function that yields batches of a given size, each with the columns to copy to the output.
+        example: data set from which to build an example batch for the model.
         classes: names of the classes, if the data has them.
     """
 
@@ -45,12 +45,12 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
     """Open a source of inputs.
 
     Args:
-        source: a set of the job, or a file, folder or factory of its kind of data; targets are not needed.
+        source: a set of the job, or a file, folder or factory with data of the same kind; targets are optional.
         columns: columns of a Parquet file to copy to the output.
         classes: names of the classes that the run has recorded.
 
     Raises:
-        DataError: it cannot be read, or is not of the job's kind of data.
+        DataError: the source cannot be read, or its kind differs from the job's data.
     """
     spec = job.data
     if columns and not (isinstance(spec, Arrays) and source not in SETS and source.endswith(".parquet")):
@@ -66,7 +66,7 @@ def inputs_of(job: Job, source: str, columns: Sequence[str], classes: list[str] 
 
 
 class WithoutTargets(Dataset[Any]):
-    """A data set whose samples may lack a target, which then gets a stand-in."""
+    """Wrapper of a data set that adds a placeholder target to samples without a target."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -96,7 +96,7 @@ def _of_dataset(dataset: Dataset[Any], classes: list[str] | None) -> Inputs:
 
 
 class ImageFiles(Dataset[Batch]):
-    """All image files below a folder in order, or one file."""
+    """Data set of one image file, or of all image files below a folder."""
 
     def __init__(self, path: Path, shape: images.Shape) -> None:
         self.path, self.shape = path, shape
@@ -114,7 +114,7 @@ class ImageFiles(Dataset[Batch]):
         return found[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of images, and stand-ins for their classes."""
+        """Return a batch of images, with placeholders for their classes."""
         pixels = np.stack([images._decode(self.files[i], self.shape) for i in indices])
         return self._normalise(torch.from_numpy(pixels)), torch.zeros(len(indices), dtype=torch.int64)
 
@@ -175,7 +175,7 @@ def _parquet(path: Path, names: Sequence[str], columns: Sequence[str]) -> tuple[
 
 
 def _numpy(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
-    """Arrays of a folder or a file, of which only a batch is in memory."""
+    """Open the arrays of a folder or file without reading them whole."""
     if path.is_dir():
         arrays._check_names(path, list(names), [file.stem for file in path.glob("*.npy")])
         mapped = {name: np.load(path / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
@@ -212,7 +212,7 @@ def _npz(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
                 if not in_order or dtype.hasobject:
                     raise DataError(
                         "predict.array_order",
-                        "{path}: the array {name} is not in C order, or contains objects: save numpy.ascontiguousarray",
+                        "{path}: the array {name} is not in C order or contains objects. Save numpy.ascontiguousarray",
                         path=str(path),
                         name=name,
                     )
@@ -239,7 +239,7 @@ def _npz(path: Path, names: Sequence[str]) -> tuple[int, _Read]:
 
 @contextmanager
 def _member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[Any, tuple[int, ...], np.dtype[Any], bool]]:
-    """Open an array behind its header: file, shape, dtype, and True in C order."""
+    """Open an array after its header; yield file, shape, dtype, and True in C order."""
     with archive.open(f"{name}.npy") as file:
         version = np.lib.format.read_magic(file)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -40,22 +40,22 @@ def predict(
 ) -> int:
     """Write a model's predictions for all samples of a source, in their order.
 
-    Only a batch is in memory. The output has the number of each row, the chosen columns of a Parquet file, and the
-    names of classes if the data has them.
+    Only one batch is in memory at a time. The output has the row numbers, the predictions, and the chosen columns of a
+    Parquet file. Classes have their names if the data has names.
 
     Args:
-        source: a set of the job, or a file, folder or factory of its kind of data; targets are not needed.
+        source: a set of the job, or a file, folder or factory with data of the same kind; targets are optional.
         out: a `.parquet`, `.npz` or `.npy` file.
-        outputs: names from `OUTPUTS`; none: the outputs that the loss is made for.
+        outputs: names from `OUTPUTS`; if empty, the default output of the loss.
         columns: columns of a Parquet file to copy to the output.
-        batch: number of samples per batch; None: the job's global batch.
+        batch: number of samples per batch; None takes the job's global batch.
 
     Returns:
         The number of samples.
 
     Raises:
-        RunError: there is no such checkpoint, or `out` exists, cannot be written or has an unknown ending.
-        JobError: the loss does not give these outputs.
+        RunError: the checkpoint does not exist, or `out` exists, cannot be written or has an unknown suffix.
+        JobError: the job's loss does not support the requested outputs.
         DataError: the source cannot be read.
     """
     if out.suffix not in _WRITERS:
@@ -66,7 +66,7 @@ def predict(
             known=list(_WRITERS),
         )
     if out.exists():
-        raise RunError("predict.exists", "{out} exists already and is not overwritten", out=str(out))
+        raise RunError("predict.exists", "{out} exists already and is not overwritten. Name another file", out=str(out))
     recorded = next((e.get("classes") for e in run.events() if e["event"] == "start"), None)
     inputs = inputs_of(run.job, source, columns, recorded)
     with saved_model(run, inputs.example, checkpoint) as model:
@@ -75,7 +75,7 @@ def predict(
         _must_fit(wanted, kind, run.job.loss.name)
         if out.suffix == ".npy" and len(wanted) > 1:
             raise RunError(
-                "predict.one_array", "{out}: a .npy file can hold only one array: name one output", out=str(out)
+                "predict.one_array", "{out}: a .npy file can hold only one array. Name one output", out=str(out)
             )
         held: list[dict[str, Any]] = []
 
@@ -107,7 +107,7 @@ def predict(
 
 
 def _kind(loss: Loss, model: nn.Module) -> OutputKind | None:
-    """The kind of the model's outputs; None if only the user knows."""
+    """Return what the model's outputs mean; None for a custom loss."""
     if not isinstance(loss, ModelsOwn):
         return kind_of(loss)
     problem = getattr(getattr(model, "config", None), "problem_type", None)
@@ -195,11 +195,11 @@ class _Parquet:
             self._writer = None
 
 
-_TEXT = 256  # characters of a text in an array
+_TEXT = 256  # maximum number of characters of a string in a NumPy array
 
 
 class _Npz:
-    """Arrays of an archive; each is first written to a file beside it."""
+    """Writer of an .npz archive; each array is first written to its own file."""
 
     def __init__(self, file: Path, samples: int) -> None:
         self.file, self.samples, self._arrays = file, samples, dict[str, Any]()
@@ -212,7 +212,9 @@ class _Npz:
         rows = len(columns["row"])
         for name, values in columns.items():
             array = np.asarray(values)
-            if array.dtype.kind == "U":  # as wide as any later one
+            if (
+                array.dtype.kind == "U"
+            ):  # give every string the maximum width, because later batches may have longer strings
                 if max(map(len, array.ravel().tolist()), default=0) > _TEXT:
                     raise RunError(
                         "predict.text_too_long",
@@ -243,7 +245,7 @@ class _Npz:
 
 
 class _Npy(_Npz):
-    """A single array, indexed by row."""
+    """Writer of an .npy file with one array, in row order."""
 
     def write(self, columns: dict[str, Any]) -> None:
         kept: dict[str, Any] = {

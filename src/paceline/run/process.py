@@ -1,4 +1,4 @@
-"""End of a rank's process: by a signal, an error, or Ctrl-C."""
+"""How a rank's process ends: by a signal, an error, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.text import printable
 
 @contextmanager
 def stop_signals(note: Callable[[str], None]) -> Iterator[None]:
-    """Make SIGINT and SIGTERM only call `note` with their names within this context."""
+    """Within this context, make SIGINT and SIGTERM only call `note` with their names."""
 
     def noted(number: int, _: FrameType | None) -> None:
         note(signal.Signals(number).name)
@@ -36,20 +36,20 @@ def stop_signals(note: Callable[[str], None]) -> Iterator[None]:
 def fail(error: Exception) -> NoReturn:
     """Report the current exception, and end this rank with exit code 1."""
     record = ErrorRecord.of(error, own_rank())
-    text = record.cause(ranks=1)  # the engine reports failures of the other ranks
+    text = record.cause(ranks=1)  # describe only this rank's error; the engine reports failures of other ranks
     if record.traceback:
         text += f"\n{below(record.traceback, f'rank-{record.rank}')}"
-    with suppress(OSError):  # the reader is gone or the disk is full: only the exit code remains
+    with suppress(OSError):  # stderr may be closed or its disk full; the exit code still reports the failure
         print(f"paceline: {printable(text)}", file=sys.stderr, flush=True)
         own_engine().tell_failure(text, record.time)
-    os._exit(1)  # a thread that still waits for a peer must not keep a failed rank alive
+    os._exit(1)  # `os._exit`, because a thread that waits for a peer would keep the process alive
 
 
 _told = False
 
 
 def tell_in_one_line(rank: int) -> None:
-    """End this rank without a traceback on the screen after an uncaught KeyboardInterrupt.
+    """After an uncaught KeyboardInterrupt, end this rank without a traceback on the screen.
 
     The user's `finally` and `except KeyboardInterrupt` still run first, and the rank still ends by SIGINT.
     """
@@ -62,7 +62,7 @@ def tell_in_one_line(rank: int) -> None:
         if not issubclass(kind, KeyboardInterrupt):
             before(kind, error, frames)
             return
-        # the launcher forwards the terminal's signal, so it arrives twice
+        # ignore the second SIGINT: the terminal sends one to every rank, and the launcher forwards its own
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         file = write_traceback("".join(traceback.format_exception(kind, error, frames)), f"rank-{rank}")
         if file is None:

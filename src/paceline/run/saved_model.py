@@ -35,22 +35,22 @@ SETS = ("train", "held_out", "test")
 
 
 class SavedModel:
-    """The whole model of a run, as the run evaluates it, on one device.
+    """A run's whole model on one device, with the weights that the run evaluates.
 
     Attributes:
         job: the run's job.
-        engine: with one rank, whatever the plan of the run was.
+        engine: an engine with one rank, independent of the run's plan.
     """
 
     def __init__(self, run: Run, dataset: Dataset[Any], checkpoint: str = NEWEST) -> None:
         """Build the model and read its weights.
 
         Args:
-            dataset: a set whose batches the model takes.
+            dataset: data set with inputs of the model's shape.
             checkpoint: see `paceline.state.reader.chosen_checkpoint`.
 
         Raises:
-            RunError: there is no such checkpoint, or it is of another model.
+            RunError: the checkpoint does not exist, or belongs to another model.
         """
         self.job = job = run.job
         job.model.must_be_at_hand()
@@ -62,7 +62,7 @@ class SavedModel:
         samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not declare __len__
         fitting = {"global_batch": max(1, min(job.global_batch, samples)), "partition": PartitionSpec()}
         loader = loader_of(job.model_copy(update=fitting), Mesh.of(alone, group), DataSets(dataset, None))
-        # no step is taken
+        # the optimizer never steps
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = Settings(precision=precision, seed=job.seed)
         self.engine = RankEngine(model, optimizer, job.loss.build(), loader, alone, group, settings)
@@ -77,21 +77,21 @@ class SavedModel:
             if missing := sorted(state.keys() - set(weights.keys())):
                 raise RunError(
                     "run.other_model",
-                    "the checkpoint belongs to another model: it has no {missing}",
+                    "the checkpoint belongs to another model. It does not contain {missing}",
                     missing=missing[:5],
                 )
             for name, tensor in state.items():
                 tensor.copy_(weights.get_tensor(name))
 
     def measure(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """The loss and the job's metrics of a data set, as the run measures them."""
+        """Measure the loss and the job's metrics on a data set, as the run does."""
         batches = batches_of(self.engine.compute, dataset, self.job.global_batch)
         return self.engine.evaluate(batches, build_metrics(self.job.metrics, self.engine.loss))
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[Any]:
         """Return the model's output for each batch, in eval mode; targets are ignored."""
         compute, evaluation = self.engine.compute, self.engine.evaluation
-        compute.normalization.prepared = True  # which looks at targets
+        compute.normalization.prepared = True  # skip the preparation of the loss normalization, which reads targets
         with evaluation.measuring(self.engine.rule):
             for i, batch in enumerate(batches):
                 evaluation.begin(i)
@@ -106,7 +106,7 @@ class SavedModel:
 
 @contextmanager
 def saved_model(run: Run, dataset: Dataset[Any], checkpoint: str = NEWEST) -> Iterator[SavedModel]:
-    """Context with the model of a run's checkpoint."""
+    """Load the model of a run's checkpoint within this context."""
     model = SavedModel(run, dataset, checkpoint)
     try:
         yield model
@@ -115,13 +115,13 @@ def saved_model(run: Run, dataset: Dataset[Any], checkpoint: str = NEWEST) -> It
 
 
 def data_of(job: Job, source: str) -> Dataset[Any]:
-    """A data set of a job with its targets.
+    """Return a data set of a job, with targets.
 
     Args:
-        source: `train`, `held_out` or `test`; or a file, folder or factory of the same kind of data.
+        source: `train`, `held_out` or `test`; or a file, folder or factory with data of the same kind.
 
     Raises:
-        DataError: the job has no such set, or it cannot be read.
+        DataError: the job does not have the set, or the data cannot be read.
     """
     spec = job.data
     if source not in SETS:
@@ -141,17 +141,17 @@ def data_of(job: Job, source: str) -> Dataset[Any]:
 
 
 def evaluated(run: Run, source: str, checkpoint: str = NEWEST) -> dict[str, float]:
-    """Measure a checkpoint of a run on a data set by its job's metrics."""
+    """Measure the job's metrics of a run's checkpoint on a data set."""
     dataset = data_of(run.job, source)
     with saved_model(run, dataset, checkpoint) as model:
         return model.measure(dataset)
 
 
 def resolved_source(spec: DataSpec, source: str) -> str:
-    """Return the path, URL or import path of other data of the job's kind.
+    """Return the path, URL or import path of other data of the same kind.
 
     Raises:
-        DataError: this kind of data has no such source.
+        DataError: the job's kind of data cannot be read from `source`.
     """
     if isinstance(spec, Digits | Synthetic):
         raise DataError(

@@ -1,4 +1,4 @@
-"""`paceline.train`: from a job to a finished run, here or under torchrun."""
+"""`paceline.train`: train a job, on this machine or under torchrun."""
 
 from __future__ import annotations
 
@@ -66,29 +66,30 @@ def train(
 ) -> Run:
     """Train a job until its stop rule ends it, and return the record.
 
-    Without a launcher, the plan's ranks are started on this machine, or on hosts emulated on it, and watched. If
-    torchrun started the ranks, every rank calls this function.
+    Without a launcher, this function starts the plan's ranks on this machine, or on hosts emulated on it, and watches
+    them. If torchrun started the ranks, every rank calls this function.
 
     Args:
         job: a `Job`, its YAML file, or the file's URL.
-        plan: a `Plan`, its text, or `"auto"`. `auto` takes the fastest of the plans that are predicted to be fast. It
-            measures them for a few seconds if the run is long enough, or uses measurements of an earlier start. Under
-            torchrun, `auto` is one replica per rank; a resumed run keeps its plan.
-        cluster: a `Cluster`, or the YAML file of one; None is this machine. A name from the catalogue of hardware can
-            only be planned for.
-        run: directory of the run, or its URL in an object store (`s3://bucket/name`), to which a working directory on
-            this machine is uploaded during training. None makes `runs/<job>-<time>` in the current directory.
-        resume: continue `run`, or the job's newest run if `run` is None; start a new run if there is none.
-        port: port of the rendezvous on the first host; None takes a free one.
-        restarts: how often in an hour a failed run is started again from its newest checkpoint.
-        console: where progress is shown; None is stderr.
+        plan: a `Plan`, its text, or `"auto"`. `auto` predicts the fastest plans and chooses the best of them. If the
+            run is long enough, `auto` measures these plans for a few seconds, or reuses earlier measurements. Under
+            torchrun, `auto` means one replica per rank. A resumed run keeps its plan.
+        cluster: a `Cluster`, or the YAML file of one; None means this machine. A name from the catalogue of hardware
+            is only for planning.
+        run: directory of the run, or its URL in an object store (`s3://bucket/name`). For a URL, the run is written to
+            a local directory and uploaded during training. None makes `runs/<job>-<time>` in the current directory.
+        resume: whether to continue `run`, or the job's newest run if `run` is None. If there is no run, a new one
+            starts.
+        port: port of the rendezvous on the first host; None takes a free port.
+        restarts: maximum number of restarts of a failed run per hour, each from the newest checkpoint.
+        console: console that shows progress; None means stderr.
 
     Returns:
-        The record of the run, complete once the stop rule has ended it.
+        The record of the run; it is complete when the stop rule has ended the run.
 
     Raises:
-        PacelineError: the job, plan or data cannot work, or a rank raised, hung or was killed. The message says which,
-            and what to do.
+        PacelineError: the job, plan or data is invalid, or a rank failed, hung or was killed. The message has the
+            cause and a remedy.
 
     Example:
         >>> run = paceline.train("job.yaml", "dp=2")
@@ -116,7 +117,7 @@ def _train(
     restarts: int,
 ) -> Run:
     if not is_rank():
-        warm_up()  # its imports run while this process reads and checks
+        warm_up()  # the forkserver imports modules while this process reads and checks the job
     hosts = current_hosts()
     if (takeover := hosts.takeover if hosts else None) is not None:
         run, resume, job = takeover.run, True, takeover.job_file or job
@@ -143,17 +144,17 @@ def _train(
 
 
 def check_metrics(job: Job) -> None:
-    """Refuse metrics that cannot be built, and rules that need a missing metric.
+    """Refuse metrics that cannot be built, and rules whose metric is missing.
 
     Raises:
-        JobError: a metric or its arguments are wrong, or the better direction of a watched metric is unknown or not
-            the schedule's.
+        JobError: a metric or its arguments are invalid, or a watched metric has no known better direction, or the
+            schedule expects the opposite direction.
     """
     schedule, metrics = job.schedule, list[Metric]()
     best, patience = job.checkpoint.best, job.stop.patience
     watched = [spec.metric for spec in (best, patience) if spec is not None and spec.mode is None]
     watched += [] if schedule.metric is None else [schedule.metric]
-    # built-in metrics need no building, which would import torch
+    # do not build the built-in metrics, because that would import torch
     if any(m.args or m.name not in HIGHER_IS_BETTER for m in job.metrics) or set(watched) - HIGHER_IS_BETTER.keys():
         metrics = build_metrics(job.metrics, job.loss.build())
         StopRule(job.stop, 1, keep=best, metrics=metrics)
@@ -209,9 +210,9 @@ def _train_here(
     before = _to_resume(job, run) if resume else None
     takeover = hosts.takeover if (hosts := current_hosts()) else None
     if run is not None and before is None:
-        Run.must_be_new(Path(run))  # reported before anything is measured
+        Run.must_be_new(Path(run))  # checked now, before plans are measured
     with ExitStack() as held:
-        # From here to the end this process owns the directory; for a new run, once its path is known.
+        # This process locks the run's directory until the end: a resumed run's now, a new run's once its path is known.
         note = partial(_note, console)
         lock = held.enter_context(_lock_on(before, takeover, note)) if before else None
         if lock and before and _kept_ranks(hosts):
@@ -247,7 +248,7 @@ def _train_here(
 
 
 def _fitted(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
-    """Return the plan with as many replicas as fit; None if none does."""
+    """Return the plan with the largest possible number of replicas; None if none fits."""
     fewer = (replace(plan, dp=dp) for dp in range(plan.dp, 0, -1))
     return next((p for p in fewer if p.ranks <= cluster.devices and not plan_errors(job, p, cluster=cluster)), None)
 
@@ -343,20 +344,20 @@ def _places(record: Run, on_end: Callable[[dict[str, LinkBytes]], None]) -> Iter
 
 
 def _kept_ranks(hosts: Hosts | None) -> NextGeneration | None:
-    """Return the ranks that hosts have kept since another rank was lost."""
+    """Return the ranks that the hosts kept alive when another rank was lost."""
     return hosts.takeover.next_generation if hosts and hosts.takeover else None
 
 
 def choice_of(
     job: Job, cluster: Cluster, plan: AnyPlan, before: Run | None = None, say: Say | None = None
 ) -> AutoChoice:
-    """Return the requested plan; for `auto`, that of the resumed run, else a new choice.
+    """Return the requested plan; for `auto`, the resumed run's plan or a new choice.
 
     Raises:
-        PlanError: it cannot run the job on the cluster; every reason is listed.
+        PlanError: the plan cannot run the job on the cluster; the message lists every reason.
     """
     if plan == "auto":
-        kept = before.plan if before else None  # also so that a resumed run continues bit for bit
+        kept = before.plan if before else None  # the same plan continues the run bit for bit
         fits = kept is not None and kept.ranks <= cluster.devices and not plan_errors(job, kept, cluster=cluster)
         return AutoChoice(kept) if kept is not None and fits else choose(job, cluster, say)
     chosen = plan_of(plan)
@@ -396,10 +397,10 @@ def _new_run(path: Path, say: Say, on_lost: Callable[[RunError], object] | None 
 
 
 def new_directory(job: Job) -> Path:
-    """Return a new directory's path under `runs`, named by the job and the time.
+    """Return the path of a new run directory, named after job and time.
 
     Raises:
-        RunError: a hundred runs of this second already exist.
+        RunError: the job already has 99 runs from the same second.
     """
     name = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in ("", *(f"-{i}" for i in range(2, 100))):
@@ -429,9 +430,9 @@ def _train_as_rank(job: Job, cluster: Cluster, plan: AnyPlan, *, run: str | Path
 def _agreed_run(
     group: Group, job: Job, cluster: Cluster, plan: AnyPlan, held: ExitStack, *, run: str | Path | None, resume: bool
 ) -> str:
-    """Return the path of the run directory, which rank 0 creates or finds, and locks.
+    """Return the path of the run directory, which rank 0 finds or creates and locks.
 
-    All ranks raise rank 0's error.
+    If rank 0 fails, all ranks raise an error.
     """
     answer: tuple[str | None, str | None] = (None, None)
     if group.rank == 0:
@@ -458,5 +459,5 @@ def _agreed_run(
 
 
 def _note_links(events: JsonLines, carried: dict[str, LinkBytes]) -> None:
-    """Record the traffic on the links of emulated hosts, headers included."""
+    """Write the traffic on the links of emulated hosts, headers included, as an event."""
     events.event("links", {"links": {host: asdict(count) for host, count in carried.items()}})
