@@ -1,6 +1,6 @@
 """Laboratory: benchmarks, comparisons with other systems, simulated scaling, fault injection, and configuration import.
 
-The public API is the function `bench`. Read `scaling/protocol.py` first.
+The public API is the function `bench`. For the code, read `scaling/protocol.py` first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults injected from outside into a run's processes, links, disk and memory."""
+"""Faults that are injected into a run's processes, links, disk and memory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from paceline.state.manifest import MANIFEST
 from paceline.text import nearest
 from paceline_lab.chaos.schedule import KINDS, OF_HOSTS, Fault, Kind
 
-FILLER = "filler"  # file beside the run that uses up the free disk space
-_BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # in the second-to-last byte of a float: the highest bit of its mantissa
+FILLER = "filler"  # file that uses up the free space on the run's disk
+_BIT, _BIT_OF_DOUBLE = 0x40, 0x08  # the highest bit of the mantissa, within the second-to-last byte of a float
 
 
 @dataclass
 class Scene:
-    """The run under test.
+    """A run under test, with everything that faults act on.
 
     Attributes:
-        launcher: process id of the run's command.
-        ranks: number of ranks that the run trains with.
-        hosts: number of emulated hosts.
-        pids_of: returns the process ids in a rank's status.
-        disk: folder of the file system that the run is written to, and that can be filled.
-        checkpoints: folder of the checkpoints.
-        witness: folder of `run/record/recorder.py:Witness`.
+        launcher: process id of the command that launched the run.
+        ranks: number of ranks in the run's plan.
+        hosts: number of emulated hosts; 0 if the ranks run directly on this machine.
+        pids_of: function that returns the process ids of a rank.
+        disk: folder of the run, on the file system that the fault `disk-full` fills.
+        checkpoints: folder of the run's checkpoints.
+        witness: folder with the files that `run/record/recorder.py:Witness` writes.
     """
 
     launcher: int
@@ -55,15 +55,15 @@ class Scene:
 
 @dataclass
 class Injected:
-    """An injected fault.
+    """A fault that has been injected.
 
     Attributes:
-        time: time of the fault, in Unix seconds.
-        step: newest step at that time.
-        checkpoint: the damaged checkpoint.
+        time: Unix time of the fault.
+        step: latest step of the run when the fault was injected.
+        checkpoint: name of the damaged checkpoint; empty for other faults.
         hit: description of the affected process, host or file.
-        undo: reverts the fault.
-        until: monotonic time at which the fault is reverted.
+        undo: function that reverts the fault.
+        until: monotonic time at which the fault is due to be reverted.
     """
 
     fault: Fault
@@ -76,7 +76,7 @@ class Injected:
 
 
 def inject(fault: Fault, scene: Scene) -> Injected | None:
-    """Inject a fault; return None if its target does not exist yet."""
+    """Inject a fault. Return None if its target does not exist at the moment."""
     try:
         injected = (_many if fault.target in ("others", "ranks") else _HOW[fault.kind])(fault, scene)
     except ClusterError:  # the target is starting, or has just ended
@@ -87,7 +87,10 @@ def inject(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _many(fault: Fault, scene: Scene) -> Injected | None:
-    """Hit all ranks, or all but one. Return None if fewer than two ranks are running."""
+    """Inject a fault into all ranks, or into all ranks except one.
+
+    Nothing is injected, and None is returned, if fewer than two of these ranks are running.
+    """
     spared = fault.number if fault.target == "others" else None
     wanted = [rank for rank in range(scene.ranks) if rank != spared]
     there = [rank for rank in wanted if rank_process(scene, rank)]
@@ -105,7 +108,7 @@ def _many(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def rank_process(scene: Scene, number: int) -> psutil.Process | None:
-    """Find the process of a rank. Return None if it has ended or not started yet."""
+    """Find the process of a rank. Return None if the process is not running."""
     with suppress(psutil.Error, IndexError):
         for pid in scene.pids_of(number):
             process = psutil.Process(pid)
@@ -130,7 +133,7 @@ def _kill(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _kill_host(fault: Fault, scene: Scene) -> Injected | None:
-    """Send SIGKILL to every process of a host, as if its machine were switched off."""
+    """Send SIGKILL to every process of a host, as if the machine lost power."""
     links = _links(scene)
     pids = links.processes_in(fault.number) if links else set()
     if not any(_is_ours(pid) for pid in pids):  # the host is still starting
@@ -163,7 +166,7 @@ def _stop(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _stop_store(fault: Fault, scene: Scene) -> Injected:
-    """Stop the command, and with it the store that ranks and host processes connect to."""
+    """Stop the run's command, which also stops the store that all processes connect to."""
     injected = Injected(fault, _command(scene), lambda: os.kill(scene.launcher, signal.SIGCONT))
     os.kill(scene.launcher, signal.SIGSTOP)
     return injected
@@ -185,7 +188,7 @@ def _fill_disk(fault: Fault, scene: Scene) -> Injected:
     injected = Injected(fault, f"disk of {scene.disk}", lambda: filler.unlink(missing_ok=True))
     with open(filler, "wb") as file:
         while room := _room(scene.disk):
-            with suppress(OSError):  # another file took some of the space
+            with suppress(OSError):  # another process took some of the space
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), room)
     return injected
 
@@ -219,7 +222,10 @@ def _corrupt_weights(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _told_weights(file: Path) -> list[list[int]] | None:
-    """Find a process's weights; return None before its first step, which may still move them."""
+    """Return the addresses of a process's weights.
+
+    The result is None before the first step, because the first step may still move the weights.
+    """
     lines = list(read_lines(file))
     told = [line["weights"] for line in lines if "weights" in line]
     return told[-1] if told and "step" in lines[-1] else None
@@ -236,7 +242,7 @@ def _corrupt_checkpoint(fault: Fault, scene: Scene) -> Injected | None:
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ _BIT]))
-    except (OSError, ValueError, IndexError):  # just replaced by a newer file
+    except (OSError, ValueError, IndexError):  # a newer checkpoint has just replaced the file
         return None
     return Injected(fault, f"a bit of {whole[-1].name}/{shard.name}", checkpoint=whole[-1].name)
 
@@ -260,7 +266,7 @@ def _part(fault: Fault, scene: Scene) -> Injected | None:
 
 
 def _links(scene: Scene) -> Links | None:
-    """Return the links of the hosts; None until all are up."""
+    """Return the links of the hosts, or None until all links are up."""
     links = Links.of(scene.launcher)
     is_up = links is not None and links.count >= scene.hosts
     return links if is_up and any(rank_process(scene, rank) for rank in range(scene.ranks)) else None
@@ -277,15 +283,15 @@ def _named(fault: Fault, process: psutil.Process) -> str:
 _MEMORY_BYTES = 128 * 1024
 _CORES = 0.1
 _numbers = itertools.count()
-_TOPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # versions 1 and 2
+_TOPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # cgroup versions 1 and 2
 
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A process in a control group that this module made.
+    """A process that was moved to a control group with tight limits.
 
     Attributes:
-        before: the group that the process was in.
+        before: control group to which the process returns.
     """
 
     pid: int
@@ -293,30 +299,33 @@ class Squeezed:
     before: Path
 
     def release(self) -> None:
-        """Move the process back, if it still runs, and remove the group."""
+        """Move the process back to its former control group, and remove the tight group."""
         for limit in ("memory.max", "memory.limit_in_bytes"):
             if (self.group / limit).exists():
-                with suppress(OSError):  # refused; the memory is freed with the group
+                with suppress(OSError):  # if the kernel refuses, the memory is freed with the group
                     (self.group / limit).write_text("max" if limit == "memory.max" else "-1")
-        with suppress(OSError):  # the kernel has ended it
+        with suppress(OSError):  # the kernel has killed the process
             (self.before / "cgroup.procs").write_text(str(self.pid))
         remove_group(self.group)
 
 
 def little_memory(pid: int) -> Squeezed:
-    """Deny a process any more memory: the kernel kills it at its next new page."""
+    """Deny a process any further memory.
+
+    The kernel kills the process when it next needs a new page.
+    """
     top = memory_groups()
     group = top / _name()
     group.mkdir()
     limit = group / "memory.max"
-    # before the group has charged pages: a limit below the current use may be refused
+    # the limit is set while the group is empty: a limit below the current use may be refused
     (limit if limit.exists() else group / "memory.limit_in_bytes").write_text(str(_MEMORY_BYTES))
     _move(pid, group)
     return Squeezed(pid, group, top)
 
 
 def little_time(pid: int) -> Squeezed:
-    """Let a process use a tenth of a core."""
+    """Limit a process to a tenth of a core."""
     folder = place_of_group(_name())
     before = _group_of(pid, folder.parent)
     group = make_group(folder, _CORES)
@@ -339,10 +348,10 @@ def _move(pid: int, group: Path) -> None:
 
 
 def memory_groups() -> Path:
-    """Find the folder in which control groups with a memory limit can be created.
+    """Find the folder in which memory control groups can be created.
 
     Raises:
-        ClusterError: there is no such folder.
+        ClusterError: no control group with a memory limit can be created on this machine.
     """
     for top in _TOPS:
         limits = (top / "memory.limit_in_bytes").exists() or "memory" in _read(top / "cgroup.subtree_control").split()
@@ -350,12 +359,12 @@ def memory_groups() -> Path:
             return top
     raise ClusterError(
         "chaos.no_memory_control_group",
-        "no control group with a memory limit can be created under /sys/fs/cgroup; this needs root",
+        "no control group with a memory limit can be created under /sys/fs/cgroup, which needs root",
     )
 
 
 def _group_of(pid: int, top: Path) -> Path:
-    """Find the CPU control group of a process. Return `top` if it is not visible here."""
+    """Find the CPU control group of a process. Return `top` if the group is not visible."""
     for line in _read(Path(f"/proc/{pid}/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(",") or not controllers:
@@ -379,18 +388,18 @@ def _read(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """Links between hosts, addressed by the namespaces that their launcher holds."""
+    """Network links between emulated hosts, found through the namespaces that their launcher has open."""
 
     bridge: str
     wires: Sequence[Wire]
 
     @classmethod
     def of(cls, launcher: int) -> Links | None:
-        """Find the links of a command's hosts; return None if they are not up."""
+        """Find the links between a command's hosts. Return None if the links are not up."""
         held: dict[str, str] = {}
         with suppress(OSError):
             for entry in sorted(Path(f"/proc/{launcher}/fd").iterdir(), key=lambda entry: int(entry.name)):
-                with suppress(FileNotFoundError):  # just closed
+                with suppress(FileNotFoundError):  # the launcher has just closed the file
                     held.setdefault(os.readlink(entry), str(entry))
         namespaces = [path for link, path in held.items() if link.startswith("net:[")]
         if len(namespaces) < 2:
@@ -404,19 +413,19 @@ class Links:
         return len(self.wires)
 
     def processes_in(self, host: int) -> set[int]:
-        """Return the process ids of everything that runs in a host."""
+        """Return the ids of all processes that run on a host."""
         return processes_of_hosts([os.stat(self.wires[host].namespace).st_ino], [])
 
     def cut(self, host: int) -> None:
-        """Cut a host's link, so that it carries no traffic."""
+        """Disconnect a host: its link no longer carries traffic."""
         unplug(self.bridge, self.wires[host])
 
     def part(self, hosts: Sequence[int]) -> None:
-        """Let these hosts reach one another, but no other host."""
+        """Partition the network: the given hosts reach only each other."""
         move(self.bridge, [self.wires[host] for host in hosts], OTHER_SIDE)
 
     def mend(self, hosts: Sequence[int]) -> None:
-        """Reconnect these hosts to all others."""
+        """Reconnect the given hosts to all other hosts."""
         for host in hosts:
             plug(self.bridge, self.wires[host])
 
@@ -426,16 +435,16 @@ _LEAST_BYTES, _TIMES = 48 * 2**20, 4
 
 
 def keep_mounts_private() -> None:
-    """Make this process's mounts private, so that they end with it."""
+    """Make the mounts of this process private, so that they disappear when the process ends."""
     call_libc("unshare", _CLONE_NEWNS)
     _mount("--make-rprivate", "/")
 
 
 @contextmanager
 def small_disk(folder: Path, like: Path) -> Iterator[Path]:
-    """Mount a file system in memory, a few times the size of `like`.
+    """Mount an in-memory file system that is a few times as large as `like`.
 
-    At the end, its `run` is copied into `folder`.
+    On exit, the folder `run` of the file system is copied to `folder`.
     """
     place = folder / "disk"
     private_folder(place)
@@ -455,7 +464,7 @@ def _mount(*words: str) -> None:
     if done.returncode:
         raise RunError(
             "chaos.no_file_system",
-            "no small file system can be created for the fault disk-full: {reason}. Leave it out.",
+            "no small file system can be created for the fault disk-full: {reason}. Omit this fault.",
             reason=done.stderr.strip(),
         )
 
@@ -464,7 +473,7 @@ def kinds_in(text: str) -> tuple[Kind, ...]:
     """Parse kinds of faults from a text such as `kill,stop`.
 
     Raises:
-        ClusterError: a kind is not known; the error suggests the closest name.
+        ClusterError: a kind of fault is not known. The error suggests the closest name.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -476,15 +485,15 @@ def kinds_in(text: str) -> tuple[Kind, ...]:
 
 
 def possible_kinds(hosts: int) -> tuple[Kind, ...]:
-    """List the kinds of faults that can be injected here."""
+    """List the kinds of faults that can be injected on this machine."""
     return tuple(kind for kind in KINDS if why_not(kind, hosts) is None)
 
 
 def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
-    """Refuse kinds of faults that cannot be injected here.
+    """Refuse kinds of faults that cannot be injected on this machine.
 
     Raises:
-        ClusterError: names each refused kind with its reason.
+        ClusterError: a kind of fault cannot be injected. The error names each such kind with the reason.
     """
     reasons = [f"{kind}: {reason}" for kind in kinds if (reason := why_not(kind, hosts))]
     if reasons:
@@ -496,9 +505,9 @@ def refuse_impossible(kinds: Sequence[Kind], hosts: int) -> None:
 
 
 def why_not(kind: Kind, hosts: int) -> str | None:
-    """Return the reason why a kind of fault cannot be injected here, or None."""
+    """Return the reason why a kind of fault cannot be injected on this machine."""
     if kind in OF_HOSTS and hosts < 2:
-        return "it takes the links of emulated hosts: say --emulate 2 or more"
+        return "it needs the links of emulated hosts: add --emulate 2 or more"
     return _WHY_NOT.get(kind, lambda: None)()
 
 
@@ -513,7 +522,7 @@ def _of_group(find: Callable[[], object]) -> str | None:
 def _no_small_disk() -> str | None:
     if os.geteuid() == 0 and shutil.which("mount"):
         return None
-    return "a small file system for the run takes root and the command mount"
+    return "a small file system for the run needs root and the command mount"
 
 
 _WHY_NOT: dict[str, Callable[[], str | None]] = {
@@ -521,8 +530,8 @@ _WHY_NOT: dict[str, Callable[[], str | None]] = {
     "slow": lambda: _of_group(lambda: place_of_group("paceline-x")),
     "disk-full": _no_small_disk,
     "clock": lambda: (
-        "Linux has one wall clock for all processes, and stepping it would step this machine's; "
-        "what paceline times, it times by the monotonic clock"
+        "Linux has one wall clock for all processes, so the fault would change this machine's clock; "
+        "paceline measures times with the monotonic clock"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Invariants of a run under faults: what paceline guarantees in every case."""
+"""Invariants of a run under faults: properties that paceline guarantees in every case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.state.manifest import checkpoints
 from paceline_lab.chaos.play import STILL_SAVES, Ended, Played
 
 _MOST_TOLD = 3
-# words of the errors with which a fault may end a command that has used up its restarts
+# parts of the errors with which a command may end after a fault if no restarts are left
 _MAY_END = {
     "disk-full": ("No space left",),
     "corrupt": ("is different on rank", "holds other values"),
@@ -35,19 +35,19 @@ _MAY_END = {
     "partition": ("is lost", "did not come"),
     "store": ("is lost", "did not come"),
 }
-_ABOUT_S = 0.005  # time between a rank's write and what other ranks do at the same moment
+_ABOUT_S = 0.005  # largest time difference between records of simultaneous actions of two ranks
 
 
 @dataclass(frozen=True)
 class Invariant:
-    """One invariant: its name, and how it was violated; no violations if it held."""
+    """One invariant, with a description of each violation."""
 
     name: str
     broken: tuple[str, ...] = ()
 
     @property
     def held(self) -> bool:
-        """True if there are no violations."""
+        """True if the invariant was not violated."""
         return not self.broken
 
 
@@ -76,7 +76,7 @@ def _ends(played: Played) -> Iterator[str]:
             if was_killed and end.code < 0:
                 was_killed_before = True
             elif was_killed_before and STILL_SAVES in end.text:
-                continue  # the command reported it, and the next one continues
+                continue  # the command reported that ranks still save, and the next command continues
             elif end.code < 0 or "paceline: " not in end.text:
                 yield f"a command ended with code {end.code} and no error of paceline's: {_said(end)}"
             elif not expected:
@@ -115,7 +115,7 @@ def _samples(played: Played, reference: Reference) -> Iterator[str]:
             continue  # no rank that took the step survived to record it
         if twice := [sample for sample, count in (Counter(samples) - Counter(due)).items() if count > 0]:
             yield f"step {step} had the samples {twice[:5]}, which are not its own or came twice"
-        # around a change, the rank that read some samples may have died right after the step
+        # near a change of ranks, the rank that read some samples may have died right after the step
         elif step not in changed and (missing := list((Counter(due) - Counter(samples)).keys())):
             yield f"step {step} was without the samples {missing[:5]}"
 
@@ -146,7 +146,7 @@ def _checkpoints(played: Played) -> Iterator[str]:
 
 
 def _committed(played: Played) -> dict[int, list[int]]:
-    """Return the samples of each step. For a repeated step, only the last attempt counts."""
+    """Return the indices of each step's samples. For a repeated step, only the last attempt counts."""
     files = _witnessed(played)
     again = _starts(files)
     found: dict[int, list[int]] = {}
@@ -164,7 +164,7 @@ def _committed(played: Played) -> dict[int, list[int]]:
 
 
 def _steps_of_changes(played: Played) -> set[int]:
-    """Return the steps at which ranks were lost or joined, and their neighbours."""
+    """Return the steps at or near which ranks were lost or joined."""
     changes = {step for _, step in _starts(_witnessed(played))}
     changes |= {injected.step for injected in played.made}
     return {step + near for step in changes for near in (-1, 0, 1, 2)}
@@ -175,14 +175,17 @@ def _starts(files: list[list[dict[str, Any]]]) -> list[tuple[float, int]]:
 
 
 def _witnessed(played: Played) -> list[list[dict[str, Any]]]:
-    """Read the lines of each process. The run's own record may lack lines if its disk was full."""
+    """Return the lines that each process wrote as a witness.
+
+    The record of the run may lack lines if the disk was full.
+    """
     return [list(read_lines(file)) for file in played.witness.glob("*.jsonl")]
 
 
 def _trusted_until(played: Played) -> float:
-    """Find the last step before a rank computed with different weights.
+    """Return the last step before a fault changed the weights of a rank.
 
-    Until the difference is detected, all ranks use the results of that rank.
+    Until the change is detected, the results of this rank affect all ranks.
     """
     return min((i.step for i in played.made if i.fault.target == "weights"), default=float("inf"))
 
@@ -198,27 +201,27 @@ def _said(end: Ended) -> str:
 
 _PILOT_STEPS = 40
 _LEAST_STEPS = 60
-_CHECKPOINTS = 8  # at least this many checkpoints in a run, so that faults can hit them
+_CHECKPOINTS = 8  # minimum number of checkpoints in a run, so that faults can occur during checkpoints
 _DEADLINE_S = 30.0
 _LEAST = {
     "fp64": 1e-9,
     "fp32": 1e-5,
     "bf16": 1e-2,
     "fp16": 1e-2,
-}  # relative difference of losses that is always allowed
-_TIMES = 20.0  # factor for a changed number of replicas, and again for each further change
-_SMALL = 1e-3  # share of the first loss; smaller losses are compared as if they had this size
+}  # relative difference of losses that is always allowed, by precision
+_TIMES = 20.0  # allowed difference of losses, as a multiple of the difference that one replica fewer causes
+_SMALL = 1e-3  # fraction of the first loss; smaller losses are compared as if they had this size
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed run, and the allowed difference of losses from it.
+    """An undisturbed run, and how far the losses of another run may differ.
 
     Attributes:
-        losses: losses by step.
-        samples: indices of each step's samples, ascending.
-        allowed: largest allowed relative difference by step; empty if losses are not compared.
-        why: how `allowed` was determined.
+        losses: loss of each step.
+        samples: indices of the samples of each step, in ascending order.
+        allowed: largest allowed relative difference of the loss, by step; empty if losses are not compared.
+        why: sentence that explains how `allowed` was determined.
     """
 
     run: Path
@@ -229,7 +232,7 @@ class Reference:
 
 
 def as_trained(job: Job, steps: int) -> Job:
-    """Adapt the job for chaos: some steps, frequent checkpoints, short deadlines and no trackers."""
+    """Return the job with few steps, frequent checkpoints, short deadlines and no trackers."""
     every = max(1, steps // _CHECKPOINTS)
     given = job.checkpoint.every_steps
     checkpoint = job.checkpoint.model_copy(update={"every_steps": min(given or every, every)})
@@ -243,7 +246,7 @@ def as_trained(job: Job, steps: int) -> Job:
 
 
 def steps_that_take(job: Job, plan: str, minutes: float, cluster: Path | None, folder: Path) -> int:
-    """Estimate the number of undisturbed steps in a given time, from a short run."""
+    """Estimate from a short run how many steps fit into the given minutes without faults."""
     run = undisturbed(as_trained(job, _PILOT_STEPS), plan, cluster, folder)
     times: list[float] = [line["time"] for line in Run(run).steps()][_PILOT_STEPS // 4 :]
     step_s = max((times[-1] - times[0]) / (len(times) - 1), 1e-4)
@@ -251,7 +254,7 @@ def steps_that_take(job: Job, plan: str, minutes: float, cluster: Path | None, f
 
 
 def reference(job: Job, plan: str, cluster: Path | None, folder: Path, say: Callable[[str], None]) -> Reference:
-    """Return the undisturbed run of a job and plan. Run it if it does not exist."""
+    """Return the undisturbed run of a job and plan. Train it first if it does not exist."""
     say("undisturbed run")
     run = undisturbed(job, plan, cluster, folder)
     losses = losses_of(run)
@@ -261,7 +264,7 @@ def reference(job: Job, plan: str, cluster: Path | None, folder: Path, say: Call
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    """Read the newest loss of each step, from the first rank that has it."""
+    """Read the latest loss of each step, from the lowest rank that recorded the step."""
     found: dict[int, float] = {}
     for file in sorted(run.glob("steps/rank-*.jsonl"), key=lambda file: int(file.stem[5:])):
         own = {line["step"]: line["loss"] for line in read_lines(file) if line["loss"] is not None}
@@ -270,7 +273,7 @@ def losses_of(run: Path) -> dict[int, float]:
 
 
 def samples_of(witness: Path) -> dict[int, list[int]]:
-    """Read the indices of each step's samples, from all processes."""
+    """Read the indices of the samples of each step, over all processes."""
     found: dict[int, list[int]] = {}
     for file in witness.glob("*.jsonl"):
         for line in read_lines(file):
@@ -280,22 +283,25 @@ def samples_of(witness: Path) -> dict[int, list[int]]:
 
 
 def difference(loss: float, other: float, first: float) -> float:
-    """Return the relative difference of two losses of a run whose first loss is `first`."""
+    """Return the relative difference of two losses.
+
+    Losses that are small compared with `first`, the first loss of the run, are treated as larger.
+    """
     return abs(loss - other) / max(abs(other), _SMALL * abs(first), 1e-30)
 
 
 def undisturbed(job: Job, plan: str, cluster: Path | None, folder: Path) -> Path:
-    """Return the directory of an undisturbed run; run it if it does not exist.
+    """Return the directory of an undisturbed run. Train the run first if it does not exist.
 
     Raises:
-        RunError: the run fails; the error includes its output.
+        RunError: the run fails. The error includes the run's output.
     """
     what = "\n".join((job.to_yaml(), plan, cluster.read_text() if cluster else ""))
     place = folder / f"undisturbed-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
     if _is_whole(place / "run"):
         return place / "run"
     number = 0
-    while place.exists():  # an unfinished run
+    while place.exists():  # the folder has an unfinished run
         number += 1
         place = place.with_name(f"{place.name.partition('.')[0]}.{number}")
     private_folder(place)

@@ -1,4 +1,4 @@
-"""Execution of a schedule: start `paceline train`, inject faults, and resume after each end."""
+"""Execution of a schedule: start `paceline train`, inject faults, and resume the run when it ends."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ from paceline.wire.status import RankStatus, StatusBoard
 from paceline_lab.chaos.faults import Injected, Scene, inject
 from paceline_lab.chaos.schedule import Fault, Schedule
 
-STILL_SAVES = "ranks that it started still save and end"  # printed by a command that resumes a killed one
-_AGAIN_S = 10.0  # until the next attempt to resume
+STILL_SAVES = (
+    "ranks that it started still save and end"  # printed by a command that resumes the run of a killed command
+)
+_AGAIN_S = 10.0  # seconds before another attempt to resume
 _TICK_S = 0.01
-_WAIT_FOR_PHASE = 0.08  # share of the steps after which a fault is injected in any phase
-_OFTEN = "1000000"  # losses of a rank allowed per hour; chaos causes more than real life
-_GRACE_S = 40.0  # for ranks whose launcher was killed
+_WAIT_FOR_PHASE = 0.08  # fraction of the steps for which a fault waits for its phase
+_OFTEN = "1000000"  # number of rank failures allowed per hour; chaos causes more failures than usual
+_GRACE_S = 40.0  # seconds for which ranks may outlive a killed launcher
 _TEXT_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of the runs of a chaos command.
+    """Settings shared by all runs of a chaos command.
 
     Attributes:
-        job: file of the job as chaos trains it.
-        cluster: file of the emulated hosts; None without emulated hosts.
-        quiet_s: time without progress after which a run counts as hanging.
+        job: job file, adapted for chaos.
+        cluster: cluster file with emulated hosts; None without emulated hosts.
+        quiet_s: seconds without progress after which a run counts as hanging.
     """
 
     job: Path
@@ -55,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Ended:
-    """Outcome of one command: exit code, and the end of its output."""
+    """Outcome of one command: its exit code, and the end of its output."""
 
     code: int
     text: str
@@ -64,14 +66,14 @@ class Ended:
 
 @dataclass
 class Played:
-    """Course of a run under a schedule.
+    """What happened to a run under a schedule of faults.
 
     Attributes:
-        not_made: faults that the run gave no opportunity for.
-        ends: outcome of each command; all but the last were resumed.
-        hung: description of a run that made no progress.
-        left: leftover processes and files.
-        grown: resource use over time of the longest command.
+        not_made: faults that could not be injected before the run ended.
+        ends: outcome of each command. Each command after the first one resumed the run.
+        hung: description of the hang, if the run stopped making progress; otherwise None.
+        left: processes and files that the run left behind.
+        grown: resource use over time, of the command with the most samples.
     """
 
     schedule: Schedule
@@ -86,11 +88,11 @@ class Played:
 
 
 def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Played:
-    """Train under the faults of a schedule until the run has ended.
+    """Train and inject the faults of a schedule until the run has ended.
 
     Args:
-        folder: folder for logs and observations of the run.
-        disk: folder for the run, on the file system that is filled.
+        folder: folder for the logs and the witness files of the run.
+        disk: folder for the run, on the file system that the fault `disk-full` fills.
     """
     private_folder(folder / "witness")
     played = Played(schedule, disk / "run", folder / "witness")
@@ -105,7 +107,7 @@ def play(schedule: Schedule, setting: Setting, folder: Path, disk: Path) -> Play
                 break
         played.not_made = player.waiting
         played.grown = courses(max((growth.samples for growth in player.growths), key=len))
-        # the next start removes what a killed host or command left there
+        # files of a killed host or command are removed only at the next start
         switched_off = any(i.fault.kind == "kill" and i.fault.target in ("host", "command") for i in played.made)
         played.left = left.found(_GRACE_S, files=not switched_off)
     return played
@@ -118,11 +120,11 @@ class _Player:
         self.lasting: list[Injected] = []
         self.progress = Progress(played.run, temporary)
         self.due_at: dict[Fault, float] = {}
-        self.growths: list[Growth] = []  # one for each command
+        self.growths: list[Growth] = []  # one entry for each command
 
     @contextmanager
     def command(self, *, resume: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """A running command, terminated with all its processes; faults are reverted at exit."""
+        """Run a command. At exit, revert faults and end all processes of the command."""
         schedule, setting, played = self.schedule, self.setting, self.played
         words = ["train", str(setting.job), "--plan", schedule.plan, "--run", str(played.run)]
         words += ["--restarts", str(len(schedule.faults) + 1), *(["--resume"] if resume else [])]
@@ -147,7 +149,7 @@ class _Player:
             process.wait()
 
     def watch(self, command: subprocess.Popen[bytes]) -> None:
-        """Inject the faults that are due until the command has ended."""
+        """Inject faults when they are due, until the command has ended."""
         ranks = Plan.parse(self.schedule.plan).ranks
         scene = Scene(
             command.pid,
@@ -181,7 +183,7 @@ class _Player:
         self.played.ends.append(Ended(command.returncode, text, time.time()))
 
     def is_over(self) -> bool:
-        """True once the run has ended, or fails without a fault."""
+        """Return True if the run has ended, or has failed without a fault."""
         *before, last = self.played.ends or [Ended(1, "", 0.0)]
         since = before[-1].time if before else 0.0
         if STILL_SAVES in last.text and len(before) < 2 * len(self.schedule.faults):
@@ -192,9 +194,9 @@ class _Player:
     def _make_due(self, scene: Scene) -> None:
         for fault in list(self.waiting):
             if not self._is_due(fault):
-                return  # the faults after it are due later
+                return  # all further faults are due later
             injected = inject(fault, scene)
-            if injected is None:  # not yet, or no longer possible
+            if injected is None:  # the fault is not possible at the moment
                 continue
             self.waiting.remove(fault)
             injected.step = self.progress.newest
@@ -219,12 +221,12 @@ class _Player:
         for injected in list(self.lasting):
             if everything or time.monotonic() >= injected.until:
                 self.lasting.remove(injected)
-                with suppress(OSError, PacelineError):  # already gone with the run
+                with suppress(OSError, PacelineError):  # the target has already ended with the run
                     injected.undo()
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all processes that it started."""
+    """Kill a command and all processes that it started."""
     with suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error):
@@ -236,12 +238,12 @@ _TROUBLE = ("lost", "host_lost", "restart", "joins", "checkpoint_failed", "rewin
 
 
 class Progress:
-    """Newest step, phases and events of a run that is in progress.
+    """Progress of an active run: its latest step, its phases and its events.
 
     Attributes:
-        newest: most recently recorded step.
-        furthest: highest step so far.
-        news: counter of new lines; it changes with any sign of progress.
+        newest: step that was recorded last. After a restart, it may be lower than `furthest`.
+        furthest: highest step that has been recorded so far.
+        news: number of lines that have been read. A change means that the run made progress.
     """
 
     def __init__(self, run: Path, temporary: Path) -> None:
@@ -252,7 +254,7 @@ class Progress:
         self._files: dict[Path, NewLines] = {}
 
     def read(self) -> None:
-        """Read everything that was written since the last call."""
+        """Read all lines that were written since the last call."""
         for record in self._new_lines(self.run / "events.jsonl"):
             if record.get("event") in _TROUBLE:
                 self.trouble_at.append(float(record["time"]))
@@ -262,15 +264,15 @@ class Progress:
                 self.furthest = max(self.furthest, self.newest)
 
     def recovers_since(self, time: float) -> bool:
-        """True once the run has reported a problem that occurred after a given time."""
+        """Return True if the run has reported a failure that occurred after the given time."""
         return any(at >= time for at in self.trouble_at)
 
     def phases(self) -> set[str]:
-        """Return the current phases of the ranks."""
+        """Return the phases in which the ranks currently are."""
         return {status.phase for status in self._statuses()}
 
     def pids_of(self, rank: int) -> list[int]:
-        """Return the process ids of a rank; one if its host is this machine."""
+        """Return the process ids of a rank, sorted."""
         return sorted({status.pid for status in self._statuses() if status.rank == rank})
 
     def _statuses(self) -> list[RankStatus]:
@@ -278,7 +280,7 @@ class Progress:
         for file in self.temporary.glob("*/status"):
             try:
                 board = StatusBoard.at(file)
-            except (OSError, ValueError):  # just removed, or not yet at its full size
+            except (OSError, ValueError):  # the file has just been removed, or does not have its full size yet
                 continue
             found += [status for status in board.read() if status.pid]
             board.close()
@@ -293,15 +295,15 @@ class Progress:
 _SET_CHILD_SUBREAPER = 36  # option of prctl
 _GROUPS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/memory"))
 _MEMORY = Path("/dev/shm")
-_SEGMENTS = ("paceline", "torch_", "psm_", "sem.")  # prefixes of paceline, torch and Python
+_SEGMENTS = ("paceline", "torch_", "psm_", "sem.")  # file name prefixes that paceline, torch and Python use
 _LOOK_AGAIN_S = 0.1
 
 
 class Left:
-    """Leftovers: compares the current processes and files with an earlier state."""
+    """Finder of processes and files that did not exist when it was created."""
 
     def __init__(self) -> None:
-        # orphans of a launcher become children of this process, so that it can find them
+        # orphans of a launcher become children of this process, so that this process can find them
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._children = {process.pid for process in _children()}
         self._files = _files()
@@ -309,16 +311,16 @@ class Left:
 
     @contextmanager
     def own_temporary_folder(self) -> Iterator[Path]:
-        """Create a temporary folder for this run alone."""
+        """Create a temporary folder that only this run uses."""
         with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
             self._temporary = Path(folder)
             yield self._temporary
 
     def found(self, grace_s: float, *, files: bool = True) -> list[str]:
-        """List leftovers after a grace period for those about to end; terminate leftover processes.
+        """List leftovers after a grace period, and kill leftover processes.
 
         Args:
-            files: also report temporary files.
+            files: whether to report temporary files too.
         """
         if not files:
             self._temporary = None
@@ -349,7 +351,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _files() -> set[Path]:
-    """List this user's named shared memory, and control groups of ended launchers."""
+    """List this user's named shared memory, and control groups of launchers that have ended."""
     found = set()
     for path in _MEMORY.glob("*"):
         with suppress(OSError):
@@ -364,7 +366,7 @@ def _files() -> set[Path]:
 
 
 def _unused(paths: set[Path]) -> set[Path]:
-    """Drop shared memory that a living process has mapped: it belongs to another command."""
+    """Remove shared memory that a running process has mapped, because another command uses it."""
     if not paths:
         return paths
     mapped = set()
@@ -375,7 +377,7 @@ def _unused(paths: set[Path]) -> set[Path]:
 
 
 def _reap() -> None:
-    """Collect the exit codes of adopted orphans that have ended."""
+    """Reap adopted orphans that have ended."""
     for process in _children():
         with suppress(psutil.Error, ChildProcessError):
             if process.ppid() == os.getpid() and process.status() == psutil.STATUS_ZOMBIE:
@@ -383,13 +385,13 @@ def _reap() -> None:
 
 
 _EVERY_S = 2.0
-_LEAST_SAMPLES = 30  # shorter runs are mostly startup and shutdown
+_LEAST_SAMPLES = 30  # runs with fewer samples are mostly startup and shutdown
 _MORE = 1.1
 _NOT_YET = frozenset(("starting", "joining"))
 
 
 class Sizes(NamedTuple):
-    """Sums over a command and all its processes, including ranks, at one time.
+    """Resource use of a command and all its processes, including ranks, at one time.
 
     `memory_mb` counts shared pages once.
     """
@@ -406,12 +408,12 @@ _SPARE = Sizes(memory_mb=16, processes=1, descriptors=8, threads=4, files=8)  # 
 
 @dataclass(frozen=True)
 class Course:
-    """One resource over the course of a run.
+    """Use of one resource over the course of a run.
 
     Attributes:
-        early: median of its second quarter; caches fill during the first.
-        late: median of its last quarter.
-        per_minute: slope of a linear fit through all but the first quarter.
+        early: median over the second quarter of the run. The first quarter is left out, because caches fill during it.
+        late: median over the last quarter of the run.
+        per_minute: growth per minute, by a linear fit without the first quarter.
     """
 
     name: str
@@ -421,7 +423,7 @@ class Course:
 
     @property
     def grows(self) -> bool:
-        """True if late values exceed early ones by more than the usual fluctuation."""
+        """True if the late median exceeds the early median by more than the usual fluctuation."""
         spare: float = getattr(_SPARE, self.name)
         return self.late > _MORE * self.early + spare
 
@@ -432,30 +434,30 @@ class Course:
 
 
 class Growth:
-    """Sampler of a running command's resource use, while all its ranks train.
+    """Sampler of a command's resource use, which takes samples while all ranks train.
 
-    Resources that a lost rank or host frees and its replacement uses again do not count as growth.
+    No samples are taken while ranks are lost, so lost and replaced ranks do not count as growth.
 
     Args:
-        temporary: folder whose files are counted.
+        temporary: folder whose files are counted as a resource.
     """
 
     def __init__(self, command: int, ranks: int, temporary: Path) -> None:
         self.command, self.ranks, self.temporary = command, ranks, temporary
-        self.samples: list[tuple[float, Sizes]] = []  # each with its monotonic time
+        self.samples: list[tuple[float, Sizes]] = []  # each sample with its monotonic time
         self._due, self._step = 0.0, 0
 
     def sample(self, step: int, phases: Callable[[], Set[str]]) -> None:
-        """Take a sample if one is due.
+        """Take a sample if a sample is due.
 
         Args:
-            step: newest step of the run.
-            phases: current phases of its ranks.
+            step: latest step of the run.
+            phases: function that returns the current phases of the ranks.
         """
         now = time.monotonic()
         if now >= self._due and step > self._step and not phases() & _NOT_YET:
             self._due, self._step = now + _EVERY_S, step
-            # a process has just ended, so the sum would be incomplete
+            # if a process has just ended, the sum would be incomplete
             with suppress(psutil.Error, OSError, IndexError):
                 if (sizes := self._sizes()) is not None:
                     self.samples.append((now, sizes))
@@ -476,7 +478,7 @@ class Growth:
 
 
 def courses(samples: Sequence[tuple[float, Sizes]]) -> list[Course]:
-    """Return the course of each resource; empty for a run that was too short."""
+    """Return the course of each resource. The list is empty if there are too few samples."""
     if len(samples) < _LEAST_SAMPLES:
         return []
     quarter = len(samples) // 4

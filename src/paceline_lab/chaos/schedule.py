@@ -1,6 +1,6 @@
-"""Schedules of faults: drawn from a seed, written to a file, and read back.
+"""Schedules of faults, which are drawn from a seed and stored in files.
 
-A schedule is timed by the run's own progress, so it means the same on fast and slow machines.
+The times of faults are fractions of the run's steps, so a schedule works on fast and slow machines alike.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["any", "start", "evaluate", "checkpoint", "recovery"]
 Target = Literal["rank", "others", "ranks", "host", "command", "weights", "checkpoint", "disk"]
 
-OF_HOSTS = ("partition", "cut")  # kinds that need hosts
+OF_HOSTS = ("partition", "cut")  # kinds of faults that need emulated hosts
 _LONGEST_S = {"stop": 8.0, "slow": 8.0, "cut": 12.0, "partition": 12.0, "disk-full": 5.0, "oom": 5.0, "store": 6.0}
 _SHORTEST_S = 0.5
 _AT_ONCE, _IN_RECOVERY, _IN_START, _IN_PHASE = 0.12, 0.12, 0.08, 0.25  # probabilities
-_WHOLE_HOST, _COMMAND = 0.3, 0.1  # shares of the kills
-_OTHERS, _ALL = 0.08, 0.04  # shares of the faults that hit a rank: all ranks but one, or all ranks
-_MANY = ("kill", "stop", "oom")  # kinds that sometimes hit several ranks
-_LAST = 0.9  # share of the steps; recovery from a later fault might not be observed
+_WHOLE_HOST, _COMMAND = 0.3, 0.1  # fractions of the kills
+_OTHERS, _ALL = 0.08, 0.04  # fractions of the faults on ranks that hit all ranks but one, or all ranks
+_MANY = ("kill", "stop", "oom")  # kinds of faults that sometimes hit several ranks
+_LAST = 0.9  # fraction of the steps; the recovery from a later fault might not be observed
 _FILE_LIMIT = 2**20
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One fault.
+    """One fault in a schedule.
 
     Attributes:
-        at: share of the run's steps that are done when the fault is due.
-        during: phase of the run in which the fault is injected; the fault waits for this phase for a while.
-        target: target of the fault; `others` means all ranks but one.
-        number: index of the target rank or host. For `others`, the rank that is spared; for a partition, the number of
-            hosts that are cut off together.
-        for_s: time after which the fault is reverted, if it can be.
+        at: fraction of the run's steps after which the fault is due.
+        during: phase of the run in which the fault should be injected. The fault waits for this phase for a limited
+            time.
+        target: what the fault hits; `others` means all ranks but one.
+        number: index of the rank or host that is hit. For `others`, it is the rank that is spared. For a partition, it
+            is the number of hosts that are cut off together.
+        for_s: seconds after which the fault is reverted; 0 if the fault is not reverted.
     """
 
     kind: Kind
@@ -67,10 +68,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Faults in the order in which they are due, and their run.
+    """Faults in the order in which they are due, with the settings of their run.
 
     Attributes:
-        steps: step at which the run ends.
+        steps: number of steps of the run.
         hosts: number of emulated hosts; 0 runs the ranks directly on this machine.
     """
 
@@ -81,7 +82,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=10_000)]
 
     def with_only(self, faults: Sequence[Fault]) -> Schedule:
-        """Return a schedule of this run with other faults."""
+        """Return a schedule for the same run with other faults."""
         return msgspec.structs.replace(self, faults=tuple(faults))
 
     def write(self, path: Path) -> None:
@@ -90,10 +91,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, path: Path) -> Schedule:
-        """Read a schedule.
+        """Read a schedule from a file.
 
         Raises:
-            JobError: the file cannot be read, or is not a schedule.
+            JobError: the file cannot be read, or does not contain a schedule.
         """
         try:
             schedule = msgspec.json.decode(read_text(path, _FILE_LIMIT), type=cls)
@@ -102,15 +103,16 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "file.unreadable", "{file} cannot be read: {reason}", file=path, reason=error.strerror or error
             ) from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            text = f"{path} is no schedule of faults: {error}. Give a file that `paceline chaos` has written."
+            text = f"{path} is not a schedule of faults: {error}. Use a file that `paceline chaos` has written."
             raise JobError("chaos.schedule_invalid", "{reason}", reason=text) from error
         return schedule
 
 
 def draw(kinds: Sequence[Kind], seed: int, *, count: int, plan: str, ranks: int, hosts: int, steps: int) -> Schedule:
-    """Draw a schedule of random faults; every kind occurs at least once if `count` allows.
+    """Draw a schedule of random faults.
 
-    Some faults coincide; some come while the run starts, evaluates, saves, or recovers from the previous fault.
+    If `count` is large enough, every kind of fault occurs at least once. Some faults coincide. Other faults occur while
+    the run starts, evaluates, saves a checkpoint, or recovers from the previous fault.
     """
     chance = random.Random(seed)
     rounds = [chance.sample(kinds, len(kinds)) for _ in range(-(-count // len(kinds)))]
@@ -141,7 +143,7 @@ def _drawn(chance: random.Random, kind: Kind, at: float, during: Phase, ranks: i
     elif kind == "partition":
         target, number = "host", chance.randint(1, hosts // 2)
     elif kind == "kill" and hosts > 1 and chance.random() < _WHOLE_HOST:
-        target, number = "host", chance.randrange(1, hosts)  # host 0 runs the command itself
+        target, number = "host", chance.randrange(1, hosts)  # host 0 is spared, because it runs the command
     elif kind == "store" or (kind == "kill" and chance.random() < _COMMAND):
         target, number = "command", 0
     elif kind == "disk-full":
@@ -159,12 +161,14 @@ T = TypeVar("T")
 
 
 def shrink(items: Sequence[T], fails: Callable[[Sequence[T]], bool], most_tries: int = 32) -> list[T]:
-    """Find a minimal failing part of `items`: without any one item, it passes.
+    """Find a minimal sublist of `items` that still fails.
+
+    The sublist is minimal because it passes without any single one of its items.
 
     Args:
         items: list that fails as a whole.
-        fails: plays a sublist; not called twice for the same sublist, nor for an empty one.
-        most_tries: maximum number of calls of `fails`; then the shortest failing sublist so far is returned.
+        fails: function that returns True if a sublist fails. It is called at most once for each sublist.
+        most_tries: maximum number of calls of `fails`. After these, the shortest failing sublist so far is returned.
     """
     failing = list(range(len(items)))
     seen: dict[tuple[int, ...], bool] = {}

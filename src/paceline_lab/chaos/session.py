@@ -1,4 +1,4 @@
-"""One chaos command: a schedule is drawn, played and judged, and shrunk if it fails."""
+"""One chaos command: draw and play a schedule, check the run, and shrink failing schedules."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from paceline_lab.chaos.invariants import (
 from paceline_lab.chaos.play import Played, Setting, play
 from paceline_lab.chaos.schedule import Fault, Kind, Schedule, draw, shrink
 
-EVERY_S = 10.0  # average interval between faults
-_QUIET_S = 90.0  # in addition to twice the deadline: a start on a busy machine
+EVERY_S = 10.0  # average interval between faults in seconds
+_QUIET_S = 90.0  # seconds in addition to twice the deadline, for starts on a busy machine
 _LEAST_FAULTS = 1
 
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule that was played, and the verdict on its run."""
+    """Results of a schedule that was played: the run and the checked invariants."""
 
     played: Played
     reference: Reference
@@ -51,17 +51,17 @@ class Found:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that was played."""
+        """The schedule of the run."""
         return self.played.schedule
 
     @property
     def held(self) -> bool:
-        """True if every invariant held."""
+        """True if no invariant was violated."""
         return all(invariant.held for invariant in self.invariants)
 
     @property
     def details(self) -> dict[str, Any]:
-        """Return all details of the run as JSON values."""
+        """All details of the run, as JSON values."""
         return {
             "schedule": msgspec.to_builtins(self.schedule),
             "held": self.held,
@@ -75,10 +75,10 @@ class Found:
 
 
 class Session:
-    """Runs of one job in one folder; undisturbed runs are kept for reuse.
+    """Runs of one job in one folder. Undisturbed runs are kept for reuse.
 
     Args:
-        say: shows a line of progress.
+        say: function that shows a line of progress.
     """
 
     def __init__(self, job: Job, hosts: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -95,12 +95,12 @@ class Session:
         """Draw the schedule of a seed.
 
         Args:
-            minutes: length of the undisturbed run, if `steps` is not given.
-            count: number of faults; None draws one for every 10 s.
+            minutes: length of the run without faults. It is used if `steps` is None.
+            count: number of faults; None draws one fault for every 10 s.
 
         Raises:
-            PlanError: the plan cannot run the job here.
-            ClusterError: a kind of fault cannot be injected here.
+            PlanError: the plan cannot run the job on this machine.
+            ClusterError: a kind of fault cannot be injected on this machine.
         """
         refuse_impossible(kinds, self.hosts)
         self._refuse(plan)
@@ -111,10 +111,10 @@ class Session:
         return draw(kinds, seed, count=count, plan=plan, ranks=ranks, hosts=self.hosts, steps=steps or in_time)
 
     def _steps(self, plan: str, minutes: float) -> tuple[str, int]:
-        """Return the plan, in float64 if possible, and the number of steps to train.
+        """Return the plan, with float64 if possible, and the number of steps to train.
 
-        In float64, a different order of summation barely changes the losses. A visible difference then indicates a
-        fault, even after thousands of steps.
+        In float64, a different order of summation barely changes the losses. A visible difference therefore indicates
+        an error, even after thousands of steps.
         """
         parsed = Plan.parse(plan)
         wide = str(replace(parsed, precision="fp64"))
@@ -124,7 +124,7 @@ class Session:
         return plan, steps_that_take(self.job, plan, minutes, self.cluster, self.folder)
 
     def tried(self, schedule: Schedule, name: str) -> Found:
-        """Play a schedule in a folder of that name, and judge the run."""
+        """Play a schedule in the folder `name`, and check the run."""
         kinds = tuple(dict.fromkeys(fault.kind for fault in schedule.faults))
         self._refuse(schedule.plan)
         refuse_impossible(kinds, self.hosts)
@@ -144,7 +144,7 @@ class Session:
         return found
 
     def shrunk(self, found: Found, most_tries: int) -> Schedule:
-        """Find the shortest schedule that still violates an invariant that was violated."""
+        """Find a shorter schedule that violates one of the same invariants."""
         broken = {invariant.name for invariant in found.invariants if not invariant.held}
 
         def fails(faults: Sequence[Fault]) -> bool:
@@ -183,14 +183,14 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "corrupt": ("corruption", "checkpoint_damaged"),
 }
 _NAMED_LOSS = ("lost", "host_lost", "restart")
-_WITHIN_S = 60.0  # later events do not count as a response to a fault
+_WITHIN_S = 60.0  # seconds after a fault; later events do not count as a response
 
 
 @dataclass(frozen=True)
 class Row:
-    """One fault and its outcome.
+    """One fault and the reaction of the run.
 
-    Times are seconds after the fault; None if the event did not occur.
+    Times are in seconds after the fault. They are None if the event did not occur.
     """
 
     fault: str
@@ -204,7 +204,7 @@ class Row:
 
 
 def rows(played: Played, reference: Reference) -> list[Row]:
-    """Return the outcome of each fault, in order."""
+    """Return a row for each fault, in order."""
     lines = [line for file in played.run.glob("steps/rank-*.jsonl") for line in _numbered(file)]
     events = list(read_lines(played.run / "events.jsonl"))
     losses = losses_of(played.run)
@@ -215,9 +215,9 @@ def rows(played: Played, reference: Reference) -> list[Row]:
 
 
 def named_until(injected: Injected, later: Sequence[Injected]) -> float:
-    """Return the time from which events may belong to a later fault.
+    """Return the time from which events may have been caused by a later fault.
 
-    A later fault qualifies if it has the same target and causes the same events.
+    This holds for later faults with the same target that cause the same kinds of events.
     """
     fault, kinds = injected.fault, _NAMED.get(injected.fault.kind, _NAMED_LOSS)
     for other in later:
@@ -229,7 +229,7 @@ def named_until(injected: Injected, later: Sequence[Injected]) -> float:
 
 
 def is_about(event: Mapping[str, Any], fault: Fault) -> bool:
-    """False if an event concerns another rank or host."""
+    """Return False if an event is about a rank or host without the fault."""
     name, rank, host = str(event["event"]), event.get("rank", -1), event.get("number", -1)
     if fault.target in ("rank", "weights", "others"):
         if name in ("lost", "healed", "slow_rank", "corruption"):
@@ -278,7 +278,7 @@ def _row(
 def _differ(
     injected: Injected, until: float, lines: Sequence[dict[str, Any]], losses: Mapping[int, float], reference: Reference
 ) -> float | None:
-    """Return the largest difference of losses between a fault and the next."""
+    """Return the largest relative difference of losses between a fault and the next fault."""
     steps = {line["step"] for line in lines if injected.time < line["time"] < until} & reference.losses.keys()
     first = reference.losses[min(reference.losses)]
     by = [difference(losses[step], reference.losses[step], first) for step in steps & losses.keys()]
@@ -286,7 +286,7 @@ def _differ(
 
 
 def _numbered(file: Path) -> list[dict[str, Any]]:
-    """Return a rank's steps, each with a flag that is true for a repeated step."""
+    """Return a rank's steps. The flag `again` is True for a repeated step."""
     seen: set[int] = set()
     found = []
     for line in read_lines(file):

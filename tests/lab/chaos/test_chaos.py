@@ -91,6 +91,6 @@ def test_what_cannot_be_made_is_refused_before_anything_starts(tmp_path: Path) -
     outcome = paceline("chaos", job, "--faults", "kill,clock,cut", folder=tmp_path)
     assert outcome.code == 1
     assert outcome.says(
-        "these faults cannot be injected on this machine", "clock: Linux has one wall clock", "cut: it takes the links"
+        "these faults cannot be injected on this machine", "clock: Linux has one wall clock", "cut: it needs the links"
     )
     assert not list((tmp_path / "chaos").glob("*/undisturbed*"))

@@ -118,5 +118,5 @@ def test_an_unknown_kind_names_the_nearest() -> None:
 def test_faults_that_cannot_be_made_here_are_refused_with_the_reason() -> None:
     with raises(ClusterError, "chaos.faults_impossible") as refused:
         refuse_impossible(["kill", "clock", "cut"], hosts=0)
-    assert "cut: it takes the links of emulated hosts" in str(refused.value)
+    assert "cut: it needs the links of emulated hosts" in str(refused.value)
     assert "kill" not in str(refused.value)
