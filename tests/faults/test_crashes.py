@@ -5,7 +5,6 @@ What was saved stays, no process is left, and the run goes on exactly.
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -211,7 +210,7 @@ def test_a_full_or_read_only_disk_is_told_and_what_was_saved_goes_on_when_there_
         assert full.code == 1
         failures = [(event["failures"], event["max_failures"]) for event in events(disk / "run", "checkpoint_failed")]
         assert failures == [(1, 3), (2, 3)], "training goes on"
-        error = full.fails_with("checkpoint.not_written", step=40, reason=re.compile("^No space left on device: rank "))
+        error = full.fails_with("checkpoint.failures_exhausted")
         assert "step-00000010" in error, "what was saved before"
         assert whole(checkpoints(disk / "run")) == ["step-00000010"]
 

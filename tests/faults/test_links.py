@@ -73,7 +73,7 @@ def test_a_link_that_is_cut_for_good_ends_the_run_within_its_deadline_and_the_ch
     assert outcome.code == 1
     assert took_s < 30, "8 s, and the end of the processes"
     for host in (0, 1):
-        assert f"rank {host} (host host-{host}, " in outcome.fails_with("launch.rank_hung")
+        assert f"rank {host} (host host-{host}, " in outcome.fails_with("ranks.operation_failed")
     assert checkpoints(tmp_path / "run")
     with training(job, "run", "--resume") as process:
         resumed = ended(process)

@@ -210,7 +210,8 @@ def test_when_all_ranks_are_left_out_the_run_fails_and_says_so(
         kill_rank(0, process)
         outcome = ended(process)
     assert outcome.code == 1, outcome.err
-    assert "rank 0" in outcome.fails_with("launch.rank_killed")
+    outcome.fails_with("launch.rank_killed")
+    assert "rank 0 (host " in outcome.err
     assert "Traceback" not in outcome.err
 
 

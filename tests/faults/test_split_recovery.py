@@ -159,4 +159,5 @@ def test_a_run_ends_once_no_replica_can_be_whole_again(
         outcome = ended(process)
     assert outcome.code == 1
     assert [(event["rank"], event["again"]) for event in events(run, "lost")][:1] == [(3, False)]
-    assert "rank 0 (host " in outcome.fails_with("launch.rank_killed")
+    outcome.fails_with("launch.rank_killed")
+    assert "rank 0 (host " in outcome.err
